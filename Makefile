@@ -1,0 +1,78 @@
+# The two commands of the README are `make demo` and `make test`. Each sets up all it needs; a stamp
+# in .build/ marks what is done, so the second call starts at once.
+
+PYTHON ?= python3
+VENV   := $(CURDIR)/.venv
+STAMPS := .build
+BIN    := $(VENV)/bin
+
+# What the calling shell may carry and what would mix another environment into ours.
+unexport CARGO_TARGET_DIR PYTHONPATH PYTHONHOME CONDA_PREFIX
+export VIRTUAL_ENV := $(VENV)
+export UV_CONSTRAINT := $(CURDIR)/constraints.txt
+export PATH := $(BIN):$(PATH)
+
+RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.rs' -o -name Cargo.toml 2>/dev/null)
+UV     := $(BIN)/uv pip install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-rust test-python lint format docs wheel clean preflight constraints
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+preflight:
+	@$(PYTHON) scripts/preflight.py
+
+$(STAMPS)/venv: constraints.txt | preflight
+	@mkdir -p $(STAMPS)
+	@scripts/venv.sh "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+$(STAMPS)/deps: $(STAMPS)/venv pyproject.toml
+	@echo "installing torch and the rest (5 GB the first time)"
+	@$(BIN)/python scripts/requirements.py dev build > $(STAMPS)/requirements.txt
+	@$(UV) -r $(STAMPS)/requirements.txt
+	@touch $@
+
+$(STAMPS)/native: $(STAMPS)/deps $(RUST)
+	@echo "building the native module"
+	@$(BIN)/maturin develop --quiet --release --locked --uv
+	@touch $@
+
+setup: $(STAMPS)/native ## everything that demo and test need
+
+test: lint test-rust test-python ## all checks and tests that need no GPU
+
+test-rust: $(STAMPS)/deps
+	cargo test --quiet --workspace --locked
+
+test-python: $(STAMPS)/native
+	$(BIN)/python -m pytest
+
+lint: $(STAMPS)/native
+	cargo fmt --all --check
+	cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python scripts/docs.py --check
+
+format: $(STAMPS)/deps ## rustfmt and ruff
+	cargo fmt --all
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+docs: $(STAMPS)/native ## write the pages that are made from the code
+	$(BIN)/python scripts/docs.py
+
+wheel: $(STAMPS)/deps ## dist/*.whl, checked: glibc 2.28, all parts in it, works where there is no cargo
+	scripts/wheel.sh
+
+constraints: $(STAMPS)/venv ## pin the newest versions that fit
+	$(BIN)/python scripts/requirements.py dev build | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 \
+		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --upgrade -o constraints.txt -
+	@! grep -n '://' constraints.txt
+
+clean: ## forget the environment and all that was built
+	rm -rf $(VENV) $(STAMPS) target dist demo

@@ -1,0 +1,80 @@
+//! `evener._native`: the Rust crates as one Python module, built against the stable ABI so that one
+//! wheel serves every CPython from 3.10 on.
+//!
+//! Tensors come in as addresses (`tensor.data_ptr()`) and lengths: the stable ABI of 3.10 has no
+//! buffer protocol, and numpy has no bfloat16. `evener._kernels` is the only caller; it checks
+//! device, dtype and contiguity first. Every function gives up the GIL while it works.
+
+#![allow(
+    unsafe_code,
+    reason = "addresses come from Python; each use says why it holds"
+)]
+
+use evener_kernels::topk;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+/// An address and a length in elements, as Python hands them over.
+#[derive(Clone, Copy)]
+struct Span {
+    address: usize,
+    length: usize,
+}
+
+impl Span {
+    /// # Safety
+    /// `address` is that of `length` initialised values of `T` that live, and are not written by
+    /// anyone else, for as long as the slice is used.
+    unsafe fn read<'a, T>(self) -> &'a [T] {
+        if self.length == 0 {
+            return &[];
+        }
+        // SAFETY: promised by the caller.
+        unsafe { std::slice::from_raw_parts(self.address as *const T, self.length) }
+    }
+
+    /// # Safety
+    /// As for [`Span::read`], and nobody else reads them either.
+    unsafe fn write<'a, T>(self) -> &'a mut [T] {
+        if self.length == 0 {
+            return &mut [];
+        }
+        // SAFETY: promised by the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut T, self.length) }
+    }
+}
+
+/// Adds a gradient to a residual and takes the k largest entries out of it; see
+/// `evener_kernels::topk::select_with_feedback`. All arguments are addresses of contiguous CPU
+/// memory: f32 gradient and residual of `elements`, f32 values and i32 indices of `k`.
+#[pyfunction]
+fn topk_with_feedback(
+    py: Python<'_>,
+    gradient: usize,
+    residual: usize,
+    elements: usize,
+    values: usize,
+    indices: usize,
+    k: usize,
+) -> PyResult<()> {
+    let span = |address, length| Span { address, length };
+    py.detach(|| {
+        // SAFETY: `evener._kernels` passes four distinct live tensors of these dtypes and lengths,
+        // and holds references to them until this returns.
+        unsafe {
+            topk::select_with_feedback(
+                span(gradient, elements).read(),
+                span(residual, elements).write(),
+                span(values, k).write(),
+                span(indices, k).write(),
+            )
+        }
+    })
+    .map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::topk_with_feedback;
+}

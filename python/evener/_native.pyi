@@ -1,0 +1,3 @@
+def topk_with_feedback(
+    gradient: int, residual: int, elements: int, values: int, indices: int, k: int
+) -> None: ...

@@ -1,0 +1,50 @@
+"""`evener`: parses and dispatches; every verb lives in a package of its own."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from evener import __version__, settings
+from evener._click import LazyGroup, run
+
+VERBS: dict[str, tuple[str, str]] = {}
+
+
+@click.group(cls=LazyGroup, lazy=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="evener")
+def evener() -> None:
+    """Fast distributed training on ordinary networks and ordinary memory.
+
+    Tab completion: eval "$(_EVENER_COMPLETE=bash_source evener)" (or zsh_source, fish_source).
+    """
+
+
+@evener.command("settings")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def show_settings(as_json: bool) -> None:
+    """Every environment variable, its value here, its default and its meaning."""
+    rows = [
+        {
+            "name": setting.name,
+            "value": setting.show(setting.get()),
+            "default": setting.show(setting.default),
+            "set": setting.is_set(),
+            "allowed": setting.allowed,
+            "meaning": setting.meaning,
+        }
+        for setting in settings.registry().values()
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        mark = "*" if row["set"] else " "
+        click.echo(f"{mark} {row['name']}={row['value']}  (default {row['default']})")
+        click.echo(f"      {row['meaning']}")
+
+
+def main() -> None:
+    """Entry point of the `evener` command."""
+    run(lambda: evener(prog_name="evener"))

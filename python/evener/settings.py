@@ -1,0 +1,284 @@
+"""Every environment variable that Evener reads: declared here, once, and nowhere else.
+
+A variable is a `Setting`: name, kind, default, meaning. Code reads it with `SETTING.get()`; the
+documentation (docs/settings.md) and `evener settings` are printed from the same declarations, so
+none of them can say something else. Values are read when asked for, never at import.
+
+A value that cannot be is refused with the name, the value and what is allowed: a training job that
+was started with a typing error must stop before its first step, not train on a default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from evener.errors import UsageError
+
+T = TypeVar("T")
+
+_REGISTRY: dict[str, Setting] = {}
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+class SettingError(UsageError):
+    """An environment variable has a value that cannot be."""
+
+    def __init__(self, name: str, value: str, allowed: str) -> None:
+        super().__init__(
+            f"{name}={value!r} is not {allowed}", f"set {name} to {allowed}, or unset it"
+        )
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One environment variable."""
+
+    name: str
+    group: str
+    default: T
+    allowed: str
+    meaning: str
+    parse: Callable[[str], T]
+    show: Callable[[T], str] = str
+
+    def get(self, env: Mapping[str, str] | None = None) -> T:
+        """The value in `env` (default: the process's), or the default where unset or empty.
+
+        Raises SettingError where the value is not `allowed`.
+        """
+        text = (os.environ if env is None else env).get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise SettingError(self.name, text, self.allowed) from None
+
+    def is_set(self, env: Mapping[str, str] | None = None) -> bool:
+        """Whether the user gave a value at all."""
+        return bool((os.environ if env is None else env).get(self.name, "").strip())
+
+
+def _declare(setting: Setting[T]) -> Setting[T]:
+    if setting.name in _REGISTRY:
+        raise ValueError(f"{setting.name} is declared twice")
+    _REGISTRY[setting.name] = setting
+    return setting
+
+
+def _flag(group: str, name: str, default: bool, meaning: str) -> Setting[bool]:
+    def parse(text: str) -> bool:
+        if text.lower() in _TRUE:
+            return True
+        if text.lower() in _FALSE:
+            return False
+        raise ValueError(text)
+
+    return _declare(
+        Setting(name, group, default, "0 or 1", meaning, parse, lambda v: "1" if v else "0")
+    )
+
+
+def _number(
+    group: str,
+    name: str,
+    default: int,
+    meaning: str,
+    *,
+    low: int = 0,
+    high: int | None = None,
+    what: str = "a whole number",
+) -> Setting[int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise ValueError(text)
+        return value
+
+    bounds = f"{low} or more" if high is None else f"{low} to {high}"
+    return _declare(Setting(name, group, default, f"{what}, {bounds}", meaning, parse))
+
+
+def _size(group: str, name: str, default: int, meaning: str) -> Setting[int]:
+    def parse(text: str) -> int:
+        value = parse_size(text)
+        if value < 0:
+            raise ValueError(text)
+        return value
+
+    allowed = "a size in bytes, 0 or more (k, M, G: powers of 1024)"
+    return _declare(Setting(name, group, default, allowed, meaning, parse))
+
+
+def _real(
+    group: str,
+    name: str,
+    default: float,
+    meaning: str,
+    *,
+    allowed: str,
+    ok: Callable[[float], bool],
+) -> Setting[float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not ok(value):  # NaN fails every comparison, so it is refused here too
+            raise ValueError(text)
+        return value
+
+    return _declare(Setting(name, group, default, allowed, meaning, parse, lambda v: f"{v:g}"))
+
+
+def _choice(
+    group: str, name: str, default: str, choices: tuple[str, ...], meaning: str
+) -> Setting[str]:
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(text)
+        return text.lower()
+
+    return _declare(Setting(name, group, default, " or ".join(choices), meaning, parse))
+
+
+def _text(
+    group: str, name: str, default: str, meaning: str, allowed: str = "any text"
+) -> Setting[str]:
+    return _declare(Setting(name, group, default, allowed, meaning, str))
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `64M`, `1.5GiB`, `4096`: powers of 1024, a fraction allowed. Raises ValueError."""
+    lowered = text.strip().lower()
+    digits = lowered.rstrip("ibkmgt")
+    unit = lowered[len(digits) :].removesuffix("b").removesuffix("i")
+    if unit not in _UNITS:
+        raise ValueError(f"{text!r} is not a size")
+    value = float(digits) * _UNITS[unit]
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number of bytes")
+    return int(value)
+
+
+def registry() -> dict[str, Setting]:
+    """All settings by name, in the order of their declaration."""
+    return dict(_REGISTRY)
+
+
+# --- comm: the collective layer (LightCC's names, so that its command lines work as they are) ---
+
+_COMM = "Collectives"
+
+LIGHT_2D_ALLREDUCE = _flag(
+    _COMM,
+    "LIGHT_2D_ALLREDUCE",
+    False,
+    "All-reduce in two levels: reduce-scatter inside the node, exchange of shards between nodes, "
+    "all-gather inside the node.",
+)
+LIGHT_INTRA_SIZE = _number(
+    _COMM,
+    "LIGHT_INTRA_SIZE",
+    8,
+    "Ranks of one node that form the inner level. Where a node has fewer, their detected number is "
+    "taken and logged.",
+    low=1,
+)
+LIGHT_HIERARCHICAL_THRESHOLD = _size(
+    _COMM,
+    "LIGHT_HIERARCHICAL_THRESHOLD",
+    1 << 30,
+    "Largest bucket, in bytes, that goes through the two-level all-reduce; larger ones go flat.",
+)
+LIGHT_TOPK_ALLREDUCE = _flag(
+    _COMM,
+    "LIGHT_TOPK_ALLREDUCE",
+    False,
+    "Between nodes, send only the entries of largest magnitude; the rest is kept as a residual and "
+    "added to the next step's gradient (error feedback). Changes the arithmetic.",
+)
+LIGHT_TOPK_RATIO = _real(
+    _COMM,
+    "LIGHT_TOPK_RATIO",
+    0.01,
+    "Share of the entries of a buffer that top-k sends.",
+    allowed="a number above 0 and at most 1",
+    ok=lambda value: 0 < value <= 1,
+)
+LIGHT_TOPK_THRESHOLD = _size(
+    _COMM,
+    "LIGHT_TOPK_THRESHOLD",
+    1 << 20,
+    "Smallest buffer, in bytes, that is sent as top-k; smaller ones are sent dense. It is compared "
+    "with what a rank would send between nodes: after the reduce-scatter, its shard.",
+)
+LIGHT_TOPK_FP16 = _flag(
+    _COMM, "LIGHT_TOPK_FP16", False, "Send the values of top-k as FP16 in place of FP32."
+)
+
+HOROVOD_FUSION_THRESHOLD = _size(
+    _COMM,
+    "HOROVOD_FUSION_THRESHOLD",
+    128 << 20,
+    "Largest bucket, in bytes, into which gradients are fused. 0: one bucket a tensor.",
+)
+HOROVOD_CYCLE_TIME = _real(
+    _COMM,
+    "HOROVOD_CYCLE_TIME",
+    1.0,
+    "Milliseconds that the Horovod door waits for further tensors before it fuses what it has. 0: "
+    "no waiting; it never spins.",
+    allowed="a number of milliseconds, 0 or more",
+    ok=lambda value: 0 <= value < float("inf"),
+)
+HOROVOD_MPI_THREADS_DISABLE = _flag(
+    _COMM,
+    "HOROVOD_MPI_THREADS_DISABLE",
+    False,
+    "Accepted for the sake of existing command lines. Evener never calls MPI from a thread.",
+)
+EVENER_TIMEOUT = _real(
+    _COMM,
+    "EVENER_TIMEOUT",
+    300.0,
+    "Seconds that a rank waits for its peers, in a collective or at start, before it reports an "
+    "error that names what it waited for.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+
+# --- log ---
+
+_LOG = "Log"
+
+EVENER_LOG = _choice(
+    _LOG,
+    "EVENER_LOG",
+    "info",
+    ("error", "warning", "info", "debug"),
+    "Least severe message that is printed. Choices that Evener makes are logged at `info` by rank "
+    "0, and by every rank at `debug`.",
+)
+
+
+def markdown() -> str:
+    """docs/settings.md, from the declarations."""
+    lines = [
+        "# Environment variables",
+        "",
+        "Made from `python/evener/settings.py` by `make docs`; `evener settings` prints the same "
+        "with the values in force. A value that is not allowed is refused at start.",
+    ]
+    group = None
+    for setting in _REGISTRY.values():
+        if setting.group != group:
+            group = setting.group
+            lines += ["", f"## {group}", "", "| name | default | allowed | meaning |"]
+            lines += ["|---|---|---|---|"]
+        default = setting.show(setting.default) or "(unset)"
+        lines.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.meaning} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,22 @@
+"""Print what pyproject.toml asks for: the dependencies, the extras, and the groups named.
+
+`pip install .` would build the project to learn this; a stamp for dependencies must not depend on
+the sources.
+"""
+
+import sys
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+lines = list(project["project"]["dependencies"])
+for extra in project["project"].get("optional-dependencies", {}).values():
+    lines += extra
+for group in sys.argv[1:]:
+    lines += project["dependency-groups"][group]
+lines.append("uv")
+print("\n".join(lines))
