@@ -1,0 +1,4 @@
+"""The collective layer: topology, buckets, collectives, forms on the wire.
+
+Start reading at `reducer` (what the front doors use), then `topology`, `buckets`, `lanes`, `wires`.
+"""

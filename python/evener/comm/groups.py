@@ -1,0 +1,139 @@
+"""The process groups of a reduction, and the scaling that goes with their backend.
+
+Reduce-scatter and all-gather of a node have a communicator each, although their ranks are the same:
+on one communicator the all-gather of a bucket would wait for the reduce-scatter of the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from evener.comm.errors import CommError
+from evener.comm.options import Options
+from evener.comm.topology import Levels, host_identity, levels
+
+
+@dataclass(frozen=True)
+class Group:
+    """A communicator. `rank` and `size` are this process's in it."""
+
+    handle: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Where the division of an average happens: once, and without a pass of its own if possible.
+
+    `pack` multiplies gradients on their way into the bucket, `op` is the collectives' reduction,
+    `outer` multiplies what is exchanged between nodes in a form that no collective can sum up, and
+    `final` the result, before it is spread in the node.
+    """
+
+    pack: float
+    op: dist.ReduceOp.RedOpType
+    outer: float
+    final: float
+
+    @classmethod
+    def of(cls, options: Options, size: int, outer_size: int, divides: bool) -> Scaling:
+        """`divides`: the backend has an averaging reduction (NCCL has, Gloo has not)."""
+        total = dist.ReduceOp.SUM
+        if not options.average:
+            return cls(1.0, total, 1.0, 1.0)
+        if options.predivide != 1.0:
+            return cls(1 / options.predivide, total, 1.0, options.predivide / size)
+        if divides:
+            return cls(1.0, dist.ReduceOp.AVG, 1 / outer_size, 1.0)
+        return cls(1 / size, total, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way for a bucket: `scatter` and `gather` are None where there is no inner level."""
+
+    levels: Levels
+    scatter: Group | None
+    outer: Group
+    gather: Group | None
+    scaling: Scaling
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the inner level cuts a bucket."""
+        return len(self.levels.inner)
+
+
+class Communicators:
+    """All groups of one reducer. `control` is Gloo on the CPU, for agreement; never for data."""
+
+    def __init__(
+        self, options: Options, device: torch.device, parent: dist.ProcessGroup | None = None
+    ) -> None:
+        """Collective over `parent` (default: all ranks). CommError when a rank is missing."""
+        self.options, self.device = options, device
+        self.timeout = timedelta(seconds=options.timeout)
+        self.ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+        self._made: list[dist.ProcessGroup] = []
+        self.control = self._group(tuple(range(self.size)), "gloo")
+        self.hosts = self._meet()
+        self.route = self._route(
+            levels(self.rank, self.hosts, options.algorithm, options.intra_size)
+        )
+        self._flat: Route | None = None
+
+    def flat(self) -> Route:
+        """The one-level route, for buckets over LIGHT_HIERARCHICAL_THRESHOLD. Collective."""
+        if self._flat is None:
+            one_level = self.route.levels.two_level
+            self._flat = (
+                self._route(levels(self.rank, self.hosts, "flat")) if one_level else self.route
+            )
+        return self._flat
+
+    def close(self) -> None:
+        """Destroy the groups; the parent stays. May be called twice."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def _meet(self) -> list[str]:
+        """Wait for all ranks, learn their hosts."""
+        try:
+            dist.monitored_barrier(self.control.handle, self.timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self.rank} of {self.size} waited {self.options.timeout:g} s for its peers "
+                f"to build a reducer: {error}",
+                "look at the log of the missing ranks; EVENER_TIMEOUT sets how long to wait",
+            ) from None
+        hosts: list[str] = [""] * self.size
+        dist.all_gather_object(hosts, host_identity(), group=self.control.handle)
+        return hosts
+
+    def _route(self, shape: Levels) -> Route:
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        inner = shape.two_level
+        scatter = self._group(shape.inner, backend) if inner else None
+        outer = self._group(shape.outer, backend)
+        gather = self._group(shape.inner, backend) if inner else None
+        for group in (scatter, outer, gather):
+            if group is not None:  # connect now: a network that fails should fail at start
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group.handle)
+        scaling = Scaling.of(self.options, self.size, outer.size, divides=backend == "nccl")
+        return Route(shape, scatter, outer, gather, scaling)
+
+    def _group(self, places: tuple[int, ...], backend: str) -> Group:
+        ranks = [self.ranks[place] for place in places]
+        handle = dist.new_group(
+            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+        assert handle is not None  # this process is always one of `ranks`
+        self._made.append(handle)
+        return Group(handle, ranks.index(dist.get_rank()), len(ranks))

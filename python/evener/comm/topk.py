@@ -1,0 +1,63 @@
+"""Selecting the k largest magnitudes with error feedback, and adding received entries.
+
+Three implementations of one definition: `select_reference` in plain torch (the definition),
+`evener._kernels` in Rust for CPU tensors, `evener.comm.triton_topk` for GPU tensors. All select the
+same entries: order by magnitude of residual + gradient, the lowest index first among equals; what
+is not finite is sent first and never kept (see crates/kernels/src/topk.rs for why).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from evener import _kernels
+
+
+def entries(numel: int, ratio: float) -> int:
+    """How many of `numel` entries are sent: at least one, where there are any."""
+    return min(numel, max(1, int(numel * ratio)))
+
+
+def select_reference(
+    gradient: torch.Tensor, residual: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
+) -> None:
+    """See `select`. By a stable sort of everything: slow, and plainly right."""
+    residual += gradient
+    bits = residual.view(torch.int32) & 0x7FFFFFFF
+    order = torch.sort(bits, descending=True, stable=True).indices[: values.numel()]
+    taken = torch.sort(order).values
+    values.copy_(residual[taken])
+    indices.copy_(taken)
+    residual[taken] = 0
+    residual.masked_fill_(~residual.isfinite(), 0)
+
+
+def select(
+    gradient: torch.Tensor, residual: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
+) -> None:
+    """Add `gradient` to `residual` and move its k largest magnitudes to `values` and `indices`.
+
+    `gradient` [n], any floating dtype; `residual` [n] float32; `values` [k] float32; `indices` [k]
+    int32, ascending on return. All contiguous on one device. On a GPU this only enqueues.
+    """
+    if gradient.device.type == "cpu":
+        _kernels.topk_with_feedback(gradient.float(), residual, values, indices)
+        return
+    from evener.comm import triton_topk
+
+    triton_topk.select(gradient, residual, values, indices)
+
+
+def add_entries(
+    out: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, scale: float
+) -> None:
+    """`out[indices] += scale * values`, where no index occurs twice.
+
+    `out` [n] float32; `values` [k] float32 or float16; `indices` [k] int32. Deterministic.
+    """
+    if out.device.type == "cpu":
+        out.index_add_(0, indices, values.float(), alpha=scale)
+        return
+    from evener.comm import triton_topk
+
+    triton_topk.add_entries(out, values, indices, scale)

@@ -1,0 +1,133 @@
+"""The DDP door: one line for a script that wraps its model in DistributedDataParallel.
+
+    model = DistributedDataParallel(model)
+    model = evener.ddp.accelerate(model)
+
+The model stays a DistributedDataParallel (`no_sync`, `module`, `state_dict`, buffer broadcasts work
+as before); only its gradient reduction is replaced by `evener.comm`'s, and the memory of DDP's own
+buckets is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.comm.options import Algorithm, Options, Wire
+from evener.comm.reducer import Reducer
+from evener.errors import UsageError
+
+logger = logging.getLogger("evener.ddp")
+
+
+class AcceleratedDataParallel(DistributedDataParallel):
+    """A DistributedDataParallel whose gradients are reduced by `evener.comm.reducer.Reducer`.
+
+    Made by `accelerate` from an existing one, never by its constructor.
+    """
+
+    evener: Reducer
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As DDP: broadcast buffers, move inputs, call the module; then expect gradients."""
+        if torch.is_grad_enabled():
+            self.evener.active = self.require_backward_grad_sync
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            inputs, kwargs = moved[0][0], moved[1][0]
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.require_forward_param_sync = (
+            torch.is_grad_enabled() and self.require_backward_grad_sync
+        )
+        return output
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Uneven inputs are not supported yet."""
+        raise UsageError(
+            "DistributedDataParallel.join() does not work after evener.ddp.accelerate()",
+            "give every rank the same number of batches (DistributedSampler does)",
+        )
+
+    def register_comm_hook(self, *args: Any, **kwargs: Any) -> None:
+        """Evener's reducer takes the place of communication hooks."""
+        raise UsageError(
+            "a communication hook has no effect after evener.ddp.accelerate()",
+            "choose with accelerate(wire=...), or leave accelerate out",
+        )
+
+    def _end_of_backward(self) -> None:
+        self.evener.flush()
+        self.evener.apply()
+
+
+def accelerate(
+    model: torch.nn.Module,
+    *,
+    algorithm: Algorithm | None = None,
+    wire: Wire | None = None,
+    ratio: float | None = None,
+    bucket_bytes: int | None = None,
+) -> DistributedDataParallel:
+    """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
+
+    Collective: call it on every rank, with equal arguments, before the first backward. An argument
+    wins over its variable (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO), which wins
+    over the default, and the default is lossless.
+
+    `algorithm`: "2d" (reduce inside the node first), "flat", or "auto": 2-D where there are several
+    nodes with several ranks each. `wire`: what crosses between nodes: "exact" (the gradients'
+    dtype), "fp16", "bf16", or "topk": the share `ratio` of largest magnitude, with error feedback.
+    `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+
+    Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
+    """
+    if isinstance(model, AcceleratedDataParallel):
+        raise UsageError("the model is accelerated already", "call accelerate() once")
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"accelerate() was given a {type(model).__name__}",
+            "wrap the model first: DistributedDataParallel(model)",
+        )
+    _refuse_unsupported(model)
+    options = Options.resolve(
+        algorithm=algorithm,
+        wire=wire,
+        ratio=ratio,
+        bucket_bytes=int(model.bucket_bytes_cap) if bucket_bytes is None else bucket_bytes,
+    )
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+    may_be_unused = bool(model.find_unused_parameters or model.static_graph)
+    reducer = Reducer(named, options, model.process_group, track_unused=may_be_unused)
+    # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
+    model.__dict__.update(reducer=None, logger=None)
+    model.__class__ = AcceleratedDataParallel
+    accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
+    object.__setattr__(accelerated, "evener", reducer)
+    reducer.on_backward_end = accelerated._end_of_backward
+    return accelerated
+
+
+def _refuse_unsupported(model: DistributedDataParallel) -> None:
+    unsupported = {
+        "mixed_precision": getattr(model, "mixed_precision", None) is not None,
+        "delay_all_reduce_named_params": bool(getattr(model, "_delay_all_reduce_params", None)),
+        "a communication hook": bool(getattr(model, "_comm_hooks", None)),
+        "the Python reducer of torch.compile": bool(getattr(model, "_use_python_reducer", False)),
+    }
+    for what, present in unsupported.items():
+        if present:
+            raise UsageError(
+                f"this DistributedDataParallel uses {what}, which accelerate() does not support",
+                "build it without, or leave accelerate out",
+            )

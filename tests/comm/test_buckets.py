@@ -1,0 +1,86 @@
+"""Where gradients live: views, their strides, how tensors are grouped, what moves."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.comm.buckets import ALIGN, Buckets, group_by_size, is_view, pack
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    bucket_bytes=st.integers(0, 20000),
+    shards=st.integers(1, 5),
+)
+def test_every_gradient_has_a_place_of_its_own(
+    sizes: list[int], bucket_bytes: int, shards: int
+) -> None:
+    params = parameters(*[(size,) for size in sizes])
+    buckets = Buckets(params, range(len(params)), bucket_bytes, shards)
+    for index, view in enumerate(buckets.views):
+        view.fill_(index + 1)
+    for bucket in buckets:
+        assert bucket.buffer.numel() % (shards * ALIGN) == 0
+        want = torch.zeros_like(bucket.buffer)
+        for slot in bucket.slots:
+            want[slot.offset : slot.offset + slot.numel] = slot.index + 1
+        assert torch.equal(bucket.buffer, want)  # no overlap, padding untouched
+    assert sorted(slot.index for bucket in buckets for slot in bucket.slots) == list(
+        range(len(params))
+    )
+
+
+def test_size_zero_means_one_bucket_a_tensor() -> None:
+    assert group_by_size(parameters((4,), (4,), (1000,)), range(3), 0) == [[0], [1], [2]]
+
+
+def test_a_bucket_is_closed_by_what_would_not_fit() -> None:
+    params = parameters((60,), (60,), (500,), (10,), (10,))
+    assert group_by_size(params, range(5), 4 * 130) == [[0, 1], [2], [3, 4]]
+
+
+def test_dtypes_do_not_mix() -> None:
+    params = [torch.zeros(4), torch.zeros(4, dtype=torch.float16), torch.zeros(4)]
+    assert group_by_size(params, range(3), 1000) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.randn(3, 5),
+        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(5, 3).t(),
+        torch.randn(()),
+        torch.randn(0, 3),
+        torch.randn(1, 7, 1),
+    ],
+)
+def test_views_have_the_strides_of_their_parameter(parameter: torch.Tensor) -> None:
+    view = Buckets([parameter], [0], 1 << 20, 2).views[0]
+    assert view.shape == parameter.shape
+    for size, have, want in zip(view.shape, view.stride(), parameter.stride(), strict=True):
+        assert size <= 1 or have == want
+
+
+def test_a_parameter_with_holes_gets_a_contiguous_view() -> None:
+    parameter = torch.randn(8, 8)[:, ::2]
+    view = Buckets([parameter], [0], 1 << 20, 1).views[0]
+    assert view.is_contiguous()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_pack_moves_only_what_lives_elsewhere(scale: float) -> None:
+    params = parameters((7,), (4, 3))
+    buckets = Buckets(params, range(2), 1 << 20, 1)
+    here, elsewhere = buckets.views[0], torch.randn(4, 3)
+    here.copy_(params[0])
+    assert is_view(here, buckets.views[0])
+    assert not is_view(elsewhere, buckets.views[1])
+    pack(buckets.views, [here, elsewhere], scale)
+    assert torch.equal(buckets.views[0], params[0] * scale)
+    assert torch.equal(buckets.views[1], elsewhere * scale)

@@ -1,0 +1,74 @@
+"""Which rank talks to whom, for every shape of cluster."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.comm.topology import levels, nodes_of
+
+
+def hosts(*sizes: int) -> list[str]:
+    return [f"h{node}" for node, size in enumerate(sizes) for _ in range(size)]
+
+
+def test_two_nodes_of_two() -> None:
+    found = [levels(rank, hosts(2, 2)) for rank in range(4)]
+    assert [f.inner for f in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [f.outer for f in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert "detected" in found[0].reason  # LIGHT_INTRA_SIZE is 8 unless set
+
+
+def test_intra_size_cuts_a_node_into_inner_groups() -> None:
+    found = levels(5, hosts(4, 4), intra_size=2)
+    assert found.inner == (4, 5)
+    assert found.outer == (1, 3, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "algorithm", "intra_size", "why"),
+    [
+        ((4,), "auto", 8, "one node"),
+        ((1, 1, 1), "2d", 8, "one rank a node"),
+        ((2, 1), "2d", 8, "unequal numbers of ranks [2, 1]"),
+        ((2, 2), "flat", 8, "asked for"),
+        ((4, 4), "2d", 3, "does not divide"),
+        ((2, 2), "2d", 1, "one rank a node"),
+    ],
+)
+def test_what_cannot_be_two_level_goes_flat_and_says_why(
+    sizes: tuple[int, ...], algorithm: str, intra_size: int, why: str
+) -> None:
+    found = levels(0, hosts(*sizes), algorithm, intra_size)  # type: ignore[arg-type]
+    assert not found.two_level
+    assert found.outer == tuple(range(sum(sizes)))
+    assert why in found.reason
+
+
+def test_ranks_dealt_round_robin_over_hosts() -> None:
+    dealt = ["a", "b", "a", "b"]
+    assert nodes_of(dealt) == [[0, 2], [1, 3]]
+    assert levels(2, dealt).inner == (0, 2)
+    assert levels(2, dealt).outer == (2, 3)
+
+
+@given(
+    nodes=st.integers(1, 5),
+    size=st.integers(1, 6),
+    intra_size=st.integers(1, 8),
+    algorithm=st.sampled_from(["auto", "flat", "2d"]),
+    seed=st.randoms(),
+)
+def test_groups_partition_the_ranks(
+    nodes: int, size: int, intra_size: int, algorithm: str, seed: object
+) -> None:
+    """Every rank is in the groups it lists, all members list the same group, none is left out."""
+    names = hosts(*[size] * nodes)
+    seed.shuffle(names)  # type: ignore[attr-defined]
+    found = [levels(rank, names, algorithm, intra_size) for rank in range(len(names))]  # type: ignore[arg-type]
+    for rank, mine in enumerate(found):
+        assert rank in mine.inner and rank in mine.outer
+        assert len(mine.inner) * len(mine.outer) == len(names)
+        assert all(found[other].inner == mine.inner for other in mine.inner)
+        assert all(found[other].outer == mine.outer for other in mine.outer)
+        if mine.two_level:
+            assert len({names[other] for other in mine.inner}) == 1
