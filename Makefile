@@ -7,7 +7,8 @@ STAMPS := .build
 BIN    := $(VENV)/bin
 
 # What the calling shell may carry and what would mix another environment into ours.
-unexport CARGO_TARGET_DIR PYTHONPATH PYTHONHOME CONDA_PREFIX
+# PYTHONDONTWRITEBYTECODE would make every process compile torch again, seconds each.
+unexport CARGO_TARGET_DIR PYTHONPATH PYTHONHOME CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV := $(VENV)
 export UV_CONSTRAINT := $(CURDIR)/constraints.txt
 export PATH := $(BIN):$(PATH)

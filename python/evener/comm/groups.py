@@ -82,8 +82,15 @@ class Communicators:
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         self._made: list[dist.ProcessGroup] = []
-        self.control = self._group(tuple(range(self.size)), "gloo")
-        self.hosts = self._meet()
+        try:
+            self.control = self._group(tuple(range(self.size)), "gloo")
+            self.hosts = self._meet()
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self.rank} of {self.size} waited {options.timeout:g} s for its peers "
+                f"to build a reducer: {error}",
+                "look at the log of the missing ranks; EVENER_TIMEOUT sets how long to wait",
+            ) from error
         self.route = self._route(
             levels(self.rank, self.hosts, options.algorithm, options.intra_size)
         )
@@ -105,14 +112,7 @@ class Communicators:
 
     def _meet(self) -> list[str]:
         """Wait for all ranks, learn their hosts."""
-        try:
-            dist.monitored_barrier(self.control.handle, self.timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise CommError(
-                f"rank {self.rank} of {self.size} waited {self.options.timeout:g} s for its peers "
-                f"to build a reducer: {error}",
-                "look at the log of the missing ranks; EVENER_TIMEOUT sets how long to wait",
-            ) from None
+        dist.monitored_barrier(self.control.handle, self.timeout, wait_all_ranks=True)
         hosts: list[str] = [""] * self.size
         dist.all_gather_object(hosts, host_identity(), group=self.control.handle)
         return hosts
