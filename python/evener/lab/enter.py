@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __package__:
@@ -21,6 +22,12 @@ else:  # run as a file, without site-packages
 
 _FORWARDED = ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT", "WINCH")
 _SI_KERNEL = 0x80
+
+
+def command(namespaces: Sequence[int], directory: str, argv: Sequence[str]) -> list[str]:
+    """The command line that runs `argv` inside; the descriptors must be passed on to it."""
+    fds = ",".join(map(str, namespaces))
+    return [sys.executable, "-I", "-S", str(Path(__file__)), fds, directory, *argv]
 
 
 def main(arguments: list[str]) -> int:

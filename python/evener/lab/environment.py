@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,10 +40,13 @@ def inherited() -> dict[str, str]:
     return kept
 
 
-def of_node(name: str, devices: Sequence[str], visible: Sequence[str] | None) -> dict[str, str]:
-    """What holds for every process of a node: its name, its NICs, its GPUs.
+def of_node(
+    name: str, devices: Sequence[str], visible: Sequence[str] | None, *, isolated: bool
+) -> dict[str, str]:
+    """What holds for every process of a node: its name, its NICs, its GPUs, its way to the others.
 
     `devices`: names of its NICs. `visible`: its GPUs, None to leave the choice as it is.
+    `isolated`: False on plain loopback, where there are no other hosts.
     """
     variables = {
         "HOSTNAME": name,
@@ -51,8 +55,30 @@ def of_node(name: str, devices: Sequence[str], visible: Sequence[str] | None) ->
         "GLOO_SOCKET_IFNAME": devices[0],
         "TP_SOCKET_IFNAME": devices[0],
     }
+    if isolated:
+        variables.update(_mpi())
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    return variables
+
+
+def _mpi() -> dict[str, str]:
+    """So that a plain `mpirun -H node0:2,node1:2` works: defaults that its command line overrides.
+
+    OpenMPI 4 reads OMPI_MCA_*, OpenMPI 5 PRTE_MCA_*.
+    """
+    agent = f"{sys.executable} -I -S {Path(__file__).with_name('agent.py')}"
+    variables = {
+        "OMPI_MCA_plm_rsh_agent": agent,
+        "PRTE_MCA_plm_ssh_agent": agent,
+        # Every node believes that all cores are its own: bound, all nodes would take the first.
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    if os.getuid() == 0:
+        for family in ("OMPI", "PRTE"):
+            variables[f"{family}_ALLOW_RUN_AS_ROOT"] = "1"
+            variables[f"{family}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return variables
 
 

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from evener.errors import UsageError
-from evener.lab import environment, wire
+from evener.lab import enter, environment, wire
 from evener.lab.errors import LabError, LabUnavailableError
 from evener.lab.faults import Action, Event, Target
 from evener.lab.launch import LineCallback, Result, run_slots
@@ -75,15 +75,14 @@ class Node:
         if not command:
             raise UsageError("there is no program to run", "give one, like [sys.executable, ...]")
         full = environment.merged(environment.inherited(), self.variables, env)
-        directory = str(Path(cwd) if cwd is not None else Path.cwd())
+        directory = str(Path(cwd).absolute() if cwd is not None else Path.cwd())
         if self._fds is None:
             return subprocess.Popen(command, env=full, cwd=directory, **popen_kwargs)
         if not self._fds:
             raise LabError(f"{self.name}'s lab is closed", "use it inside its `with` block")
-        enter = [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py"))]
-        fds = ",".join(map(str, self._fds))
         popen_kwargs["pass_fds"] = (*popen_kwargs.get("pass_fds", ()), *self._fds)
-        return subprocess.Popen([*enter, fds, directory, *command], env=full, **popen_kwargs)
+        inside = enter.command(self._fds, directory, command)
+        return subprocess.Popen(inside, env=full, **popen_kwargs)
 
     def run(
         self,
@@ -187,6 +186,9 @@ class Lab:
         wire.close(self._fds)
         self._fds = []
         if self._control is not None:
+            with contextlib.suppress(OSError):
+                # For forked children of ours too, who may still hold a copy.
+                self._control.shutdown(socket.SHUT_RDWR)
             self._control.close()
             self._control = None
         if self._keeper is not None:
@@ -329,7 +331,15 @@ class Lab:
             )
         self._control = ours
         try:
-            wire.send(ours, {"spec": dataclasses.asdict(self.spec), "keep": self._keep})
+            inherited = environment.inherited()
+            request = {
+                "spec": dataclasses.asdict(self.spec),
+                "keep": self._keep,
+                "owner": os.getpid(),
+                "directory": str(Path.cwd()),
+                "environments": [environment.merged(inherited, v) for v in self._variables()],
+            }
+            wire.send(ours, request)
             answer, self._fds = wire.receive(ours)
         except (OSError, EOFError) as error:
             self.close()
@@ -367,6 +377,7 @@ class Lab:
                 node.name,
                 ["lo"] if self.mode == "loopback" else [nic.device for nic in node.nics],
                 available[node.index * slots :][:slots] if enough else None,
+                isolated=self.mode != "loopback",
             )
             for node in self.plan.nodes
         ]

@@ -11,11 +11,10 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import AF_INET
-
-from pyroute2 import IPRoute
-from pyroute2.netlink.exceptions import NetlinkError
+from typing import Any
 
 from evener.lab import linux
+from evener.lab._pyroute2 import IPRoute, NetlinkError
 from evener.lab.faults import Action, Target
 from evener.lab.plan import SEGMENTING_BURST, Nic, Plan, Shape, Uplink
 from evener.lab.tc import TrafficControl
@@ -32,7 +31,7 @@ class Realm:
 
     name: str
     fd: int
-    routes: IPRoute
+    routes: Any
     tc: TrafficControl
     devices: dict[str, int] = field(default_factory=dict)
 

@@ -126,6 +126,9 @@ def _mount(hosts: str, keep: list[str]) -> list[str]:
             linux.mount(str(private / name), f"/etc/{name}", "", linux.MS_BIND)
         except OSError as error:
             notes.append(f"/etc/{name} is the host's ({error.strerror})")
+    shared = LAB_DIRECTORY / "ssh_config"  # rewritten by `sshd`, for all nodes at once
+    if shared.exists():
+        linux.mount(str(shared), "/etc/ssh/ssh_config", "", linux.MS_BIND)
     linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     try:
         linux.mount("sysfs", "/sys", "sysfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
