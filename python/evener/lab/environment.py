@@ -21,6 +21,9 @@ _LEAKS = re.compile(
     r"|UCX_NET_DEVICES|HOSTNAME|XDG_RUNTIME_DIR|SSH_(CONNECTION|CLIENT|TTY|AUTH_SOCK)"
 )
 
+# How OpenMPI 4 and 5 are told what to use in place of ssh.
+AGENT_VARIABLES = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent")
+
 
 def gpus() -> list[str]:
     """The GPUs that programs may use: CUDA_VISIBLE_DEVICES where set, else all of the machine."""
@@ -69,8 +72,7 @@ def _mpi() -> dict[str, str]:
     """
     agent = f"{sys.executable} -I -S {Path(__file__).with_name('agent.py')}"
     variables = {
-        "OMPI_MCA_plm_rsh_agent": agent,
-        "PRTE_MCA_plm_ssh_agent": agent,
+        **dict.fromkeys(AGENT_VARIABLES, agent),
         # Every node believes that all cores are its own: bound, all nodes would take the first.
         "OMPI_MCA_hwloc_base_binding_policy": "none",
         "PRTE_MCA_hwloc_default_binding_policy": "none",

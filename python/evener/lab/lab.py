@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from evener.errors import UsageError
-from evener.lab import enter, environment, wire
+from evener.lab import enter, environment, sshd, wire
 from evener.lab.errors import LabError, LabUnavailableError
 from evener.lab.faults import Action, Event, Target
 from evener.lab.launch import LineCallback, Result, run_slots
@@ -56,6 +56,10 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node {self.name} {self.addresses[0]}>"
 
+    def environment(self) -> dict[str, str]:
+        """What a process finds in its environment here."""
+        return environment.merged(environment.inherited(), self.variables)
+
     def popen(
         self,
         argv: Sequence[Argument],
@@ -74,7 +78,7 @@ class Node:
         command = [os.fspath(argument) for argument in argv]
         if not command:
             raise UsageError("there is no program to run", "give one, like [sys.executable, ...]")
-        full = environment.merged(environment.inherited(), self.variables, env)
+        full = environment.merged(self.environment(), env)
         directory = str(Path(cwd).absolute() if cwd is not None else Path.cwd())
         if self._fds is None:
             return subprocess.Popen(command, env=full, cwd=directory, **popen_kwargs)
@@ -147,6 +151,7 @@ class Lab:
         self._fds: list[int] = []
         self._timeline: Timeline | None = None
         self._launches = 0
+        self._sshd: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Lab:
         return self.start()
@@ -198,6 +203,9 @@ class Lab:
                 self._keeper.kill()
                 self._keeper.wait()
             self._keeper = None
+        for process in self._sshd:
+            process.wait()
+        self._sshd = []
         self.mode = "closed"
 
     def launch(
@@ -279,6 +287,19 @@ class Lab:
         ]
         self._need_network()
         self._line().add(parsed)
+
+    def sshd(self) -> None:
+        """Start a real sshd in each node, so that `ssh node1 CMD` works inside the lab.
+
+        Launchers that were led to the lab's own remote agent go through ssh from now on. Returns
+        when all of them answer. Raises LabError, with the package's name where it is missing.
+        """
+        self._need_network()
+        if not self._sshd:
+            for node in self.nodes:
+                for name in environment.AGENT_VARIABLES:
+                    node.variables.pop(name, None)
+            self._sshd = sshd.start(self.nodes, self.mode)
 
     def traffic(self) -> dict[str, int]:
         """Bytes that each NIC has sent into each path so far: {"node0.eth0.path1": 1234, ...}."""
