@@ -1,0 +1,115 @@
+"""What a process inside a node finds in its environment, and what it must not find.
+
+A lab is built on a machine that may itself be a rank of something: what names that machine's ranks,
+interfaces and peers is taken out, what a node needs is put in, and all the rest is passed on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Ranks and rendezvous of every launcher, and the interfaces and addresses of the host.
+_LEAKS = re.compile(
+    r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|(OMPI|PMIX|PMI|PRTE|MPI|MV2_COMM|PALS|SLURM|FLUX|TORCHELASTIC|TORCH_NCCL_PREFIX)_.*"
+    r"|HOROVOD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|GLOO_.*)"
+    r"|NCCL_(SOCKET_IFNAME|HOSTID|COMM_ID|IB_HCA|OOB_NET_IFNAME)|(GLOO|TP)_SOCKET_IFNAME"
+    r"|UCX_NET_DEVICES|HOSTNAME|XDG_RUNTIME_DIR|SSH_(CONNECTION|CLIENT|TTY|AUTH_SOCK)"
+)
+
+# How OpenMPI 4 and 5 are told what to use in place of ssh.
+AGENT_VARIABLES = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent")
+
+
+def gpus() -> list[str]:
+    """The GPUs that programs may use: CUDA_VISIBLE_DEVICES where set, else all of the machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()]
+    return [str(index) for index in range(len(devices))]
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment without what belongs to the host or to another launcher."""
+    kept = {name: value for name, value in os.environ.items() if not _LEAKS.fullmatch(name)}
+    for name in ("TMPDIR", "TMP", "TEMP"):
+        if kept.get(name, "").startswith("/tmp/"):  # a node's /tmp is empty
+            del kept[name]
+    return kept
+
+
+def of_node(
+    name: str, devices: Sequence[str], visible: Sequence[str] | None, *, isolated: bool
+) -> dict[str, str]:
+    """What holds for every process of a node: its name, its NICs, its GPUs, its way to the others.
+
+    `devices`: names of its NICs. `visible`: its GPUs, None to leave the choice as it is.
+    `isolated`: False on plain loopback, where there are no other hosts.
+    """
+    variables = {
+        "HOSTNAME": name,
+        "NCCL_HOSTID": name,
+        "NCCL_SOCKET_IFNAME": ",".join(devices),
+        "GLOO_SOCKET_IFNAME": devices[0],
+        "TP_SOCKET_IFNAME": devices[0],
+    }
+    if isolated:
+        variables.update(_mpi())
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    return variables
+
+
+def _mpi() -> dict[str, str]:
+    """So that a plain `mpirun -H node0:2,node1:2` works: defaults that its command line overrides.
+
+    OpenMPI 4 reads OMPI_MCA_*, OpenMPI 5 PRTE_MCA_*.
+    """
+    agent = f"{sys.executable} -I -S {Path(__file__).with_name('agent.py')}"
+    variables = {
+        **dict.fromkeys(AGENT_VARIABLES, agent),
+        # Every node believes that all cores are its own: bound, all nodes would take the first.
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    if os.getuid() == 0:
+        for family in ("OMPI", "PRTE"):
+            variables[f"{family}_ALLOW_RUN_AS_ROOT"] = "1"
+            variables[f"{family}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return variables
+
+
+def of_slot(
+    node: int, slot: int, nodes: int, slots: int, address: str, port: int
+) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    return {
+        "RANK": str(node * slots + slot),
+        "WORLD_SIZE": str(nodes * slots),
+        "LOCAL_RANK": str(slot),
+        "LOCAL_WORLD_SIZE": str(slots),
+        "GROUP_RANK": str(node),
+        "NODE_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        # Output goes through a pipe: lines should come when they are written.
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def merged(*layers: Mapping[str, str | None] | None) -> dict[str, str]:
+    """Later layers win; None takes a variable out."""
+    result: dict[str, str] = {}
+    for layer in layers:
+        for name, value in (layer or {}).items():
+            if value is None:
+                result.pop(name, None)
+            else:
+                result[name] = value
+    return result
