@@ -45,23 +45,42 @@ class PmixError(Exception):
 
 
 def load() -> ctypes.CDLL | None:
-    """libpmix from the loader's path or beside mpirun, None where there is none."""
+    """The libpmix that the launcher itself uses, else the system's, None where there is none."""
     return load_first([LIBRARY])
 
 
 def load_first(names: list[str]) -> ctypes.CDLL | None:
-    """The first of `names` that loads, from the loader's path or from the prefix of mpirun."""
-    prefixes = [Path(os.environ["OPAL_PREFIX"])] if os.environ.get("OPAL_PREFIX") else []
+    """The first of `names` that loads: beside the launcher's own libraries, then anywhere.
+
+    A machine may have several MPIs, and versions of PMIx that cannot talk to each other.
+    """
+    folders = [launchers_folder()]
+    if os.environ.get("OPAL_PREFIX"):
+        folders.append(Path(os.environ["OPAL_PREFIX"], "lib"))
     if found := shutil.which("mpirun"):
-        prefixes.append(Path(found).resolve().parent.parent)
+        folders += [Path(found).resolve().parent.parent / lib for lib in ("lib", "lib64")]
     for name in names:
-        for candidate in [
-            name,
-            *(str(p / lib / name) for p in prefixes for lib in ("lib", "lib64")),
-        ]:
+        candidates = [str(folder / name) for folder in folders if folder is not None]
+        # The launcher's own first, then what the loader finds, then guesses.
+        order = 1 if folders[0] is not None else 0
+        for candidate in [*candidates[:order], name, *candidates[order:]]:
             # Global, because these libraries load plug-ins that look for their symbols.
             with contextlib.suppress(OSError):
                 return ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+    return None
+
+
+def launchers_folder() -> Path | None:
+    """The folder of the libpmix that mpirun or its daemon, above this process, has loaded."""
+    pid = os.getppid()
+    for _ in range(8):  # a shell or two may stand between
+        try:
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                if "/libpmix.so" in line:
+                    return Path(line[line.index("/") :]).parent
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
     return None
 
 

@@ -39,8 +39,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from evener import settings
-from evener.comm import interfaces, libmpi, pmix
+from evener import interfaces, settings
+from evener.comm import libmpi, pmix
 from evener.comm.ranks import Ranks, detect
 from evener.errors import EvenerError
 from evener.log import info0, logger, set_rank
