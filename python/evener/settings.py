@@ -250,6 +250,14 @@ EVENER_TIMEOUT = _real(
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )
+EVENER_RENDEZVOUS_FILE = _text(
+    _COMM,
+    "EVENER_RENDEZVOUS_FILE",
+    "",
+    "A file that all nodes share, or a folder for one: rank 0 leaves its address there where the "
+    "launcher gives neither MASTER_ADDR nor MPI. Rank 0 removes it when all have come.",
+    allowed="the path of a file or folder on all nodes",
+)
 
 # --- log ---
 

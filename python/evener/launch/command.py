@@ -1,0 +1,250 @@
+"""The click command of `evener launch`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from evener import interfaces
+from evener.errors import UsageError
+from evener.launch import door, probe
+from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
+from evener.launch.job import Job, scratch_name
+from evener.launch.plan import (
+    MissingProgramError,
+    Plan,
+    Wishes,
+    mpirun,
+    open_mpi_major,
+    shell_line,
+    torchrun,
+)
+
+# Variables by which a batch system tells mpirun which hosts it may use.
+_BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF"}
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-np", "--num-proc", "ranks", type=click.IntRange(1), help="Ranks in all.")
+@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and their slots (GPUs).")
+@click.option(
+    "--hostfile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A line a host: `gpu1 slots=2`.",
+)
+@click.option("--mpi", "engine", flag_value="mpirun", help="Use mpirun (Open MPI 4 or 5).")
+@click.option("--torchrun", "engine", flag_value="torchrun", help="Use torchrun, over ssh.")
+@click.option(
+    "--network-interface",
+    "--network-interfaces",
+    "interface",
+    metavar="NIC[,NIC]",
+    default="",
+    help="Interfaces for NCCL, Gloo (the first) and Open MPI.",
+)
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(1),
+    default=60.0,
+    show_default=True,
+    help="Seconds within which all hosts must answer and all agents must meet.",
+)
+@click.option(
+    "--output-dir",
+    "--output-filename",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Also write rank.N/stdout and rank.N/stderr there.",
+)
+@click.option(
+    "-x",
+    "--env",
+    "env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set a variable for all ranks, or pass on its value here. Repeatable.",
+)
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Default: a free one.")
+@click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), help="The hosts' sshd port.")
+@click.option("-i", "--ssh-identity-file", type=click.Path(), help="The key for ssh.")
+@click.option("--rsh", metavar="COMMAND", help="Reaches a host in place of ssh.")
+@click.option(
+    "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
+)
+@click.option("--tag/--no-tag", default=True, help="[rank@host] before each line.")
+@click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the engine's commands and messages.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def launch(
+    ranks: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    engine: str | None,
+    interface: str,
+    start_timeout: float,
+    output_dir: Path | None,
+    env: tuple[str, ...],
+    master_port: int | None,
+    ssh_port: int | None,
+    ssh_identity_file: str | None,
+    rsh: str | None,
+    horovod: bool,
+    tag: bool,
+    dry_run: bool,
+    verbose: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Start COMMAND as a job of several ranks, on this host or many.
+
+    \b
+        evener launch -np 4 python train.py
+        evener launch -np 4 -H gpu1:2,gpu2:2 python train.py
+        evener launch --mpi -np 4 -H gpu1:2,gpu2:2 -x LIGHT_2D_ALLREDUCE=1 python train.py
+
+    One host: torchrun. Several: torchrun over ssh, or mpirun with --mpi or inside a Slurm, PBS or
+    LSF job. If a rank fails, it is named with its host and its last lines, and all others are
+    ended. Variables that begin with EVENER_, LIGHT_, HOROVOD_, NCCL_, GLOO_, TORCH_, CUDA_, OMP_
+    and a few more reach all hosts by themselves.
+    """
+    if hosts and hostfile:
+        raise UsageError("-H and --hostfile were both given", "give one of them")
+    if rsh and (ssh_port or ssh_identity_file):
+        raise UsageError("--rsh and --ssh-port or --ssh-identity-file were both given", "give one")
+    given = parse_hosts(hosts) if hosts else parse_hostfile(hostfile) if hostfile else None
+    batch = next((name for variable, name in _BATCH.items() if os.environ.get(variable)), "")
+    if given is None and ranks is None:
+        raise UsageError("neither -np nor hosts were given", "say how many ranks: -np 4")
+    set_env, forward = _variables(env)
+    wishes = Wishes(
+        command=command,
+        interface=interface,
+        start_timeout=start_timeout,
+        env=set_env,
+        forward=forward,
+        rsh=tuple(shlex.split(rsh)) if rsh else _ssh(ssh_port, ssh_identity_file, start_timeout),
+        scratch=scratch_name(),
+    )
+    environment = dict(os.environ)
+    if horovod:
+        path, note = door.put_in_place(environment.get("PYTHONPATH", ""))
+        click.echo(f"evener launch: {note}", err=True)
+        environment["PYTHONPATH"] = path
+        wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
+    elif (note := door.describe()) and verbose:
+        click.echo(f"evener launch: {note}", err=True)
+    use_batch = given is None and bool(batch) and engine != "torchrun"
+    use_batch = use_batch and (engine == "mpirun" or bool(shutil.which("mpirun")))
+    placed = place(given or [Host("localhost", ranks or 1)], ranks)
+    local = {host.name for host in placed if is_local(host.name)}
+    remote = [host for host in placed if host.name not in local]
+    if engine is None:
+        engine, why = _choose(use_batch, batch, remote, wishes)
+    else:
+        why = "asked for"
+    if local and shutil.which(command[0]) is None:
+        raise UsageError(
+            f"there is no command {command[0]!r}",
+            f"write `python {command[0]}`" if command[0].endswith(".py") else "check its name",
+        )
+    if remote and shutil.which(wishes.rsh[0]) is None:
+        raise MissingProgramError(
+            f"{wishes.rsh[0]} is not installed, and {remote[0].name} is not this host",
+            "install openssh-client, or name another command with --rsh",
+        )
+    if interface and local:
+        _check_interfaces(interface, "this host", {name for name, _ in interfaces.addresses()})
+    free = probe.free_port()
+    if remote and not dry_run:
+        facts = probe.ask(remote, wishes.rsh, Path.cwd(), start_timeout)
+        for host, fact in facts.items():
+            _check_interfaces(interface, host, set(fact.interfaces))
+        if placed[0].name in facts:
+            free = facts[placed[0].name].free_port
+    wishes = replace(wishes, master_port=master_port or free)
+    if engine == "mpirun":
+        plan = mpirun(
+            None if use_batch else placed,
+            ranks or sum(host.slots for host in placed),
+            wishes,
+            environment,
+            local,
+            _probe_mpirun(),
+            os.geteuid() == 0,
+            why,
+        )
+    else:
+        plan = torchrun(placed, wishes, environment, local, why)
+    if dry_run or verbose:
+        _show(plan, wishes, err=not dry_run)
+    if not dry_run:
+        Job(
+            plan,
+            wishes,
+            Path.cwd(),
+            environment,
+            output_dir=output_dir,
+            verbose=verbose,
+            tag=tag,
+        ).run()
+
+
+def _choose(use_batch: bool, batch: str, remote: list[Host], wishes: Wishes) -> tuple[str, str]:
+    if use_batch:
+        return "mpirun", f"inside a {batch} job, whose hosts mpirun knows"
+    if not remote:
+        return "torchrun", "all ranks on this host"
+    return "torchrun", f"over {wishes.rsh[0]}"
+
+
+def _variables(given: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
+    values: dict[str, str] = {}
+    forward: list[str] = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not name.replace("_", "a").isalnum():
+            raise UsageError(f"-x {text!r} is not a variable", "write -x NAME or -x NAME=VALUE")
+        if equals:
+            values[name] = value
+        elif name in os.environ:
+            forward.append(name)
+        else:
+            raise UsageError(f"-x {name}: {name} is not set here", f"write -x {name}=VALUE")
+    return values, tuple(forward)
+
+
+def _ssh(port: int | None, identity: str | None, timeout: float) -> tuple[str, ...]:
+    # BatchMode: a question for a password on several hosts at once can never be answered.
+    words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, round(timeout))}"]
+    words += ["-p", str(port)] if port else []
+    words += ["-i", identity] if identity else []
+    return tuple(words)
+
+
+def _probe_mpirun() -> int:
+    if shutil.which("mpirun") is None:
+        raise MissingProgramError(
+            "mpirun is not installed", "install openmpi-bin, or leave --mpi out to use torchrun"
+        )
+    done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60)
+    return open_mpi_major(done.stdout + done.stderr)
+
+
+def _check_interfaces(wanted: str, host: str, there: set[str]) -> None:
+    for name in filter(None, wanted.split(",")):
+        # NCCL's syntax allows prefixes and exclusions; those are its own to judge.
+        if not name.startswith(("^", "=")) and not any(own.startswith(name) for own in there):
+            raise UsageError(
+                f"--network-interface {name}: {host} has {', '.join(sorted(there))}",
+                "name an interface that every host has",
+            )
+
+
+def _show(plan: Plan, wishes: Wishes, err: bool) -> None:
+    click.echo(f"# {plan.engine}: {plan.why}", err=err)
+    for command in plan.commands:
+        click.echo(shell_line(command, wishes, str(Path.cwd())), err=err)

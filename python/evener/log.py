@@ -1,0 +1,65 @@
+"""What Evener prints about itself: one logger, levels from EVENER_LOG, one line a choice.
+
+    from evener.log import logger, info0
+    info0("2-D all-reduce off: nodes of %d and %d ranks", 2, 1)
+
+A choice that every rank makes alike is said once: `info0` prints at `info` on rank 0 (or where no
+rank is known yet) and at `debug` on the others. Where the application has set up Python's logging,
+the records go there; otherwise they go to stderr. Nothing is read or opened at import.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from evener import settings
+
+_rank: int | None = None
+
+
+class _Level(logging.Filter):
+    """EVENER_LOG, read when something is logged."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        least: int = getattr(logging, settings.EVENER_LOG.get().upper())
+        return record.levelno >= least
+
+
+class _Stderr(logging.Handler):
+    """Writes `evener 3: text` to stderr, unless the application handles logging itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        who = "evener" if _rank is None else f"evener {_rank}"
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        try:
+            # One write a line: lines of several processes then do not run into each other.
+            sys.stderr.write(f"{who}: {level}{record.getMessage()}\n")
+            sys.stderr.flush()
+        except Exception:  # noqa: BLE001 - logging must not end a training job
+            self.handleError(record)
+
+
+def _make() -> logging.Logger:
+    made = logging.getLogger("evener")
+    if not made.handlers:
+        made.setLevel(logging.DEBUG)
+        made.addFilter(_Level())
+        made.addHandler(_Stderr())
+    return made
+
+
+logger = _make()
+
+
+def set_rank(rank: int | None) -> None:
+    """The rank that stands in front of every line from now on."""
+    global _rank
+    _rank = rank
+
+
+def info0(message: str, *values: object) -> None:
+    """Log at `info` on rank 0, at `debug` on the others."""
+    logger.log(logging.DEBUG if _rank else logging.INFO, message, *values)
