@@ -44,8 +44,12 @@ def outcomes(
     *args: Any,
     env: dict[str, str] | None = None,
     timeout: float = 90,
+    gpu: bool = False,
 ) -> list[Outcome]:
-    """Run and return what became of every rank, failures included."""
+    """Run and return what became of every rank, failures included.
+
+    `gpu`: rank r has GPU r as its current device, and NCCL stands beside Gloo.
+    """
     hosts = [f"host{node}" for node, ranks in enumerate(shape) for _ in range(ranks)]
     size = len(hosts)
     # A store in this process, on a port that the kernel chose: no two tests can collide.
@@ -62,7 +66,7 @@ def outcomes(
             }
             process = _context.Process(
                 target=_rank,
-                args=(send, store.port, rank, size, environment, function, args),
+                args=(send, store.port, rank, size, environment, gpu, function, args),
                 daemon=True,
             )
             process.start()
@@ -111,6 +115,7 @@ def _rank(
     rank: int,
     size: int,
     environment: dict[str, str],
+    gpu: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -118,7 +123,10 @@ def _rank(
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        if gpu:
+            torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         outcome = Outcome(value=function(rank, size, *args))
     except BaseException as error:  # noqa: BLE001 - reported by the parent
         outcome = Outcome(error=traceback.format_exc(), exception=_picklable(error))

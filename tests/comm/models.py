@@ -28,9 +28,16 @@ class Awkward(nn.Module):
         return self.sometimes(z) if use_all else z
 
 
+def device() -> torch.device:
+    """Where this rank trains: its GPU in a world that has them."""
+    if dist.get_backend() != "gloo":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def seeded(dtype: torch.dtype = torch.float32) -> Awkward:
     torch.manual_seed(7)
-    return Awkward(dtype)
+    return Awkward(dtype).to(device())
 
 
 def batch(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +59,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 def mean_over_ranks(local: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """The float64 reference: every rank's own gradients, gathered and averaged. Collective."""
     everyone: list[dict[str, torch.Tensor | None]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, local)
+    on_cpu = {name: None if g is None else g.cpu() for name, g in local.items()}
+    dist.all_gather_object(everyone, on_cpu)
     means = {}
     for name in local:
         found = [g[name] for g in everyone]
@@ -62,11 +70,14 @@ def mean_over_ranks(local: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
     return means
 
 
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def same_on_all_ranks(model: nn.Module) -> bool:
     """Whether every rank holds the same gradients, bit by bit. Collective."""
     mine = b"".join(
-        name.encode() + (b"" if g is None else g.contiguous().view(torch.uint8).numpy().tobytes())
-        for name, g in gradients(model).items()
+        name.encode() + (b"" if g is None else raw(g)) for name, g in gradients(model).items()
     )
     everyone: list[bytes] = [b""] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -32,7 +32,7 @@ TOLERANCE = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 1.6e-2}
 
 def close(have: torch.Tensor, want: torch.Tensor, precision: str) -> None:
     scale = want.abs().max().item()
-    worst = (have.double() - want).abs().max().item()
+    worst = (have.cpu().double() - want).abs().max().item()
     assert worst <= TOLERANCE[precision] * max(scale, 1e-3), (worst, scale)
 
 
@@ -40,6 +40,7 @@ def train_against_the_reference(
     rank: int, size: int, dtype: str, wire: str, algorithm: str, bucket_bytes: int, to_none: bool
 ) -> str:
     """Three steps; after each, `p.grad` is the mean of what the ranks computed on their own."""
+    device = models.device()
     own = models.seeded(DTYPES[dtype])
     model = accelerate(
         DistributedDataParallel(models.seeded(DTYPES[dtype]), find_unused_parameters=True),
@@ -51,7 +52,7 @@ def train_against_the_reference(
     for step in range(3):
         # In one step a layer is used by some ranks only, in one by none.
         use_all = step == 0 or (step == 1 and rank == 0)
-        x = models.batch(rank, step, DTYPES[dtype])
+        x = models.batch(rank, step, DTYPES[dtype]).to(device)
         own.zero_grad(set_to_none=to_none)
         model.zero_grad(set_to_none=to_none)
         models.backward(own, x, use_all)
@@ -101,14 +102,18 @@ def _train_all(rank: int, size: int, wire: str, cases: list[tuple[Any, ...]]) ->
 
 def topk_keeps_what_it_does_not_send(rank: int, size: int, half: bool) -> None:
     """Over any number of steps: what was applied plus the mean residual is the sum of the means."""
-    model = torch.nn.Linear(64, 50)
+    device = models.device()
+    model = torch.nn.Linear(64, 50, device=device)
     options = Options(wire="topk", ratio=0.05, topk_min_bytes=0, topk_fp16=half, bucket_bytes=4096)
     reducer = Reducer(model.named_parameters(), options)
     applied = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
     wanted = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
     for step in range(6):
         generator = torch.Generator().manual_seed(100 * step + rank)
-        own = {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+        own = {
+            n: torch.randn(p.shape, generator=generator).to(device)
+            for n, p in model.named_parameters()
+        }
         model.zero_grad()
         sum((p * own[n]).sum() for n, p in model.named_parameters()).backward()  # type: ignore[union-attr]
         reducer.flush()
@@ -117,17 +122,18 @@ def topk_keeps_what_it_does_not_send(rank: int, size: int, half: bool) -> None:
         for name, mean in models.mean_over_ranks(own).items():  # type: ignore[arg-type]
             wanted[name] += mean
             gradient = dict(model.named_parameters())[name].grad
-            applied[name] += gradient.double()
+            applied[name] += gradient.cpu().double()
             if step > 0:  # the first step is dense
                 # At most 5% of each of the (up to three) shards' worth of senders.
                 assert (gradient != 0).float().mean() < 0.05 * size + 0.05
     left: list[dict[str, tuple[int, torch.Tensor]]] = [{} for _ in range(size)]
-    dist.all_gather_object(left, reducer.residuals())
+    mine = {name: (start, part.cpu()) for name, (start, part) in reducer.residuals().items()}
+    dist.all_gather_object(left, mine)
+    scale = reducer.communicators.route.scaling.outer
     for residuals in left:
         for name, (start, residual) in residuals.items():
-            # Gloo has no averaging sum: gradients, so residuals, are divided on their way in.
             flat = applied[name].view(-1)
-            flat[start : start + residual.numel()] += residual.double()
+            flat[start : start + residual.numel()] += residual.double() * scale
     for name in wanted:
         close(applied[name], wanted[name], "fp32")
     reducer.close()

@@ -1,0 +1,95 @@
+"""The reducer on GPUs through NCCL. Four GPUs, pretended to be on two or four hosts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.ddp import accelerate
+from tests import worlds
+from tests.comm import models, test_reducer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs"),
+]
+SHAPES = {"2x2": [2, 2], "4x1": [1, 1, 1, 1], "1x4": [4], "uneven": [3, 1]}
+ENV = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_NVLS_ENABLE": "0"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_mode_and_dtype(shape: str) -> None:
+    for wire in ("exact", "fp16", "bf16"):
+        cases = [
+            (dtype, algorithm, size, to_none)
+            for dtype in test_reducer.DTYPES
+            for algorithm, size, to_none in (("auto", 4096, True), ("flat", 0, False))
+        ]
+        described = worlds.run(
+            SHAPES[shape], test_reducer._train_all, wire, cases, gpu=True, env=ENV
+        )
+        assert any("2-D" in text for text in described[0]) == (shape == "2x2")
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+def test_topk_with_error_feedback_loses_nothing(shape: str, half: bool) -> None:
+    worlds.run(
+        SHAPES[shape],
+        test_reducer.topk_keeps_what_it_does_not_send,
+        half,
+        gpu=True,
+        env=ENV,
+    )
+
+
+def with_collectives_of_its_own(rank: int, size: int) -> None:
+    """A script that reduces things itself, in the forward, in the backward and asynchronously."""
+    device = models.device()
+    layers = [torch.nn.Linear(256, 256) for _ in range(6)]
+    net = torch.nn.Sequential(*layers[:3], torch.nn.BatchNorm1d(256), *layers[3:])
+    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net).to(device)
+    model = accelerate(
+        DistributedDataParallel(net, device_ids=[device]), algorithm="2d", bucket_bytes=100_000
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(30):
+        torch.manual_seed(100 * step + rank)
+        x = torch.randn(64, 256, device=device)
+        mine = torch.full((1 << 20,), float(rank), device=device)
+        work = dist.all_reduce(mine, async_op=True)
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        optimizer.step()
+        work.wait()
+        assert mine[0].item() == sum(range(size))
+    assert models.same_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_beside_a_users_own_collectives(connections: str) -> None:
+    """One hardware queue is where collectives issued in different orders would wait in a circle."""
+    env = {**ENV, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    worlds.run([2, 2], with_collectives_of_its_own, gpu=True, env=env)
+
+
+def dies(rank: int, size: int) -> None:
+    import os
+
+    model = accelerate(DistributedDataParallel(models.seeded(), find_unused_parameters=True))
+    for step in range(4):
+        if rank == size - 1 and step == 2:
+            os._exit(9)
+        models.backward(model, models.batch(rank, step, torch.float32).to(models.device()))
+        torch.cuda.synchronize()
+
+
+def test_a_peer_that_dies_ends_every_rank_within_the_timeout() -> None:
+    found = worlds.outcomes([2, 2], dies, gpu=True, env={**ENV, "EVENER_TIMEOUT": "10"}, timeout=60)
+    for outcome in found:
+        assert outcome.error and "not finished" not in outcome.error, outcome.error
