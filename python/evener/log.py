@@ -46,8 +46,10 @@ def _make() -> logging.Logger:
     made = logging.getLogger("evener")
     if not made.handlers:
         made.setLevel(logging.DEBUG)
-        made.addFilter(_Level())
-        made.addHandler(_Stderr())
+        handler = _Stderr()
+        # On the handler, not the logger: records of `evener.comm` and the like come here too.
+        handler.addFilter(_Level())
+        made.addHandler(handler)
     return made
 
 

@@ -133,6 +133,16 @@ class Reducer:
         self._tickets: list[Ticket] = []
         self._callback_queued = False
 
+    def set_passes(self, passes: int) -> None:
+        """From now on a gradient is complete after `passes` backward passes. Between steps only."""
+        self.passes = passes
+        self._reset()
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients came, or were submitted, that were not applied yet."""
+        return bool(self._tickets) or any(left < self.passes for left in self._passes_left)
+
     # --- gradients arrive ---
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:

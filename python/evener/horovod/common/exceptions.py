@@ -1,0 +1,33 @@
+"""The errors of the Horovod door."""
+
+from __future__ import annotations
+
+from evener.errors import EvenerError
+
+
+class HorovodInternalError(EvenerError, RuntimeError):
+    """A collective failed, or the ranks do not agree on it. Raised on every rank.
+
+    A RuntimeError as upstream's, because scripts catch it as one.
+    """
+
+
+class NotInitializedError(EvenerError, ValueError):
+    """An operation came before `hvd.init()` or after `hvd.shutdown()`. A ValueError."""
+
+    def __init__(self) -> None:
+        super().__init__("Horovod has not been initialized", "call hvd.init() first")
+
+
+class NotBuiltError(EvenerError, NotImplementedError):
+    """A part of Horovod's interface that is planned."""
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(
+            f"{what} is planned: Evener's Horovod door does not have it yet",
+            fix or "leave it out, or run this script with upstream's Horovod for now",
+        )
+
+
+class NotBuiltAttributeError(NotBuiltError, AttributeError):
+    """The same for a name that is looked up, so that `hasattr` says no."""

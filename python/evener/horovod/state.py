@@ -1,0 +1,87 @@
+"""What lives between `hvd.init()` and `hvd.shutdown()`: the place of this process, the engine."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from evener import settings
+from evener.comm import rendezvous
+from evener.comm.ranks import Ranks
+from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
+from evener.horovod.engine import Engine
+
+
+class State:
+    """One for the process: `STATE`."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        self._engine: Engine | None = None
+        # Called at shutdown, while the groups still exist: reducers of optimizers.
+        self._closers: weakref.WeakKeyDictionary[Any, Callable[[], None]]
+        self._closers = weakref.WeakKeyDictionary()
+        self._at_exit = False
+
+    def init(self, comm: Any = None, process_sets: Any = None) -> None:
+        """Collective. Does nothing where it is done already."""
+        if self._engine is not None:
+            return
+        if process_sets:
+            raise NotBuiltError("hvd.init(process_sets=...)")
+        for setting in settings.registry().values():
+            setting.get()  # a value that cannot be is refused here, not in the first step
+        # The script pins its GPU itself (torch.cuda.set_device(hvd.local_rank())).
+        ranks = rendezvous.init_process_group(set_device=False)
+        if comm is not None and list(comm) != list(range(ranks.size)):
+            raise NotBuiltError("hvd.init(comm=...) with a part of the ranks")
+        self._engine = Engine(ranks, settings.EVENER_TIMEOUT.get())
+        self._ranks = ranks
+        if not self._at_exit:
+            self._at_exit = True
+            atexit.register(self._on_exit)
+
+    def shutdown(self) -> None:
+        """End the engine and the groups. Does nothing where nothing runs."""
+        if self._engine is None:
+            return
+        engine, self._engine, self._ranks = self._engine, None, None
+        for close in list(self._closers.values()):
+            close()
+        self._closers.clear()
+        engine.close()
+        rendezvous.shutdown()
+
+    @property
+    def ranks(self) -> Ranks:
+        """Raises NotInitializedError before init."""
+        if self._ranks is None:
+            raise NotInitializedError
+        return self._ranks
+
+    @property
+    def engine(self) -> Engine:
+        """Raises NotInitializedError before init."""
+        if self._engine is None:
+            raise NotInitializedError
+        return self._engine
+
+    @property
+    def initialized(self) -> bool:
+        return self._engine is not None
+
+    def at_shutdown(self, owner: Any, close: Callable[[], None]) -> None:
+        """Call `close` at shutdown, if `owner` still lives then."""
+        self._closers[owner] = close
+
+    def _on_exit(self) -> None:
+        # After an error the peers may be stuck in a collective with us: ending tells them, waiting
+        # for the groups to close would not.
+        if getattr(sys, "last_value", None) is None:
+            self.shutdown()
+
+
+STATE = State()

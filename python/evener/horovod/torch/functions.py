@@ -1,0 +1,147 @@
+"""Broadcasts of whole things: parameters, optimizer states, Python objects."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from evener.horovod.torch.mpi_ops import (
+    _check_set,
+    allgather,
+    broadcast_,
+    broadcast_many,
+    global_process_set,
+    rank,
+    size,
+)
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
+    """Overwrite parameters with rank `root_rank`'s, on every rank.
+
+    params: a `state_dict()`, `named_parameters()`, or a list of tensors. Raises ValueError for
+    anything else, HorovodInternalError where names, shapes or dtypes differ between ranks.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str, bytes)):
+        named = [
+            entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
+            for index, entry in enumerate(params)
+        ]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    for name, value in named:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}, not a tensor")
+    broadcast_many(named, root_rank)
+
+
+class _Place:
+    """Stands in a pickled state for a tensor that travels by itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device.type
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the state and the options (learning rate, ...) of rank `root_rank`'s.
+
+    The state is loaded as by `load_state_dict`; no step is taken to create it, so parameters do
+    not change. model: accepted as upstream does, not needed.
+    """
+    del model
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    state = optimizer.state_dict()
+    tensors: list[torch.Tensor] = []
+    skeleton = broadcast_object(
+        _taken_apart(state, tensors) if rank() == root_rank else None, root_rank
+    )
+    device = next((p.device for g in optimizer.param_groups for p in g["params"]), None)
+    here: list[torch.Tensor] = []
+    rebuilt = _put_together(skeleton, tensors if rank() == root_rank else None, here, device)
+    broadcast_many([(f"state {index}", tensor) for index, tensor in enumerate(here)], root_rank)
+    if rank() != root_rank:
+        # The base class's: a wrapped optimizer's own would also forget gradients in flight.
+        optimizer.load_state_dict(rebuilt)
+
+
+def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(value)
+    if isinstance(value, dict):
+        return {key: _taken_apart(entry, tensors) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_taken_apart(entry, tensors) for entry in value)
+    return value
+
+
+def _put_together(
+    value: Any,
+    tensors: list[torch.Tensor] | None,
+    here: list[torch.Tensor],
+    device: torch.device | None,
+) -> Any:
+    """`value` with tensors for places: the root's own, in order, or new ones. All go to `here`."""
+    if isinstance(value, _Place):
+        if tensors is not None:
+            here.append(tensors[len(here)])
+        else:
+            where = device if device is not None and value.device == device.type else value.device
+            here.append(torch.empty(value.shape, dtype=value.dtype, device=where))
+        return here[-1]
+    if isinstance(value, dict):
+        return {k: _put_together(entry, tensors, here, device) for k, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_put_together(entry, tensors, here, device) for entry in value)
+    return value
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Any:
+    """Rank `root_rank`'s object on every rank; the root gets its own back, others a copy.
+
+    The object must be picklable. Only ranks of this job can send one: unpickling runs code.
+    """
+    _check_set(process_set)
+    base = f"{name or 'object'}"
+    name_size = None if name is None else f"{base}.size"
+    name_data = None if name is None else f"{base}.data"
+    data = _pickled(obj) if rank() == root_rank else b""
+    length = broadcast_(torch.tensor([len(data)]), root_rank, name_size)
+    content = torch.empty(int(length.item()), dtype=torch.uint8)
+    if rank() == root_rank:
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    broadcast_(content, root_rank, name_data)
+    return obj if rank() == root_rank else pickle.loads(content.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """All ranks' objects, in rank order. Each must be picklable."""
+    data = torch.frombuffer(bytearray(_pickled(obj)), dtype=torch.uint8)
+    sizes = allgather(torch.tensor([data.numel()]), None if name is None else f"{name}.size")
+    everything = allgather(data, None if name is None else f"{name}.data").numpy().tobytes()
+    found, start = [], 0
+    for length in sizes.tolist():
+        found.append(pickle.loads(everything[start : start + length]))
+        start += length
+    assert len(found) == size()
+    return found
+
+
+def _pickled(obj: Any) -> bytes:
+    out = io.BytesIO()
+    pickle.dump(obj, out)
+    return out.getvalue()

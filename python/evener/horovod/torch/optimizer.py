@@ -1,0 +1,244 @@
+"""`hvd.DistributedOptimizer`: an optimizer whose step averages the gradients over all ranks first.
+
+The result is of a class made on the fly, which has the wrapped optimizer's class as its base, and
+its name, so that learning-rate schedulers, GradScaler and isinstance see what they know. It shares
+the wrapped optimizer's parameter groups and state.
+
+Gradients are reduced by `evener.comm.reducer`, which starts while backward still runs; LIGHT_* and
+HOROVOD_FUSION_THRESHOLD decide how. `synchronize` waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from evener import settings
+from evener.comm.errors import CommError
+from evener.comm.options import Options
+from evener.comm.reducer import Reducer
+from evener.horovod.common.exceptions import HorovodInternalError, NotBuiltError
+from evener.horovod.state import STATE
+from evener.horovod.torch.compression import (
+    Compression,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+)
+from evener.horovod.torch.mpi_ops import Adasum, Average, Sum, _check_set, global_process_set, size
+from evener.log import info0
+
+Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def DistributedOptimizer(  # noqa: N802 - upstream's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Named | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+) -> Any:
+    """`optimizer`, with gradients reduced over all ranks before each step. Collective.
+
+    named_parameters: the model's; every parameter of the optimizer must be among them. compression:
+    Compression.none or fp16 (on the wire between nodes; inside a node nothing is lost).
+    backward_passes_per_step: gradients of so many backward passes are summed before they are
+    reduced. op: Average or Sum. gradient_predivide_factor f: divided by f before the sum, by size/f
+    after it. groups: a hint for fusion, which Evener does by size and order; checked, not needed.
+
+    Raises ValueError for what upstream refuses, NotBuiltError for what is planned,
+    HorovodInternalError where the ranks' parameters differ.
+    """
+    _check_set(process_set)
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if op == Adasum and size() > 1:
+        raise NotBuiltError("op=hvd.Adasum", "use op=hvd.Average")
+    if op not in (Average, Sum, Adasum):
+        raise NotBuiltError(f"DistributedOptimizer(op={op})", "use op=hvd.Average or hvd.Sum")
+    if sparse_as_dense:
+        raise NotBuiltError("sparse_as_dense", "build the embedding with sparse=False")
+    if compression not in (NoneCompressor, FP16Compressor):
+        raise NotBuiltError(
+            f"compression={getattr(compression, '__name__', compression)}",
+            "use hvd.Compression.none or fp16, or LIGHT_TOPK_ALLREDUCE=1",
+        )
+    named = _named(optimizer, named_parameters)
+    _check_groups(num_groups if groups is None else groups)
+
+    base = type(optimizer)
+    members = {k: v for k, v in vars(_Distributed).items() if k not in ("__dict__", "__weakref__")}
+    members["_evener_base"] = base
+    made: Any = object.__new__(type(base.__name__, (base,), members))
+    # A scheduler that knows the wrapped optimizer has replaced its `step`, which must not be ours.
+    made.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    made._parameter_names = {parameter: name for name, parameter in named}
+    made._synchronized, made._should_synchronize = False, True
+    made._reducer = None
+    made.backward_passes_per_step = backward_passes_per_step
+    made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    reduced = [(n, p) for n, p in named if id(p) in mine and p.requires_grad]
+    if size() > 1 and reduced:
+        made._reducer = _reducer(reduced, compression, op, gradient_predivide_factor)
+        made._reducer.set_passes(backward_passes_per_step)
+        weakref.finalize(made, made._reducer.close)
+        STATE.at_shutdown(made, made._reducer.close)
+    return made
+
+
+class _Distributed:
+    """The members of the class that `DistributedOptimizer` makes. `self` is an Optimizer too."""
+
+    _evener_base: Any  # the wrapped optimizer's class
+    _reducer: Reducer | None
+    _synchronized: bool
+    _should_synchronize: bool
+    backward_passes_per_step: int
+    param_groups: list[dict[str, Any]]
+
+    def synchronize(self) -> None:
+        """Wait until the gradients are reduced: `p.grad` is then the average (or sum).
+
+        A parameter without a gradient counts as zeros, and has one afterwards.
+        """
+        if self._reducer is not None:
+            try:
+                self._reducer.flush()
+                self._reducer.apply()
+            except CommError as error:
+                raise HorovodInternalError(error.problem, error.fix) from error
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step()` inside does not synchronize: for code that called `synchronize()` itself."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Synchronize, then the wrapped optimizer's step."""
+        synchronizes, self._synchronized = self._should_synchronize, self._synchronized
+        if synchronizes and self._synchronized:
+            warnings.warn(
+                "optimizer.step() after optimizer.synchronize() reduces the gradients a second "
+                "time; use `with optimizer.skip_synchronize():` around step()",
+                stacklevel=2,
+            )
+        inner = closure
+        if synchronizes and closure is None:
+            self.synchronize()
+        elif synchronizes and closure is not None:
+            given = closure
+
+            def inner() -> Any:
+                # The closure's own backward makes the gradients that the step uses.
+                loss = given()
+                self.synchronize()
+                return loss
+
+        self._synchronized = False
+        arguments = kwargs if inner is None else {"closure": inner, **kwargs}
+        return self._evener_base.step(self, **arguments)
+
+    # torch wraps `step` of each optimizer class with its hooks; the base's is wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's; refused while gradients are being reduced."""
+        if self._reducer is not None and self._reducer.pending:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(): the gradients are being reduced"
+            )
+        self._evener_base.zero_grad(self, *args, **kwargs)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From the next step on, reduce after so many backward passes."""
+        self.backward_passes_per_step = passes
+        if self._reducer is not None:
+            self._reducer.set_passes(passes)
+
+
+def _reducer(named: Named, compression: type[Compressor], op: int, predivide: float) -> Reducer:
+    half = compression is FP16Compressor
+    topk = settings.LIGHT_TOPK_ALLREDUCE.get()
+    options = Options.resolve(
+        wire="fp16" if half and not topk else None,
+        bucket_bytes=settings.HOROVOD_FUSION_THRESHOLD.get(),
+        average=op == Average,
+        predivide=predivide,
+        default_algorithm="flat",  # Horovod's; LIGHT_2D_ALLREDUCE=1 asks for the other
+    )
+    if half and topk:
+        info0("LIGHT_TOPK_ALLREDUCE with Compression.fp16: top-k sends its values as FP16")
+        options = dataclasses.replace(options, topk_fp16=True)
+    try:
+        return Reducer(named, options)
+    except CommError as error:
+        raise HorovodInternalError(error.problem, error.fix) from error
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Named | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names for all parameters of `optimizer`, checked as upstream does."""
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", parameter)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+        ]
+    named = list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually "
+            "produced by model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"Parameter names in named_parameters must be unique: {', '.join(twice)}")
+    known = {id(parameter) for _, parameter in named}
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"named_parameters was specified, but parameter {j} of group {i}, of shape "
+                    f"{list(parameter.shape)}, was not named."
+                )
+    return named
+
+
+def _check_groups(groups: Any) -> None:
+    if groups in (None, 0):
+        return
+    if not isinstance(groups, (list, tuple)):
+        if not isinstance(groups, int) or groups < 0:
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of torch.Tensor."
+            )
+    else:
+        seen: set[int] = set()
+        for tensor in (tensor for group in groups for tensor in group):
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError("groups must consist of torch.Tensor.")
+            if id(tensor) in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(id(tensor))
+    info0("DistributedOptimizer(groups=...): buckets follow HOROVOD_FUSION_THRESHOLD instead")
