@@ -11,6 +11,7 @@ from evener._click import LazyGroup, run
 
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
+    "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
 }
 
 

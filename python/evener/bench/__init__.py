@@ -1,0 +1,1 @@
+"""`evener bench`: what training and its parts cost on this machine and this network."""

@@ -1,0 +1,139 @@
+"""The columns of the table: each says in one entry what is done to the gradients.
+
+To add one, add an entry; if no function in wrap.py does what it needs, add that function too.
+`env` is set in the column's processes before its process group is made, so it may hold what NCCL
+and Gloo read then, but nothing that is read when torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from evener.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to combine gradients.
+
+    `tolerance`: largest relative L2 distance between this column's first update of the parameters
+    and DDP's, from the same start and the same data. A column beyond it is reported as failed.
+    """
+
+    name: str
+    title: str
+    what: str
+    wrap: str
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    tolerance: float = 0.02
+    evener: bool = False
+
+
+# Cosine aside, what a lossy column sends in its first step may leave out almost everything, but
+# what it does send must point DDP's way: the distance stays below the length of DDP's own update.
+_LOSSY = 1.0
+
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        Column("ddp", "DDP", "PyTorch's DistributedDataParallel as it comes", "ddp"),
+        Column(
+            "ddp-ring",
+            "DDP, ring",
+            "DDP with NCCL_ALGO=RING, the flat ring that Horovod runs (Gloo: a ring always)",
+            "ddp",
+            env={"NCCL_ALGO": "RING"},
+        ),
+        Column(
+            "horovod",
+            "Horovod's way",
+            "Evener's flat path in FP32 with NCCL_ALGO=RING: fused buckets, one ring over all",
+            "evener",
+            {"algorithm": "flat", "wire": "exact"},
+            {"NCCL_ALGO": "RING"},
+            evener=True,
+        ),
+        Column("ddp-fp16", "DDP + fp16", "DDP with its own fp16_compress_hook", "hook:fp16"),
+        Column("ddp-bf16", "DDP + bf16", "DDP with its own bf16_compress_hook", "hook:bf16"),
+        Column(
+            "ddp-powersgd",
+            "DDP + PowerSGD",
+            "DDP with its own PowerSGD hook, rank 1",
+            "powersgd",
+            {"rank": 1},
+            tolerance=_LOSSY,
+        ),
+        Column(
+            "exact",
+            "Evener exact",
+            "two levels, FP32 sums, nothing is rounded on the wire",
+            "evener",
+            {"algorithm": "2d", "wire": "exact"},
+            evener=True,
+        ),
+        Column(
+            "fp16",
+            "Evener FP16",
+            "two levels, FP16 between nodes",
+            "evener",
+            {"algorithm": "2d", "wire": "fp16"},
+            evener=True,
+        ),
+        Column(
+            "bf16",
+            "Evener BF16",
+            "two levels, BF16 between nodes",
+            "evener",
+            {"algorithm": "2d", "wire": "bf16"},
+            tolerance=0.05,
+            evener=True,
+        ),
+        Column(
+            "topk",
+            "Evener top-k",
+            "two levels, only the largest gradients between nodes, with error feedback",
+            "evener",
+            {"algorithm": "2d", "wire": "topk"},
+            tolerance=_LOSSY,
+            evener=True,
+        ),
+    )
+}
+
+# Short names for the headline table.
+ALIASES = {"ring": "ddp-ring"}
+
+DEFAULT = ("ddp", "ring", "exact", "fp16", "topk")
+
+# Row "one" needs no column: a single process has nobody to talk to.
+PLAIN = Column("plain", "plain PyTorch", "one process, no wrapper", "none")
+
+REFERENCE = "ddp"
+
+
+def column(name: str) -> Column:
+    """The column of that name or alias. Raises UsageError that lists the names."""
+    found = COLUMNS.get(ALIASES.get(name, name))
+    if found is None:
+        raise UsageError(
+            f"there is no column {name!r}", f"choose from {', '.join([*COLUMNS, *ALIASES])}"
+        )
+    return found
+
+
+def parse(text: str) -> tuple[Column, ...]:
+    """`ddp,ring,topk` as columns, in that order, each once. Raises UsageError."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise UsageError(f"{text!r} names no column", f"choose from {', '.join(COLUMNS)}")
+    return tuple({entry.name: entry for entry in map(column, names)}.values())
+
+
+def listing() -> Iterable[tuple[str, str]]:
+    """(name, what it does) of every column and alias, for help texts and documentation."""
+    for entry in COLUMNS.values():
+        yield entry.name, entry.what
+    for alias, name in ALIASES.items():
+        yield alias, f"the same as {name}"

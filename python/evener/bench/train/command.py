@@ -1,0 +1,385 @@
+"""`evener bench train`: options in, table, JSON and page out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+
+from evener.bench.train import (
+    clusters,
+    columns,
+    drive,
+    files,
+    lab,
+    machine,
+    markdown,
+    models,
+    page,
+    plan,
+    progress,
+    results,
+    table,
+)
+from evener.bench.train.clusters import Cluster
+from evener.bench.train.plan import Options, Plan
+from evener.bench.train.results import Results
+from evener.errors import UsageError
+
+_PIPE_WIDTH = 120
+
+
+class _Command(click.Command):
+    """Remembers its arguments as given: a result names the command that made it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["evener.arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Columns"):
+            formatter.write_dl(list(columns.listing()))
+
+
+def _complete_columns(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    del ctx, param
+    before, comma, last = incomplete.rpartition(",")
+    names = [name for name, _ in columns.listing() if name.startswith(last)]
+    return [f"{before}{comma}{name}" for name in names]
+
+
+def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    del ctx, param
+    usual = ["resnet50", "vgg16", "vgg16_bn", "vit_b_16", "efficientnet_b0", "convnext_base"]
+    return [name for name in [*models.BUILT_IN, *usual] if name.startswith(incomplete)]
+
+
+@click.command(cls=_Command)
+@click.option(
+    "--model",
+    shell_complete=_complete_models,
+    help="A classifier of torchvision or a built-in (--list-models). "
+    "Default: vgg16 on GPUs, vgg-tiny on CPUs.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Images a rank and step. Default: 128 on GPUs, 16 on CPUs.",
+)
+@click.option(
+    "--image-size", type=click.IntRange(1), help="Pixels a side. Default: what the model is for."
+)
+@click.option(
+    "--columns",
+    "column_names",
+    default=",".join(columns.DEFAULT),
+    show_default=True,
+    shell_complete=_complete_columns,
+    help="Ways to combine gradients, side by side; see below.",
+)
+@click.option(
+    "--rows",
+    default=",".join(plan.ROWS),
+    show_default=True,
+    help="How many ranks train: one, the ranks of one node, all.",
+)
+@click.option(
+    "--lab",
+    "lab_spec",
+    metavar="SPEC",
+    help="Simulate the cluster on this machine: 2x2@25gbit is 2 nodes of 2 slots, 25 Gb/s each.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1),
+    help="Without --lab and launcher: processes on this machine. Default: one a GPU, or 2.",
+)
+@click.option(
+    "--hosts",
+    metavar="H1:N,H2:N",
+    help="Start itself on these hosts by `evener launch -H`.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1),
+    default=10.0,
+    show_default=True,
+    help="Measure each run for about so long.",
+)
+@click.option("--steps", type=click.IntRange(1), help="Measure so many steps instead.")
+@click.option(
+    "--warmup",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="Steps before the clock starts, after the first.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Runs of each cell, interleaved over the columns.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1),
+    default=300.0,
+    show_default=True,
+    help="Seconds after which a run counts as failed.",
+)
+@click.option(
+    "--amp",
+    type=click.Choice(["none", "bf16"]),
+    default="none",
+    show_default=True,
+    help="Autocast the forward pass.",
+)
+@click.option(
+    "--tf32/--no-tf32", default=True, show_default=True, help="Let GPUs multiply FP32 in TF32."
+)
+@click.option("--channels-last", is_flag=True, help="Store images and filters channels last.")
+@click.option(
+    "--topk-ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Share of the gradients that column topk sends.",
+)
+@click.option(
+    "--lr",
+    type=click.FloatRange(0, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Learning rate of the SGD.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What a rank trains on.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="CPU threads a process. Default: the cores divided among the processes.",
+)
+@click.option(
+    "--background/--no-background",
+    default=None,
+    help="Keep ranks that a row does not use training on their own, so that every row "
+    "has the same share of the machine. Default: on CPUs only.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="PATH",
+    help="Write settings, machine, every sample and the figures; - for stdout.",
+)
+@click.option("--html", "html_path", metavar="PATH", help="Write one page with the chart.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the table in Markdown.")
+@click.option(
+    "--from",
+    "source",
+    metavar="RESULTS.json",
+    help="Measure nothing; draw again from a file that --json wrote.",
+)
+@click.option("--dry-run", is_flag=True, help="List the runs and how long they will take.")
+@click.option("--list-models", is_flag=True, help="List the models and their gradients' size.")
+@click.pass_context
+def train(ctx: click.Context, /, **given: Any) -> None:
+    """Train on synthetic images, combining gradients in several ways, side by side.
+
+    Rows are numbers of ranks, columns ways to combine gradients; every cell is run in fresh
+    processes, repeats are interleaved, medians are shown with their spread. A column whose ranks
+    do not end with equal parameters, or whose first update is not DDP's, fails and shows no figure.
+
+    The ranks are simulated nodes (--lab), the ranks of the launcher that started it (torchrun,
+    mpirun, evener launch; or --hosts), or processes of this machine.
+    """
+    if given["list_models"]:
+        _list_models()
+        return
+    if given["source"]:
+        _show(files.read(given["source"]), given)
+        return
+    if given["hosts"]:
+        _start_on_hosts(ctx, given["hosts"])
+    cluster, why = _cluster(given)
+    made = _plan(given, cluster)
+    if given["dry_run"]:
+        _dry_run(made, cluster)
+        return
+    if isinstance(cluster, clusters.Ranks) and cluster.given.rank:
+        ctx.exit(_follow(made, cluster))
+    taken = _measure(made, cluster, command_line(ctx), why)
+    _show(taken, given)
+    ctx.exit(0 if taken.complete else 1)
+
+
+def command_line(ctx: click.Context) -> str:
+    """The command as typed."""
+    return shlex.join([*ctx.command_path.split(), *ctx.meta.get("evener.arguments", [])])
+
+
+def _cluster(given: dict[str, Any]) -> tuple[Cluster, str]:
+    launched = clusters.Given.is_there(os.environ)
+    if given["lab_spec"]:
+        if launched:
+            raise UsageError(
+                "--lab was given to a process that a launcher started",
+                "start it without the launcher, or leave --lab out",
+            )
+        return lab.make(given["lab_spec"])
+    if launched:
+        return clusters.Ranks(clusters.Given.detect(os.environ)), ""
+    gpus = clusters.count_gpus(os.environ) if given["device"] != "cpu" else 0
+    return clusters.Loopback(1, given["processes"] or gpus or 2), ""
+
+
+def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
+    device = given["device"]
+    gpus = clusters.count_gpus(os.environ)
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    elif device == "cuda" and not gpus:
+        raise UsageError("--device cuda: there is no GPU here", "give --device cpu")
+    cpu = device == "cpu"
+    simulated = not isinstance(cluster, clusters.Ranks)
+    local = cluster.nodes * cluster.slots if simulated else cluster.slots
+    background = given["background"]
+    names = {field.name for field in dataclasses.fields(Options)}
+    options = {name: value for name, value in given.items() if name in names and value is not None}
+    options |= {
+        "device": device,
+        "model": given["model"] or ("vgg-tiny" if cpu else "vgg16"),
+        "batch_size": given["batch_size"] or (16 if cpu else 128),
+        "threads": given["threads"] or max(1, len(os.sched_getaffinity(0)) // local),
+        "background": cpu if background is None else background,
+    }
+    return plan.make(
+        Options(**options),
+        nodes=cluster.nodes,
+        slots=cluster.slots,
+        rows=[name.strip() for name in given["rows"].split(",") if name.strip()],
+        columns=columns.parse(given["column_names"]),
+        device_word="process" if cpu else "GPU",
+    )
+
+
+def _measure(made: Plan, cluster: Cluster, command: str, why: str) -> Results:
+    taken = results.begin(made, command=command, cluster=cluster.describe())
+    taken.machine, taken.versions = machine.describe(), machine.versions()
+    taken.environment = machine.environment(os.environ)
+    console = Console(stderr=True)
+    word = taken.device_word
+    expected = plan.estimate(made, cpu=made.options.device == "cpu")
+    shown: progress.Progress
+    if console.is_terminal:
+        shown = progress.Live(made, word, console, expected)
+    else:
+        shown = progress.Lines(made, word)
+    shown.say(
+        f"{made.options.model}, {len(made.runs)} runs on {table.cluster(taken)}: "
+        f"about {progress.duration(expected)}"
+    )
+    if why:
+        shown.say(f"no simulated cluster: {why}. Loopback processes instead, no link is limited")
+    try:
+        drive.measure(made, cluster, taken, shown)
+    except KeyboardInterrupt:
+        shown.say("interrupted: what was measured until then follows")
+        taken.notes.append("It was interrupted.")
+    return taken
+
+
+def _follow(made: Plan, cluster: clusters.Ranks) -> int:
+    """A rank that is not rank 0 of the user's launcher: run the agent, show nothing."""
+
+    def hear(rank: int, stream: str, line: str) -> None:
+        del rank
+        if stream == "stderr":
+            click.echo(line, err=True)
+
+    from evener.bench.train import agent
+
+    argv = clusters.agent_argv(agent.plan_to_json(made))
+    return cluster.run(argv, hear, 300 + len(made.runs) * (made.options.timeout + 60))
+
+
+def _show(taken: Results, given: dict[str, Any]) -> None:
+    to_stdout = given["json_path"] == "-"
+    if given["as_markdown"]:
+        click.echo(markdown.render(taken), nl=False, err=to_stdout)
+    else:
+        console = Console(stderr=to_stdout)
+        if not console.is_terminal:
+            console = Console(stderr=to_stdout, width=_PIPE_WIDTH, no_color=True, highlight=False)
+        table.show(taken, console)
+    if to_stdout:
+        click.echo(results.dump(taken), nl=False)
+    elif given["json_path"]:
+        files.write(given["json_path"], results.dump(taken))
+        click.echo(f"every sample: {given['json_path']}", err=True)
+    if given["html_path"]:
+        files.write(given["html_path"], page.render(taken))
+        click.echo(f"the page: {given['html_path']}", err=True)
+
+
+def _dry_run(made: Plan, cluster: Cluster) -> None:
+    for run in made.runs:
+        click.echo(f"{run.index + 1:3}  {progress.describe(made, run)}")
+    expected = plan.estimate(made, cpu=made.options.device == "cpu")
+    click.echo(
+        f"{len(made.runs)} runs on {json.dumps(cluster.describe())}: "
+        f"about {progress.duration(expected)}"
+    )
+
+
+def _list_models() -> None:
+    click.echo("built in, for CPUs:")
+    for model in models.BUILT_IN.values():
+        click.echo(f"  {model.name:24} {_gradients(model.parameters):>12}  {model.what}")
+    click.echo("torchvision, for GPUs:")
+    for name, parameters in models.torchvision_listing():
+        click.echo(f"  {name:24} {_gradients(parameters):>12}")
+
+
+def _gradients(parameters: int) -> str:
+    return f"{table.megabytes(4 * parameters)} MB" if parameters else ""
+
+
+def _start_on_hosts(ctx: click.Context, hosts: str) -> None:
+    """Become `evener launch -H hosts` of this very command without --hosts. Does not return."""
+    arguments: list[str] = []
+    skip = False
+    for argument in ctx.meta.get("evener.arguments", []):
+        if skip or argument.startswith("--hosts="):
+            skip = False
+        elif argument == "--hosts":
+            skip = True
+        else:
+            arguments.append(argument)
+    slots = 0
+    for part in hosts.split(","):
+        _, _, count = part.rpartition(":") if ":" in part else ("", "", "1")
+        if not count.isdecimal() or not int(count):
+            raise UsageError(
+                f"--hosts {hosts!r}: {part!r} is not HOST:SLOTS", "write host1:2,host2:2"
+            )
+        slots += int(count)
+    program = shutil.which("evener")
+    if program is None:
+        raise UsageError("--hosts needs the command `evener` on the PATH", "install the package")
+    argv = [program, "launch", "-np", str(slots), "-H", hosts]
+    argv += [sys.executable, "-m", "evener", "bench", "train", *arguments]
+    os.execv(program, argv)

@@ -1,0 +1,67 @@
+"""Carry out a plan on a cluster: start the agents, take what they say, show it, keep it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from evener.bench.train import agent, clusters, results
+from evener.bench.train.clusters import Cluster
+from evener.bench.train.plan import Plan
+from evener.bench.train.progress import Progress
+from evener.bench.train.results import Results
+from evener.errors import EvenerError
+
+_TAIL_LINES = 40
+
+
+class _Listener:
+    """Sorts the lines of the agents: rank 0's reports, and the rest for the case of an error."""
+
+    def __init__(self, plan: Plan, taken: Results, progress: Progress) -> None:
+        self.plan, self.taken, self.progress = plan, taken, progress
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.fatal: dict[str, str] | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, rank: int, stream: str, line: str) -> None:
+        del stream
+        with self.lock:
+            if not line.startswith(agent.MARK):
+                self.tail.append(f"[rank {rank}] {line}")
+                return
+            message: dict[str, Any] = json.loads(line[len(agent.MARK) :])
+            if "fatal" in message:
+                self.fatal = message
+            elif "outcomes" in message:
+                taken = results.add(self.taken, self.plan, message)
+                self.progress.done(self.plan.runs[message["run"]], taken)
+            else:
+                self.progress.phase(self.plan.runs[message["run"]], message)
+
+
+def measure(plan: Plan, cluster: Cluster, taken: Results, progress: Progress) -> None:
+    """Make every run of `plan`; `taken` grows with each, so that it holds what there is at any end.
+
+    Raises EvenerError where the agents themselves end early; a run that fails is in `taken`.
+    """
+    listener = _Listener(plan, taken, progress)
+    began = time.monotonic()
+    longest = 300 + len(plan.runs) * (plan.options.timeout + 60)
+    try:
+        with progress:
+            argv = clusters.agent_argv(agent.plan_to_json(plan))
+            status = cluster.run(argv, listener, longest)
+    finally:
+        taken.duration_s = time.monotonic() - began
+    if listener.fatal:
+        raise EvenerError(listener.fatal["fatal"], listener.fatal.get("fix", ""))
+    if status:
+        tail = "\n".join(listener.tail)
+        raise EvenerError(
+            f"the benchmark's processes ended with status {status}; they printed:\n{tail}",
+            "run the same with --lab left out to see whether the cluster is the reason",
+        )
