@@ -214,6 +214,9 @@ def train(ctx: click.Context, /, **given: Any) -> None:
         return
     if given["hosts"]:
         _start_on_hosts(ctx, given["hosts"])
+    for path in (given["json_path"], given["html_path"]):
+        if path and path != "-":
+            files.require_writable(path)
     cluster, why = _cluster(given)
     made = _plan(given, cluster)
     if given["dry_run"]:
@@ -254,6 +257,8 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
     elif device == "cuda" and not gpus:
         raise UsageError("--device cuda: there is no GPU here", "give --device cpu")
     cpu = device == "cpu"
+    model = given["model"] or ("vgg-tiny" if cpu else "vgg16")
+    models.require(model)
     simulated = not isinstance(cluster, clusters.Ranks)
     local = cluster.nodes * cluster.slots if simulated else cluster.slots
     background = given["background"]
@@ -261,7 +266,7 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
     options = {name: value for name, value in given.items() if name in names and value is not None}
     options |= {
         "device": device,
-        "model": given["model"] or ("vgg-tiny" if cpu else "vgg16"),
+        "model": model,
         "batch_size": given["batch_size"] or (16 if cpu else 128),
         "threads": given["threads"] or max(1, len(os.sched_getaffinity(0)) // local),
         "background": cpu if background is None else background,

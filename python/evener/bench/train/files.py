@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -32,7 +33,18 @@ def write(path: str | Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
         draft.replace(target)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise EvenerError(
             f"{path} cannot be written: {error.strerror}", "give a path that can be"
         ) from error
+
+
+def require_writable(path: str | Path) -> None:
+    """Raise EvenerError now where `write` would raise it after minutes of work."""
+    target = Path(path)
+    if target.is_dir():
+        raise UsageError(f"{path} is a folder", "give the path of a file")
+    probe = target.with_name(f".{target.name}.{os.getpid()}")
+    write(probe, "")
+    probe.unlink()

@@ -60,6 +60,23 @@ def classes(name: str) -> int:
     return 10 if name in BUILT_IN else TORCHVISION_CLASSES
 
 
+def require(name: str) -> None:
+    """Raise UsageError unless there is such a model. Built-ins are known without torchvision."""
+    if name in BUILT_IN:
+        return
+    try:
+        import torchvision.models
+    except ImportError as error:
+        raise UsageError(
+            f"model {name!r} would come from torchvision, which cannot be imported: {error}",
+            f"pip install torchvision, or choose a built-in: {', '.join(BUILT_IN)}",
+        ) from error
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise UsageError(
+            f"there is no model {name!r}", "`evener bench train --list-models` names them all"
+        )
+
+
 def build(name: str) -> nn.Module:
     """The model with fresh weights from torch's generator. Raises UsageError for unknown names."""
     from torch import nn
@@ -89,12 +106,9 @@ def build(name: str) -> nn.Module:
             nn.Flatten(), nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(),
             nn.Linear(1024, 10),
         )  # fmt: skip
+    require(name)
     import torchvision.models
 
-    if name not in torchvision.models.list_models(module=torchvision.models):
-        raise UsageError(
-            f"there is no model {name!r}", "`evener bench train --list-models` names them all"
-        )
     model: nn.Module = torchvision.models.get_model(name, weights=None)
     return model
 

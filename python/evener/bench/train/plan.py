@@ -109,6 +109,12 @@ def make(
     unknown = [name for name in rows if name not in ROWS]
     if unknown:
         raise UsageError(f"there is no row {unknown[0]!r}", f"choose from {', '.join(ROWS)}")
+    for column in columns:
+        if column.gpu_only and options.device == "cpu":
+            raise UsageError(
+                f"column {column.name} does not run on CPUs: {column.gpu_only}",
+                "leave it out, or train on GPUs",
+            )
     wanted: list[Row] = []
     total = nodes * slots
     for name in ROWS:

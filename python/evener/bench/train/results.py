@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from evener.bench.train.stats import Spread, efficiency, spread
 from evener.errors import UsageError
 
 SCHEMA = "evener.bench.train/1"
+
+_LOST_PEER = re.compile(r"reset by peer|closed by peer|connection closed|timed out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ def add(results: Results, plan: Plan, message: Mapping[str, Any]) -> RunResult:
     stopped = [outcome for outcome in outcomes if outcome["status"] == "stopped"]
     done = [outcome for outcome in outcomes if outcome["status"] == "ok"]
     if failed or stopped or not done:
-        first = (failed or stopped or [{"reason": "no rank took part"}])[0]
+        first = min(failed or stopped or [{"reason": "no rank took part"}], key=_remoteness)
         taken.reason = first["reason"]
         taken.tail = first.get("tail", [])
     else:
@@ -239,6 +242,14 @@ def add(results: Results, plan: Plan, message: Mapping[str, Any]) -> RunResult:
     ]
     results.runs.append(taken)
     return taken
+
+
+def _remoteness(outcome: Mapping[str, Any]) -> int:
+    """How far a rank's failure is from the cause: a crash, an error of its own, a lost peer."""
+    reason = outcome["reason"]
+    if _LOST_PEER.search(reason):
+        return 2
+    return 0 if reason.startswith("ended with") else 1
 
 
 def _figures(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from evener.errors import EvenerError
 
 if TYPE_CHECKING:
     import torch
@@ -96,19 +93,13 @@ def _evener(
     column: Column,
     options: Options,
 ) -> nn.Module:
-    try:
-        accelerate = importlib.import_module("evener.ddp").accelerate
-    except ImportError as error:
-        raise EvenerError(
-            f"column {column.name}: evener.ddp cannot be imported: {error}",
-            "install a version of Evener that has it, or leave the column out",
-        ) from error
+    from evener.ddp import accelerate
+
     wrapped = _ddp(model, optimizer, device, column, options)
     given: dict[str, Any] = dict(column.options)
     if given.get("wire") == "topk":
         given["ratio"] = options.topk_ratio
-    accelerated: nn.Module = accelerate(wrapped, optimizer, **given)
-    return accelerated
+    return accelerate(wrapped, **given)
 
 
 WRAPPERS: dict[str, Wrapper] = {

@@ -1,0 +1,240 @@
+"""The benchmark itself on two Gloo processes: figures, failures, launchers, plain output."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.bench.train import clusters, columns, drive, plan, progress, results
+from evener.bench.train.clusters import Given, Loopback
+from evener.bench.train.columns import Column
+from evener.bench.train.plan import Options
+from evener.bench.train.results import Results
+from evener.errors import UsageError
+
+QUICK = (
+    "--device",
+    "cpu",
+    "--model",
+    "mlp-tiny",
+    "--steps",
+    "4",
+    "--warmup",
+    "2",
+    "--repeats",
+    "1",
+)
+
+
+def evener(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "evener", "bench", "train", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, **env},
+    )
+
+
+def test_two_processes_measure_prove_and_write(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    shown = evener(
+        *QUICK, "--processes", "2", "--columns", "ddp,exact", "--json", "-", "--html", str(page),
+        NCCL_SECRET_KEY="hidden", NCCL_ALGO="Ring", FORCE_COLOR="",
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    taken = Results.from_json(json.loads(shown.stdout))
+    assert [(run.row, run.column) for run in taken.runs] == [
+        ("one", "plain"),
+        ("node", "ddp"),
+        ("node", "exact"),
+    ]
+    assert taken.complete
+    for run in taken.runs:
+        assert run.rate is not None and run.rate > 0
+        assert run.equal
+        # every rank trains in every row, alone or together
+        assert len(run.ranks) == 2
+        assert all(len(rank["step_ms"]) == 4 for rank in run.ranks)
+    ddp, exact = taken.runs[1:]
+    assert ddp.ranks[0]["checksum"] == ddp.ranks[1]["checksum"]
+    assert exact.distance is not None and exact.distance < 1e-5
+    assert taken.environment == {"NCCL_ALGO": "Ring"}
+    assert "hidden" not in shown.stdout
+    assert page.read_text().startswith("<!doctype html>")
+    # piped: lines, no bars, no escape sequences
+    assert "\x1b" not in shown.stderr and "\r" not in shown.stderr
+    assert "[2/3] one node: 2 processes, DDP, repeat 1/1: " in shown.stderr
+
+
+def test_it_takes_the_ranks_of_a_launcher(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "evener"]
+    command = ["bench", "train", *QUICK, "--columns", "ddp", "--rows", "node", "--json", str(path)]
+    shown = subprocess.run(
+        [*torchrun, *command], capture_output=True, text=True, timeout=150, env=dict(os.environ)
+    )
+    assert shown.returncode == 0, shown.stderr
+    taken = results.Results.from_json(json.loads(path.read_text()))
+    assert taken.complete
+    assert taken.cluster == {"kind": "ranks", "nodes": 1, "slots": 2}
+    assert shown.stdout.count("images/s a process") == 1, "only rank 0 shows the table"
+
+
+# Columns that go wrong, put in place in the agents as well as here.
+BROKEN = {
+    "nosync": Column("nosync", "no sync", "each rank for itself", "none"),
+    "crash": Column("crash", "crash", "rank 1 dies", "crash"),
+    "hang": Column("hang", "hang", "rank 1 waits for ever", "hang"),
+    "raise": Column("raise", "raise", "rank 1 raises", "raise"),
+}
+PATCH = """
+import os, signal, sys, time
+from evener.bench.train import agent, columns, wrap
+from evener.bench.train.columns import Column
+def go_wrong(how):
+    def apply(model, optimizer, device, column, options):
+        wrapped = wrap.WRAPPERS["ddp"](model, optimizer, device, column, options)
+        if os.environ["RANK"] == "1":
+            print("last words", flush=True)
+            how()
+        return wrapped
+    return apply
+def complain():
+    raise RuntimeError("rank 1 has had enough")
+wrap.WRAPPERS["crash"] = go_wrong(lambda: os.kill(os.getpid(), signal.SIGKILL))
+wrap.WRAPPERS["hang"] = go_wrong(lambda: time.sleep(600))
+wrap.WRAPPERS["raise"] = go_wrong(complain)
+columns.COLUMNS["nosync"] = Column("nosync", "no sync", "", "none")
+for name in ("crash", "hang", "raise"):
+    columns.COLUMNS[name] = Column(name, name, "", name)
+agent.main()
+"""
+
+
+class _Patched(Loopback):
+    def run(self, argv: Sequence[str], on_line: clusters.OnLine, timeout: float) -> int:
+        return super().run([sys.executable, "-c", PATCH, argv[-1]], on_line, timeout)
+
+
+def test_columns_that_go_wrong_are_reported_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, column in BROKEN.items():
+        monkeypatch.setitem(columns.COLUMNS, name, column)
+    options = Options(
+        model="mlp-tiny", batch_size=4, device="cpu", steps=3, warmup=1, repeats=1, timeout=6,
+        threads=1,
+    )  # fmt: skip
+    names = "ddp,nosync,crash,raise,hang,ddp-ring"
+    todo = plan.make(options, nodes=1, slots=2, rows=["node"], columns=columns.parse(names))
+    cluster = _Patched(1, 2)
+    taken = results.begin(todo, command="test", cluster=cluster.describe())
+    said: list[str] = []
+    drive.measure(todo, cluster, taken, progress.Lines(todo, "process", said.append))
+    by_name = {run.column: run for run in taken.runs}
+    assert list(by_name) == names.split(",")
+    assert by_name["ddp"].ok and by_name["ddp-ring"].ok
+    assert "does not synchronise" in by_name["nosync"].reason
+    assert by_name["crash"].reason == "ended with signal SIGKILL in phase 'join'"
+    assert "last words" in by_name["crash"].tail
+    assert by_name["raise"].reason == "RuntimeError: rank 1 has had enough"
+    assert any("complain" in line for line in by_name["raise"].tail)
+    assert "not done after 6 s, in phase 'join'" in by_name["hang"].reason
+    assert not taken.complete
+    assert sum(": failed: " in line for line in said) == 4
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    shown = evener(*QUICK, "--model", "nosuchmodel")
+    assert shown.returncode == 2
+    assert "'nosuchmodel'" in shown.stderr and "--list-models" in shown.stderr
+    refused = evener(*QUICK, "--json", str(tmp_path))
+    assert refused.returncode == 2
+    assert "is a folder" in refused.stderr
+
+
+def test_it_draws_again_from_a_file(tmp_path: Path) -> None:
+    todo = plan.make(
+        Options(repeats=1, device="cpu"),
+        nodes=1, slots=2, rows=["node"], columns=columns.parse("ddp"),
+    )  # fmt: skip
+    taken = results.begin(todo, command="x", cluster={"kind": "loopback", "nodes": 1, "slots": 2})
+    rank = {
+        "status": "ok", "group": 0, "steps": 1, "images": 10, "elapsed_s": 1.0, "device": "cpu",
+        "checksum": "a", "gradient_bytes": 4,
+    }  # fmt: skip
+    results.add(taken, todo, {"run": 0, "seconds": 1.0, "outcomes": [rank, rank]})
+    path, page = tmp_path / "r.json", tmp_path / "r.html"
+    path.write_text(results.dump(taken))
+    shown = evener("--from", str(path), "--markdown", "--html", str(page))
+    assert shown.returncode == 0, shown.stderr
+    assert "| one node: 2 GPUs | **10.0** |" in shown.stdout
+    assert page.exists()
+    again = subprocess.run(
+        [sys.executable, "-m", "evener.bench.train.markdown", str(path)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert again.stdout == shown.stdout
+
+
+def test_dry_run_lists_the_cells_and_starts_nothing() -> None:
+    shown = evener(*QUICK, "--processes", "2", "--columns", "ddp,topk", "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "3  one node: 2 processes, Evener top-k, repeat 1/1" in shown.stdout
+    assert "3 runs on" in shown.stdout
+
+
+def test_unknown_columns_and_rows_are_named() -> None:
+    shown = evener("--columns", "ddp,fastest", "--device", "cpu")
+    assert shown.returncode == 2
+    assert "'fastest'" in shown.stderr and "topk" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "rank", "local"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 1),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            2,
+            0,
+        ),
+    ],
+)
+def test_ranks_of_launchers(env: dict[str, str], rank: int, local: int) -> None:
+    assert Given.is_there(env)
+    given = Given.detect({**env, "MASTER_ADDR": "node0", "NCCL_HOSTID": "node1"})
+    assert (given.rank, given.world, given.local_rank, given.host) == (rank, 4, local, "node1")
+    with pytest.raises(UsageError, match="MASTER_ADDR"):
+        Given.detect(env)
+
+
+def test_no_launcher_no_ranks() -> None:
+    assert not Given.is_there({})
+    assert not Given.is_there({"RANK": "0", "WORLD_SIZE": "1"})
+    with pytest.raises(UsageError, match="RANK"):
+        Given.detect({})
+
+
+def test_the_built_in_models_have_the_size_that_is_listed() -> None:
+    import torch
+
+    from evener.bench.train import models
+
+    for name, model in models.BUILT_IN.items():
+        built = models.build(name)
+        assert sum(p.numel() for p in built.parameters()) == model.parameters
+        answer: Any = built(torch.zeros(2, 3, model.size, model.size))
+        assert answer.shape == (2, models.classes(name))
