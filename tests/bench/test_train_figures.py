@@ -63,8 +63,7 @@ def made(
             outcome(rank, world, rates[run.column][run.repeat], **(more if rank == 0 else {}))
             for rank in range(world)
         ]
-        message = {"run": run.index, "seconds": 3.0, "outcomes": outcomes}
-        results.add(taken, todo, json.loads(json.dumps(message)))
+        results.add(taken, todo, run, json.loads(json.dumps(outcomes)), 3.0)
     return taken
 
 
@@ -150,9 +149,9 @@ def test_a_failed_run_keeps_its_reason_and_the_others_their_figures() -> None:
     taken = results.begin(todo, command="x", cluster={"kind": "loopback", "nodes": 2, "slots": 1})
     lost = {"status": "failed", "reason": "RuntimeError: Connection reset by peer", "tail": []}
     cause = {"status": "failed", "reason": "ended with signal SIGABRT", "tail": ["last words"]}
-    results.add(taken, todo, {"run": 0, "seconds": 1.0, "outcomes": [lost, cause]})
+    results.add(taken, todo, todo.runs[0], [lost, cause], 1.0)
     fine = [outcome(rank, 2, 100.0) for rank in range(2)]
-    results.add(taken, todo, {"run": 1, "seconds": 1.0, "outcomes": fine})
+    results.add(taken, todo, todo.runs[1], fine, 1.0)
     assert taken.runs[0].reason == "ended with signal SIGABRT"
     assert taken.runs[0].tail == ["last words"]
     assert taken.runs[1].ok

@@ -170,7 +170,7 @@ def test_it_draws_again_from_a_file(tmp_path: Path) -> None:
         "status": "ok", "group": 0, "steps": 1, "images": 10, "elapsed_s": 1.0, "device": "cpu",
         "checksum": "a", "gradient_bytes": 4,
     }  # fmt: skip
-    results.add(taken, todo, {"run": 0, "seconds": 1.0, "outcomes": [rank, rank]})
+    results.add(taken, todo, todo.runs[0], [rank, rank], 1.0)
     path, page = tmp_path / "r.json", tmp_path / "r.html"
     path.write_text(results.dump(taken))
     shown = evener("--from", str(path), "--markdown", "--html", str(page))

@@ -7,7 +7,7 @@ two cores those are most of a short run. CUDA, NCCL, Gloo and OpenMP begin in th
 
 All agents take the same plan in the same order and meet in one TCPStore, which a child of rank 0's
 agent serves (torchrun's own where it offers one). After each run every agent puts its outcome
-there; rank 0's prints them all on one line that starts with `MARK`, for the command to read. A
+there; rank 0's prints them on lines that start with `MARK`, for the command to read. A
 rank that fails says so in the store, and the others stop their process rather than wait in a
 collective for a peer that is gone.
 """
@@ -98,12 +98,12 @@ class Agent:
             outcome = self._take_part(run)
             self.store.set(f"outcome{run.index}/{self.given.rank}", json.dumps(outcome))
             if self.given.rank == 0:
-                outcomes = [
-                    json.loads(self.store.get(f"outcome{run.index}/{rank}"))
-                    for rank in range(self.given.world)
-                ]
+                for rank in range(self.given.world):
+                    # A line a rank: who reads them need not take lines of megabytes.
+                    part = json.loads(self.store.get(f"outcome{run.index}/{rank}"))
+                    _say({"run": run.index, "outcome": part})
                 seconds = round(time.monotonic() - began, 3)
-                _say({"run": run.index, "seconds": seconds, "outcomes": outcomes})
+                _say({"run": run.index, "seconds": seconds})
                 self.store.set(f"next{run.index}", "1")
             self.store.wait([f"next{run.index}"])
 

@@ -24,6 +24,7 @@ class _Listener:
     def __init__(self, plan: Plan, taken: Results, progress: Progress) -> None:
         self.plan, self.taken, self.progress = plan, taken, progress
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.outcomes: list[dict[str, Any]] = []
         self.fatal: dict[str, str] | None = None
         self.lock = threading.Lock()
 
@@ -36,9 +37,13 @@ class _Listener:
             message: dict[str, Any] = json.loads(line[len(agent.MARK) :])
             if "fatal" in message:
                 self.fatal = message
-            elif "outcomes" in message:
-                taken = results.add(self.taken, self.plan, message)
-                self.progress.done(self.plan.runs[message["run"]], taken)
+            elif "outcome" in message:
+                self.outcomes.append(message["outcome"])
+            elif "seconds" in message:
+                run = self.plan.runs[message["run"]]
+                outcomes, self.outcomes = self.outcomes, []
+                taken = results.add(self.taken, self.plan, run, outcomes, message["seconds"])
+                self.progress.done(run, taken)
             else:
                 self.progress.phase(self.plan.runs[message["run"]], message)
 

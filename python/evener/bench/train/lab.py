@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evener.bench.train.clusters import Cluster, Loopback, OnLine
-from evener.errors import EvenerError, UsageError
+from evener.errors import EvenerError
 
 
 class LabCluster:
@@ -22,13 +22,13 @@ class LabCluster:
         return {"kind": "lab", "spec": self.text, "nodes": self.nodes, "slots": self.slots}
 
     def run(self, argv: Sequence[str], on_line: OnLine, timeout: float) -> int:
-        def hear(rank: int, node: int, stream: str, line: str) -> None:
+        def hear(rank: int, node: str, stream: str, line: str) -> None:
             del node
             on_line(rank, stream, line)
 
         lab = _module()
         with lab.Lab(self.spec) as made:
-            status: int = made.launch(list(argv), env={}, timeout=timeout, on_line=hear)
+            status: int = made.launch(list(argv), timeout=timeout, on_line=hear).status
         return status
 
 
@@ -39,13 +39,9 @@ def make(text: str) -> tuple[Cluster, str]:
     """
     lab = _module()
     spec = lab.Spec.parse(text)
-    try:
-        with lab.Lab(spec):
-            pass
-    except UsageError:
-        raise
-    except EvenerError as error:
-        return Loopback(spec.nodes, spec.slots, error.problem), error.problem
+    why = lab.unavailable()
+    if why:
+        return Loopback(spec.nodes, spec.slots, why), why
     return LabCluster(text, spec), ""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from evener.bench.train import guard, nccl
 from evener.bench.train.columns import PLAIN
-from evener.bench.train.plan import Plan, Row, reference_column
+from evener.bench.train.plan import Plan, Row, Run, reference_column
 from evener.bench.train.stats import Spread, efficiency, spread
 from evener.errors import UsageError
 
@@ -222,11 +222,11 @@ def begin(plan: Plan, *, command: str, cluster: Mapping[str, Any]) -> Results:
     )
 
 
-def add(results: Results, plan: Plan, message: Mapping[str, Any]) -> RunResult:
-    """Take what rank 0's agent said about a run: its figure, and whether it may count."""
-    run = plan.runs[message["run"]]
-    outcomes: list[dict[str, Any]] = message["outcomes"]
-    taken = RunResult(run.row, run.column, run.repeat, seconds=message["seconds"])
+def add(
+    results: Results, plan: Plan, run: Run, outcomes: Sequence[dict[str, Any]], seconds: float
+) -> RunResult:
+    """Take what the ranks reported about a run: its figure, and whether it may count."""
+    taken = RunResult(run.row, run.column, run.repeat, seconds=seconds)
     failed = [outcome for outcome in outcomes if outcome["status"] == "failed"]
     stopped = [outcome for outcome in outcomes if outcome["status"] == "stopped"]
     done = [outcome for outcome in outcomes if outcome["status"] == "ok"]

@@ -38,7 +38,7 @@ Report = Callable[[dict[str, Any]], None]
 _PROGRESS_EVERY = 0.5
 _CALIBRATION = 3
 _LEAST_STEPS = 5
-_MOST_STEPS = 100_000
+_MOST_STEPS = 20_000
 
 
 @dataclass(frozen=True)
