@@ -29,6 +29,16 @@ def test_help_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+def test_bench_help_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from evener.cli import evener\n"
+        "try:\n    evener(['bench', 'train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
 def test_settings_as_json() -> None:
     shown = evener("settings", "--json", LIGHT_TOPK_RATIO="0.001")
     rows = {row["name"]: row for row in json.loads(shown.stdout)}

@@ -341,6 +341,8 @@ def main() -> None:
     """`python -m evener.bench.train.agent PLAN`."""
     # NumPy's OpenBLAS starts its threads when it is imported, and this process must have none.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    # Nor may it wake CUDA, which does not survive a fork: ask NVML what there is.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     plan = plan_from_json(sys.argv[1])
     _import_early(plan)
     try:

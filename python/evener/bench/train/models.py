@@ -34,7 +34,7 @@ BUILT_IN = {
             "cnn-small", "four convolutions, one linear layer: nearly all arithmetic", 32, 63_082
         ),
         BuiltIn(
-            "vgg-tiny", "VGG16's shape in small: convolutions, then wide layers", 32, 4_231_210
+            "vgg-tiny", "VGG16's shape in small: convolutions, then wide layers", 32, 1_603_114
         ),
     )
 }
@@ -103,8 +103,8 @@ def build(name: str) -> nn.Module:
     if name == "vgg-tiny":
         return nn.Sequential(
             *_convolution(3, 16), *_convolution(16, 32), *_convolution(32, 64),
-            nn.Flatten(), nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(),
-            nn.Linear(1024, 10),
+            nn.Flatten(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(),
+            nn.Linear(512, 10),
         )  # fmt: skip
     require(name)
     import torchvision.models

@@ -148,7 +148,6 @@ class _Run:
                 rank=task.rank,
                 world_size=task.world,
                 timeout=timeout,
-                device_id=device if device.type == "cuda" else None,
             )
         self._phase("join")
 
