@@ -31,7 +31,7 @@ from evener.bench.train import (
 from evener.bench.train.clusters import Cluster
 from evener.bench.train.plan import Options, Plan
 from evener.bench.train.results import Results
-from evener.errors import UsageError
+from evener.errors import EvenerError, UsageError
 
 _PIPE_WIDTH = 120
 
@@ -304,6 +304,10 @@ def _measure(made: Plan, cluster: Cluster, command: str, why: str) -> Results:
     except KeyboardInterrupt:
         shown.say("interrupted: what was measured until then follows")
         taken.notes.append("It was interrupted.")
+    except EvenerError as error:
+        if not taken.runs:
+            raise
+        taken.notes.append(f"It ended early: {error.problem}")
     return taken
 
 
