@@ -21,6 +21,7 @@ from evener.bench.train import (
     lab,
     machine,
     markdown,
+    meet,
     models,
     page,
     plan,
@@ -31,6 +32,7 @@ from evener.bench.train import (
 from evener.bench.train.clusters import Cluster
 from evener.bench.train.plan import Options, Plan
 from evener.bench.train.results import Results
+from evener.comm.ranks import detect
 from evener.errors import EvenerError, UsageError
 
 _PIPE_WIDTH = 120
@@ -235,7 +237,7 @@ def command_line(ctx: click.Context) -> str:
 
 
 def _cluster(given: dict[str, Any]) -> tuple[Cluster, str]:
-    launched = clusters.Given.is_there(os.environ)
+    launched = detect().size > 1
     if given["lab_spec"]:
         if launched:
             raise UsageError(
@@ -244,7 +246,7 @@ def _cluster(given: dict[str, Any]) -> tuple[Cluster, str]:
             )
         return lab.make(given["lab_spec"])
     if launched:
-        return clusters.Ranks(clusters.Given.detect(os.environ)), ""
+        return clusters.Ranks(meet.given()), ""
     gpus = clusters.count_gpus(os.environ) if given["device"] != "cpu" else 0
     return clusters.Loopback(1, given["processes"] or gpus or 2), ""
 
