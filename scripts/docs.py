@@ -4,8 +4,14 @@ import sys
 from pathlib import Path
 
 from evener import settings
+from evener.bench.train import command as bench_train
 
-PAGES = {Path("docs/settings.md"): settings.markdown}
+BENCH_TRAIN = Path("docs/bench-train.md")
+PAGES = {
+    Path("docs/settings.md"): settings.markdown,
+    # Prose by hand, the options below it from the code.
+    BENCH_TRAIN: lambda: bench_train.documented(BENCH_TRAIN.read_text(encoding="utf-8")),
+}
 
 
 def main() -> int:

@@ -104,19 +104,19 @@ def test_terminal_table() -> None:
     assert "\x1b" not in text
     assert "vgg16 (16.0 MB of gradients), batch 8 a GPU, TF32, simulated cluster 2x2@25gbit" in text
     assert re.search(r"2 nodes x 2: 4 GPUs +│ +400 +40% +│ +920 +93%", text)
-    assert re.search(r"390–410 +│ +900–940", text)
-    assert re.search(r"times DDP, at 4 GPUs +│ +1\.00 +│ +2\.30", text)
-    assert re.search(r"images/s in total, at 4 GPUs +│ +1,600 +│ +3,680", text)
+    assert re.search(r"390–410 +39–41% +│ +900–940 +90–93%", text)
+    assert re.search(r"times DDP +│ +1\.00 +│ +2\.30", text)
+    assert re.search(r"images/s in total +│ +1,600 +│ +3,680", text)
 
 
 def test_markdown() -> None:
     text = markdown.render(made(FIXED))
     lines = text.splitlines()
     assert "| images/s a GPU | DDP | Evener top-k |" in lines
-    assert "| 1 GPU | 1,000<br><sub>990–1,010</sub> |  |" in lines
+    assert "| 1 GPU, plain PyTorch | 1,000<br><sub>990–1,010</sub> |  |" in lines
     assert (
-        "| 2 nodes x 2: 4 GPUs | 400 (40%)<br><sub>390–410</sub> "
-        "| **920** (93%)<br><sub>900–940</sub> |" in lines
+        "| 2 nodes x 2: 4 GPUs | 400 (40%)<br><sub>390–410, 39–41%</sub> "
+        "| **920** (93%)<br><sub>900–940, 90–93%</sub> |" in lines
     )
     assert "Made by `evener bench train --lab 2x2@25gbit` on a processor" in text
     assert {line.count("|") for line in lines if line.startswith("|")} == {4}
@@ -128,7 +128,7 @@ def test_ranks_that_do_not_agree_have_no_figure() -> None:
     assert "does not synchronise: parameters of rank 1, 2, 3 differ" in taken.failures[0].reason
     assert not taken.complete
     text = markdown.render(taken)
-    assert "| 2 nodes x 2: 4 GPUs | **400** (40%)<br><sub>390–410</sub> | failed |" in text
+    assert "| 2 nodes x 2: 4 GPUs | **400** (40%)<br><sub>390–410, 39–41%</sub> | failed |" in text
     assert "failed: topk, row all: does not synchronise" in text
 
 

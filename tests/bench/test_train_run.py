@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from evener.bench.train import clusters, columns, drive, plan, progress, results
+from evener import lab
+from evener.bench.train import clusters, columns, drive, markdown, plan, progress, results
+from evener.bench.train import lab as train_lab
 from evener.bench.train.clusters import Given, Loopback
 from evener.bench.train.columns import Column
 from evener.bench.train.plan import Options
 from evener.bench.train.results import Results
 from evener.errors import UsageError
 
+NO_LAB = lab.unavailable()
 QUICK = (
     "--device",
     "cpu",
@@ -85,6 +89,53 @@ def test_it_takes_the_ranks_of_a_launcher(tmp_path: Path) -> None:
     assert taken.complete
     assert taken.cluster == {"kind": "ranks", "nodes": 1, "slots": 2}
     assert shown.stdout.count("images/s a process") == 1, "only rank 0 shows the table"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (package openmpi-bin)")
+def test_plain_mpirun_needs_no_address() -> None:
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+    command = ["-m", "evener", "bench", "train", *QUICK, "--columns", "ddp", "--rows", "node"]
+    env = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    shown = subprocess.run(
+        [*mpirun, *command, "--json", "-"], capture_output=True, text=True, timeout=150, env=env
+    )
+    assert shown.returncode == 0, shown.stderr
+    taken = Results.from_json(json.loads(shown.stdout))
+    assert taken.complete
+    assert taken.cluster == {"kind": "ranks", "nodes": 1, "slots": 2}
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(NO_LAB is not None, reason=f"no lab here: {NO_LAB}")
+def test_a_lab_makes_the_network_cost_what_it_carries(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    shown = evener(
+        *QUICK, "--model", "mlp-wide", "--lab", "2x1@1gbit", "--rows", "all",
+        "--columns", "ddp,fp16", "--json", str(path),
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    taken = Results.from_json(json.loads(path.read_text()))
+    assert taken.complete and taken.cluster["kind"] == "lab"
+    ddp, fp16 = taken.runs
+    size = taken.settings["gradient_bytes"]
+    # Between two nodes an all-reduce sends what it reduces once; headers come on top.
+    assert ddp.sent_bytes_per_step is not None and fp16.sent_bytes_per_step is not None
+    assert size <= ddp.sent_bytes_per_step < 1.2 * size
+    assert size / 2 <= fp16.sent_bytes_per_step < 1.2 * size / 2
+
+
+def test_where_no_lab_can_be_built_it_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train_lab, "unavailable", lambda: "the kernel says no")
+    cluster, why = train_lab.make("2x2@25gbit")
+    assert isinstance(cluster, Loopback)
+    assert (cluster.nodes, cluster.slots) == (2, 2)
+    assert why == "the kernel says no"
+    todo = plan.make(Options(), nodes=2, slots=2, rows=["all"], columns=columns.parse("ddp"))
+    taken = results.begin(todo, command="x", cluster=cluster.describe())
+    assert "No simulated cluster: the kernel says no" in markdown.render(taken)
 
 
 # Columns that go wrong, put in place in the agents as well as here.
@@ -197,35 +248,13 @@ def test_unknown_columns_and_rows_are_named() -> None:
     assert "'fastest'" in shown.stderr and "topk" in shown.stderr
 
 
-@pytest.mark.parametrize(
-    ("env", "rank", "local"),
-    [
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 1),
-        (
-            {
-                "OMPI_COMM_WORLD_RANK": "2",
-                "OMPI_COMM_WORLD_SIZE": "4",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            },
-            2,
-            0,
-        ),
-    ],
-)
-def test_ranks_of_launchers(env: dict[str, str], rank: int, local: int) -> None:
-    assert Given.is_there(env)
+def test_an_agent_knows_its_place() -> None:
+    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     given = Given.detect({**env, "MASTER_ADDR": "node0", "NCCL_HOSTID": "node1"})
-    assert (given.rank, given.world, given.local_rank, given.host) == (rank, 4, local, "node1")
+    assert (given.rank, given.world, given.local_rank, given.host) == (3, 4, 1, "node1")
+    assert Given.detect({**given.variables(), "NCCL_HOSTID": "node1"}) == given
     with pytest.raises(UsageError, match="MASTER_ADDR"):
         Given.detect(env)
-
-
-def test_no_launcher_no_ranks() -> None:
-    assert not Given.is_there({})
-    assert not Given.is_there({"RANK": "0", "WORLD_SIZE": "1"})
-    with pytest.raises(UsageError, match="RANK"):
-        Given.detect({})
 
 
 def test_the_built_in_models_have_the_size_that_is_listed() -> None:

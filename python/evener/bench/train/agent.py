@@ -302,7 +302,7 @@ def _import_early(plan: Plan) -> None:
 
     if not models.is_built_in(plan.options.model):
         wanted.append("torchvision.models")
-    if any(column.evener for column in plan.columns):
+    if any(column.wrap == "evener" for column in plan.columns):
         wanted.append("evener.ddp")
     for name in wanted:
         # What is missing here is reported by the run that needs it.

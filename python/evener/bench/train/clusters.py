@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from evener.comm.ranks import detect
 from evener.errors import EvenerError, UsageError
 
 OnLine = Callable[[int, str, str], None]
@@ -55,25 +56,18 @@ class Given:
 
     @staticmethod
     def detect(env: Mapping[str, str]) -> Given:
-        """Read it from `env`. Raises UsageError where no launcher left anything there."""
-        family = next((f for f in _FAMILIES if f[0] in env and f[1] in env), None)
-        if family is None:
+        """Read it from `env`, where torchrun's variables must be. Raises UsageError."""
+        ranks = detect(env)
+        if "MASTER_ADDR" not in env or ranks.local_rank is None or ranks.local_size is None:
             raise UsageError(
-                "no launcher's variables (RANK, WORLD_SIZE, ...) are in the environment",
+                "MASTER_ADDR or a rank variable is not set: the ranks cannot find each other",
                 "start it by torchrun, evener launch or mpirun, or give --lab",
             )
-        rank, size, local_rank, local_size = family
-        if "MASTER_ADDR" not in env:
-            raise UsageError(
-                "MASTER_ADDR is not set: the ranks cannot find rank 0",
-                "pass it on, for instance mpirun -x MASTER_ADDR=<rank 0's host> ...",
-            )
-        world = int(env[size])
         return Given(
-            rank=int(env[rank]),
-            world=world,
-            local_rank=int(env.get(local_rank, "0")),
-            local_world=int(env.get(local_size, str(world))),
+            rank=ranks.rank,
+            world=ranks.size,
+            local_rank=ranks.local_rank,
+            local_world=ranks.local_size,
             # NCCL's own name for a host that is not one: simulated nodes differ by it.
             host=env.get("NCCL_HOSTID") or socket.gethostname(),
             address=env["MASTER_ADDR"],
@@ -81,23 +75,16 @@ class Given:
             store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
-    @staticmethod
-    def is_there(env: Mapping[str, str]) -> bool:
-        """Whether a launcher started this process as one of several."""
-        return any(
-            rank in env and env.get(size, "1") not in ("", "1") for rank, size, _, _ in _FAMILIES
-        )
-
-
-_FAMILIES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-)
+    def variables(self) -> dict[str, str]:
+        """The same as torchrun would put it into the environment of an agent."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
 
 
 class Loopback:
@@ -112,7 +99,7 @@ class Loopback:
         return {**found, "why": self.why} if self.why else found
 
     def run(self, argv: Sequence[str], on_line: OnLine, timeout: float) -> int:
-        port = _free_port()
+        port = free_port()
         processes: list[subprocess.Popen[str]] = []
         readers: list[threading.Thread] = []
         try:
@@ -159,7 +146,7 @@ class Ranks:
         return {"kind": "ranks", "nodes": self.nodes, "slots": self.slots}
 
     def run(self, argv: Sequence[str], on_line: OnLine, timeout: float) -> int:
-        process = start(argv, dict(os.environ))
+        process = start(argv, {**os.environ, **self.given.variables()})
         readers = read_lines(process, self.given.rank, on_line)
         try:
             return wait_for_all([process], timeout)
@@ -249,8 +236,9 @@ def count_gpus(env: Mapping[str, str]) -> int:
         return 0
 
 
-def _free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port of `address` ("": of any of this host's) that nobody listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port

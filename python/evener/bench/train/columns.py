@@ -19,7 +19,8 @@ class Column:
 
     `tolerance`: largest relative L2 distance between this column's first update of the parameters
     and DDP's, from the same start and the same data. A column beyond it is reported as failed.
-    `gpu_only`: why the column does not run on CPUs, where it does not.
+    `evener`: shown as Evener's, not as what it is compared with. `gpu_only`: why the column does
+    not run on CPUs, where it does not.
     """
 
     name: str
@@ -33,8 +34,8 @@ class Column:
     gpu_only: str = ""
 
 
-# Cosine aside, what a lossy column sends in its first step may leave out almost everything, but
-# what it does send must point DDP's way: the distance stays below the length of DDP's own update.
+# A lossy column may leave out almost everything in its first step, but what it does send must point
+# DDP's way: then the distance stays below the length of DDP's own update.
 _LOSSY = 1.0
 
 COLUMNS: dict[str, Column] = {
@@ -55,7 +56,6 @@ COLUMNS: dict[str, Column] = {
             "evener",
             {"algorithm": "flat", "wire": "exact", "bucket_bytes": 128 << 20},
             {"NCCL_ALGO": "RING"},
-            evener=True,
         ),
         Column("ddp-fp16", "DDP + fp16", "DDP with its own fp16_compress_hook", "hook:fp16"),
         Column("ddp-bf16", "DDP + bf16", "DDP with its own bf16_compress_hook", "hook:bf16"),

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import sys
 from typing import Any
 
@@ -21,6 +20,7 @@ from evener.bench.train import (
     lab,
     machine,
     markdown,
+    meet,
     models,
     page,
     plan,
@@ -31,7 +31,8 @@ from evener.bench.train import (
 from evener.bench.train.clusters import Cluster
 from evener.bench.train.plan import Options, Plan
 from evener.bench.train.results import Results
-from evener.errors import UsageError
+from evener.comm.ranks import detect
+from evener.errors import EvenerError, UsageError
 
 _PIPE_WIDTH = 120
 
@@ -226,7 +227,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
         ctx.exit(_follow(made, cluster))
     taken = _measure(made, cluster, command_line(ctx), why)
     _show(taken, given)
-    ctx.exit(0 if taken.complete else 1)
+    ctx.exit(130 if taken.interrupted else 0 if taken.complete else 1)
 
 
 def command_line(ctx: click.Context) -> str:
@@ -235,7 +236,7 @@ def command_line(ctx: click.Context) -> str:
 
 
 def _cluster(given: dict[str, Any]) -> tuple[Cluster, str]:
-    launched = clusters.Given.is_there(os.environ)
+    launched = detect().size > 1
     if given["lab_spec"]:
         if launched:
             raise UsageError(
@@ -244,7 +245,7 @@ def _cluster(given: dict[str, Any]) -> tuple[Cluster, str]:
             )
         return lab.make(given["lab_spec"])
     if launched:
-        return clusters.Ranks(clusters.Given.detect(os.environ)), ""
+        return clusters.Ranks(meet.given()), ""
     gpus = clusters.count_gpus(os.environ) if given["device"] != "cpu" else 0
     return clusters.Loopback(1, given["processes"] or gpus or 2), ""
 
@@ -303,7 +304,12 @@ def _measure(made: Plan, cluster: Cluster, command: str, why: str) -> Results:
         drive.measure(made, cluster, taken, shown)
     except KeyboardInterrupt:
         shown.say("interrupted: what was measured until then follows")
+        taken.interrupted = True
         taken.notes.append("It was interrupted.")
+    except EvenerError as error:
+        if not taken.runs:
+            raise
+        taken.notes.append(f"It ended early: {error.problem}")
     return taken
 
 
@@ -382,9 +388,28 @@ def _start_on_hosts(ctx: click.Context, hosts: str) -> None:
                 f"--hosts {hosts!r}: {part!r} is not HOST:SLOTS", "write host1:2,host2:2"
             )
         slots += int(count)
-    program = shutil.which("evener")
-    if program is None:
-        raise UsageError("--hosts needs the command `evener` on the PATH", "install the package")
-    argv = [program, "launch", "-np", str(slots), "-H", hosts]
-    argv += [sys.executable, "-m", "evener", "bench", "train", *arguments]
-    os.execv(program, argv)
+    program = [sys.executable, "-m", "evener"]
+    argv = [*program, "launch", "-np", str(slots), "-H", hosts]
+    os.execv(sys.executable, [*argv, *program, "bench", "train", *arguments])
+
+
+_OPTIONS_MARK = "\n## Every option"
+
+
+def documented(text: str) -> str:
+    """docs/bench-train.md: its prose `text`, and the options and columns as the code has them."""
+    lines = [_OPTIONS_MARK.strip(), "", "Made from the code by `make docs`.", ""]
+    lines += ["| option | default | meaning |", "|---|---|---|"]
+    for option in train.params:
+        if isinstance(option, click.Option):
+            names = " / ".join([*option.opts, *option.secondary_opts])
+            shown = option.default if option.show_default else ""
+            if isinstance(shown, bool):
+                shown = (option.opts if shown else option.secondary_opts)[0]
+            choices = ""
+            if isinstance(option.type, click.Choice):
+                choices = f" One of {', '.join(option.type.choices)}."
+            lines.append(f"| `{names}` | {shown} | {option.help}{choices} |")
+    lines += ["", "| column | what it does |", "|---|---|"]
+    lines += [f"| `{name}` | {what} |" for name, what in columns.listing()]
+    return text.partition(_OPTIONS_MARK)[0].rstrip() + "\n\n" + "\n".join(lines) + "\n"

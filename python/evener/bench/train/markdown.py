@@ -44,7 +44,8 @@ def _entry(entry: Entry) -> str:
         return entry.rate
     rate = f"**{entry.rate}**" if entry.best else entry.rate
     efficiency = f" ({entry.efficiency})" if entry.efficiency else ""
-    spread = f"<br><sub>{entry.spread}</sub>" if entry.spread else ""
+    ranges = ", ".join(filter(None, (entry.spread, entry.efficiency_spread)))
+    spread = f"<br><sub>{ranges}</sub>" if ranges else ""
     return f"{rate}{efficiency}{spread}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -91,7 +90,9 @@ class Live:
             console=console,
             transient=True,
         )
-        self.expected, self.began = expected, time.monotonic()
+        self.expected = expected
+        self.current = -1
+        self.seconds = 0.0
 
     def __enter__(self) -> Live:
         self.bars.start()
@@ -104,6 +105,9 @@ class Live:
         self.bars.stop()
 
     def phase(self, run: Run, message: dict[str, Any]) -> None:
+        if run.index != self.current:
+            self.current = run.index
+            self.bars.reset(self.one)
         self.bars.update(self.all, description=describe(self.plan, run))
         if message["phase"] == "measure" and "step" in message:
             self.bars.update(
@@ -124,8 +128,8 @@ class Live:
             markup=False,
         )
         finished = run.index + 1
-        each = (time.monotonic() - self.began) / finished
-        left = each * (len(self.plan.runs) - finished)
+        self.seconds += result.seconds
+        left = self.seconds / finished * (len(self.plan.runs) - finished)
         self.bars.update(self.all, completed=finished, left=f"about {duration(left)} left")
 
     def say(self, text: str) -> None:

@@ -105,6 +105,7 @@ class Results:
     planned: int = 0
     duration_s: float = 0.0
     notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def device_word(self) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evener.bench.train.columns import PLAIN, REFERENCE
-from evener.bench.train.plan import Row, plural
+from evener.bench.train.plan import Row
 from evener.bench.train.results import Cell, Results
 
 
@@ -20,7 +20,7 @@ class Entry:
     rate: str = ""
     efficiency: str = ""
     spread: str = ""
-    total: str = ""
+    efficiency_spread: str = ""
     failed: bool = False
     best: bool = False
 
@@ -53,7 +53,8 @@ def grid(results: Results) -> Grid:
         heads=tuple(column.title for column in results.columns),
     )
     for row in results.rows:
-        made.lines.append(Line(row.title, tuple(_entries(results, row))))
+        label = row.title if row.ranks > 1 else f"{row.title}, plain PyTorch"
+        made.lines.append(Line(label, tuple(_entries(results, row))))
     last = results.rows[-1]
     if last.ranks > 1:
         _extras(made, results, last)
@@ -116,19 +117,21 @@ def _entries(results: Results, row: Row) -> list[Entry]:
 def _entry(cell: Cell, best: float | None) -> Entry:
     if cell.reason or cell.rate is None:
         return Entry(rate="failed", failed=True)
-    rate = cell.rate
+    rate, scaling = cell.rate, cell.efficiency if cell.row.ranks > 1 else None
+    several = rate.count > 1
     return Entry(
         rate=number(rate.median),
-        efficiency=share(cell.efficiency.median) if cell.efficiency and cell.row.ranks > 1 else "",
-        spread=f"{number(rate.low)}–{number(rate.high)}" if rate.count > 1 else "",
-        total=number(rate.median * cell.row.ranks),
+        efficiency=share(scaling.median) if scaling else "",
+        spread=f"{number(rate.low)}–{number(rate.high)}" if several else "",
+        efficiency_spread=(
+            f"{100 * scaling.low:.0f}–{share(scaling.high)}" if several and scaling else ""
+        ),
         best=best is not None and rate.median == best,
     )
 
 
 def _extras(made: Grid, results: Results, row: Row) -> None:
     cells = [results.cell(row, column.name) for column in results.columns]
-    where = f"at {plural(row.ranks, results.device_word)}"
     reference = results.cell(row, REFERENCE)
     if reference and reference.rate and not reference.reason:
         base = reference.rate.median
@@ -136,10 +139,10 @@ def _extras(made: Grid, results: Results, row: Row) -> None:
             f"{cell.rate.median / base:.2f}" if cell and cell.rate and not cell.reason else ""
             for cell in cells
         )
-        made.extras.append((f"times DDP, {where}", ratios))
+        made.extras.append(("times DDP", ratios))
     made.extras.append(
         (
-            f"images/s in total, {where}",
+            "images/s in total",
             tuple(
                 number(cell.rate.median * row.ranks)
                 if cell and cell.rate and not cell.reason
@@ -153,14 +156,17 @@ def _extras(made: Grid, results: Results, row: Row) -> None:
         for cell in cells
     )
     if any(sent):
-        made.extras.append(("MB that a node sends a step, measured", sent))
+        made.extras.append(("MB that a node sends a step", sent))
 
 
 def _notes(made: Grid, results: Results) -> None:
     counts = {cell.rate.count for cell in results.cells() if cell.rate}
-    many = f"median of {max(counts)} runs, with their least and greatest" if counts else ""
-    if many and max(counts) > 1:
-        made.notes.append(f"Each figure: {many}; per cent: of one {results.device_word} alone.")
+    if counts and max(counts) > 1:
+        made.notes.append(
+            f"Each figure: median of {max(counts)} runs, with their least and greatest; "
+            f"per cent: of one {results.device_word} alone. Below the line: "
+            f"{results.rows[-1].title}."
+        )
     if results.settings.get("background"):
         made.notes.append(
             "Processes share this machine's cores, so in every row all of them train, in groups of "
@@ -206,7 +212,7 @@ def _text(entry: Entry) -> Text:
     if entry.efficiency:
         text.append(f"  {entry.efficiency}", style="")
     if entry.spread:
-        text.append(f"\n{entry.spread}", style="dim")
+        text.append(f"\n{entry.spread}  {entry.efficiency_spread}".rstrip(), style="dim")
     return text
 
 
