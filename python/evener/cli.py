@@ -9,7 +9,9 @@ import click
 from evener import __version__, settings
 from evener._click import LazyGroup, run
 
-VERBS: dict[str, tuple[str, str]] = {}
+VERBS: dict[str, tuple[str, str]] = {
+    "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
+}
 
 
 @click.group(cls=LazyGroup, lazy=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
