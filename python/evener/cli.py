@@ -11,6 +11,7 @@ from evener._click import LazyGroup, run
 
 VERBS: dict[str, tuple[str, str]] = {
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
+    "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
 }
 
 
