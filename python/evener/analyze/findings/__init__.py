@@ -1,0 +1,8 @@
+"""What is wrong, how it is known, what to do about it, and what to expect then.
+
+A check is a function from a Picture to findings, registered with `@check`; one file a subject.
+"""
+
+from evener.analyze.findings.base import Finding, Severity, check, run_checks
+
+__all__ = ["Finding", "Severity", "check", "run_checks"]

@@ -1,0 +1,150 @@
+"""What the bandwidth table shows by itself: falling, spikes, far from line rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from evener.analyze.findings.base import Finding, check
+from evener.analyze.parse.table import Row, Side
+from evener.analyze.picture import Picture
+from evener.analyze.words import count, size
+
+FALLS = 0.15
+"""Share below the peak at the largest size that counts as falling."""
+SPIKE = 0.10
+"""Share below both neighbouring sizes that counts as a spike."""
+APART = 0.15
+"""Share by which in place and out of place may differ."""
+FAR = 0.70
+"""Share of the line rate below which the peak is far from it."""
+LARGE = 1 << 20
+"""Bytes from which bandwidth, not latency, decides."""
+_SIDES = (("out of place", "out_of_place"), ("in place", "in_place"))
+
+
+@check
+def falls_with_size(picture: Picture) -> Iterator[Finding]:
+    """The largest size is slower than the peak."""
+    found = picture.bandwidth
+    if found is None:
+        return
+    row, where = max(found.table.rows, key=lambda item: item[0].size)
+    last = [(words, getattr(row, name)) for words, name in _SIDES if getattr(row, name)]
+    if not last or row.size <= found.peak_row.size or found.peak <= 0:
+        return
+    best = max(side.busbw for _, side in last)
+    drop = 1 - best / found.peak
+    if drop < FALLS:
+        return
+    figures = " and ".join(f"{side.busbw:.2f} {words}" for words, side in last)
+    yield Finding(
+        "bandwidth.falls-with-size",
+        "warning",
+        f"{drop:.0%} slower at {size(row.size)} than at {size(found.peak_row.size)}",
+        f"{figures} GB/s against a peak of {found.peak:.2f} GB/s. A path that is free of "
+        "congestion holds its peak: here queues build up when messages last longer, which links "
+        "shared by several flows do.",
+        "measured",
+        (where, found.peak_where),
+        "Look for congestion: pause frames, ECN marks and drops on the switch ports between hosts.",
+        "ethtool -S IFACE | grep -E 'pause|discard|ecn'",
+        "A curve that stays at its peak.",
+    )
+
+
+@check
+def spikes(picture: Picture) -> Iterator[Finding]:
+    """Single sizes far below both their neighbours."""
+    found = picture.bandwidth
+    if found is None:
+        return
+    dips: list[tuple[float, str, Row, int]] = []
+    for words, name in _SIDES:
+        points: list[tuple[Row, Side, int]] = [
+            (row, getattr(row, name), where)
+            for row, where in sorted(found.table.rows, key=lambda item: item[0].size)
+            if getattr(row, name) and row.size >= LARGE
+        ]
+        for before, here, after in zip(points, points[1:], points[2:], strict=False):
+            beside = min(before[1].busbw, after[1].busbw)
+            if beside > 0 and here[1].busbw < (1 - SPIKE) * beside:
+                dips.append((1 - here[1].busbw / beside, words, here[0], here[2]))
+    if dips:
+        dips.sort(key=lambda dip: -dip[0])
+        yield Finding(
+            "bandwidth.spikes",
+            "note",
+            f"{count(len(dips), 'size')} far below the neighbouring sizes",
+            "; ".join(
+                f"{size(row.size)} {words}: {drop:.0%} below" for drop, words, row, _ in dips[:4]
+            )
+            + ". A size that is slow once is other traffic or a changed algorithm.",
+            "measured",
+            tuple(where for *_, where in dips[:3]),
+            "Repeat these sizes with more iterations.",
+            f"evener bench {found.collective or 'all_reduce'} -b {dips[0][2].size} "
+            f"-e {dips[0][2].size} -n 100 -N 5",
+            "Equal values in each cycle, or a dip that stays and has a cause.",
+        )
+
+
+@check
+def in_place_differs(picture: Picture) -> Iterator[Finding]:
+    """In place and out of place differ at several large sizes: the runs are noisy."""
+    found = picture.bandwidth
+    if found is None:
+        return
+    apart = []
+    large = 0
+    for row, where in found.table.rows:
+        if row.size >= LARGE and row.out_of_place and row.in_place:
+            large += 1
+            one, other = row.out_of_place.busbw, row.in_place.busbw
+            if min(one, other) < (1 - APART) * max(one, other):
+                apart.append((row, where))
+    if len(apart) >= 2:
+        yield Finding(
+            "bandwidth.in-place-differs",
+            "note",
+            f"in place and out of place differ by over {APART:.0%} at "
+            f"{len(apart)} of {large} sizes",
+            "Both move the same bytes over the network. Such differences are noise of the fabric: "
+            "flows that meet differently on shared links from run to run.",
+            "measured",
+            tuple(where for _, where in apart[:3]),
+            "Treat a difference below this as no difference, and repeat.",
+            f"evener bench {found.collective or 'all_reduce'} -b 1M -e 1G -f 2 -n 50 -N 3",
+        )
+
+
+@check
+def far_from_line_rate(picture: Picture) -> Iterator[Finding]:
+    """The peak against what the cards can carry."""
+    found, rate = picture.bandwidth, picture.line_rate
+    if found is None or not rate or found.peak >= FAR * rate:
+        return
+    if found.collective not in ("all_reduce", "all_gather", "reduce_scatter", ""):
+        return
+    yield Finding(
+        "bandwidth.below-line-rate",
+        "problem",
+        f"peak {found.peak:.1f} GB/s of {rate:.0f} GB/s line rate ({found.peak / rate:.0%})",
+        f"The line rate is that of {picture.line_rate_from}. A sample of median bus bandwidth over "
+        f"{size(LARGE)}: {_median(picture):.1f} GB/s.",
+        "inferred",
+        (found.peak_where,),
+        "Follow the findings on the fabric and the network; they say where it is lost.",
+    )
+
+
+def _median(picture: Picture) -> float:
+    rows = picture.bandwidth.table.rows if picture.bandwidth else []
+    values = [
+        side.busbw
+        for row, _ in rows
+        if row.size >= LARGE
+        for side in (row.out_of_place, row.in_place)
+        if side
+    ]
+    return median(values) if values else 0.0

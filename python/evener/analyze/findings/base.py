@@ -1,0 +1,60 @@
+"""The registry of checks and the shape of a finding."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from evener.analyze.picture import Confidence, Picture
+
+Severity = Literal["problem", "warning", "note"]
+_ORDER = ("problem", "warning", "note")
+# The order in which they are shown where they are equally severe: causes before symptoms.
+_SUBJECTS = (
+    "correctness",
+    "fabric",
+    "network",
+    "rings",
+    "settings",
+    "host",
+    "bandwidth",
+    "coverage",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found. `id` is stable; text may change."""
+
+    id: str
+    severity: Severity
+    """`problem`: costs bandwidth or correctness; `warning`: probably does; `note`: good to know."""
+    title: str
+    detail: str
+    confidence: Confidence
+    evidence: tuple[int, ...] = ()
+    """Packed places, see Run.cite."""
+    do: str = ""
+    command: str = ""
+    expect: str = ""
+
+
+Check = Callable[[Picture], Iterable[Finding]]
+_CHECKS: list[Check] = []
+
+
+def check(function: Check) -> Check:
+    """Register a check. It runs on every picture, and must not raise on an empty one."""
+    _CHECKS.append(function)
+    return function
+
+
+def run_checks(picture: Picture) -> list[Finding]:
+    """All findings, worst first, otherwise in the order of subjects."""
+    for subject in _SUBJECTS:
+        importlib.import_module(f"evener.analyze.findings.{subject}")
+    found = [finding for one in _CHECKS for finding in one(picture)]
+    found = [replace(one, evidence=tuple(dict.fromkeys(one.evidence))) for one in found]
+    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))

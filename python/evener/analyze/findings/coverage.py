@@ -1,0 +1,101 @@
+"""What the files do not hold: ranks without lines, rings cut short, lines not understood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from evener.analyze.findings.base import Finding, check
+from evener.analyze.picture import Picture
+from evener.analyze.words import count, ranges
+
+
+@check
+def missing_ranks(picture: Picture) -> Iterator[Finding]:
+    """Ranks that a communicator counts and no line is from."""
+    world = picture.world
+    if world is None or not world.size:
+        return
+    missing = [rank for rank in range(world.size) if rank not in world.members]
+    if not missing:
+        return
+    yield Finding(
+        "coverage.missing-ranks",
+        "note",
+        f"{count(len(missing), 'rank')} of {world.size} left no line",
+        f"Of ranks {ranges(missing)} the host is not known; pairs with them are left out.",
+        "measured",
+        (world.where,),
+        "Give the files of all hosts, made with NCCL_DEBUG=INFO on every rank.",
+        "export NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%h.%p.log",
+        "Every pair between hosts is found.",
+    )
+
+
+@check
+def cut_rings(picture: Picture) -> Iterator[Finding]:
+    """Rings that NCCL printed in part and that nothing else completes."""
+    world = picture.world
+    cut = [ring for ring in world.rings.values() if not ring.whole] if world else []
+    if not cut or world is None:
+        return
+    yield Finding(
+        "coverage.cut-rings",
+        "note",
+        f"{count(len(cut), 'ring')} of {len(world.rings)} cut short in the log",
+        "NCCL prints the first 20 ranks (up to 2.22) or 128 characters (from 2.23). A cut ring is "
+        "not closed here; its pairs are taken from NET lines where there are any.",
+        "measured",
+        tuple(ring.where for ring in cut[:3]),
+        "Log the graph too: each rank then names its neighbours.",
+        "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET",
+        "Every ring is whole.",
+    )
+
+
+@check
+def unknown_lines(picture: Picture) -> Iterator[Finding]:
+    """NCCL lines that no parser knows."""
+    run = picture.run
+    if not run.unknown:
+        return
+    yield Finding(
+        "coverage.unknown-lines",
+        "note",
+        f"{count(run.unknown, 'line')} of NCCL not understood",
+        "For example: " + " | ".join(text for text, _ in run.unknown_samples[:3]),
+        "measured",
+        tuple(where for _, where in run.unknown_samples[:3]),
+    )
+
+
+@check
+def warnings(picture: Picture) -> Iterator[Finding]:
+    """NCCL's own warnings, equal ones once."""
+    run = picture.run
+    for text, (times, where) in sorted(run.warnings.items(), key=lambda item: -item[1][0])[:5]:
+        yield Finding(
+            "coverage.nccl-warning",
+            "warning",
+            f"NCCL warns: {text[:120]}",
+            f"Printed {count(times, 'time')}.",
+            "measured",
+            (where,),
+            "Read the warning: NCCL prints one where something failed.",
+        )
+
+
+@check
+def versions(picture: Picture) -> Iterator[Finding]:
+    """Different NCCL versions in one job."""
+    if len(picture.run.versions) > 1:
+        yield Finding(
+            "coverage.mixed-versions",
+            "warning",
+            "different NCCL versions: " + ", ".join(sorted(picture.run.versions)),
+            "Ranks of one communicator must run one version; files of several runs are analyzed "
+            "one run at a time.",
+            "measured",
+            tuple(picture.run.versions.values()),
+            "Install one version everywhere, or give the files of one run.",
+            'python -c "import torch; print(torch.cuda.nccl.version())"',
+        )

@@ -1,0 +1,69 @@
+"""Variables that were set and hurt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from evener.analyze.findings.base import Finding, check
+from evener.analyze.picture import Picture
+
+_OFF = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs of one host talk through host memory", "NVLink and PCIe peers"),
+    "NCCL_SHM_DISABLE": ("1", "ranks of one host may talk over the network", "shared memory"),
+    "NCCL_IB_DISABLE": ("1", "RDMA cards are left out and sockets are used", "RDMA cards"),
+    "NCCL_NET_GDR_LEVEL": ("LOC", "cards never reach GPU memory", "GPUDirect RDMA"),
+    "NCCL_NVLS_ENABLE": ("0", "the switch does not reduce (NVLink SHARP)", "NVLS"),
+    "NCCL_MAX_NCHANNELS": ("1", "one channel carries everything", "more channels"),
+    "NCCL_PROTO": ("LL", "only the low-latency protocol, half the bandwidth", "Simple and LL128"),
+}
+
+
+@check
+def switched_off(picture: Picture) -> Iterator[Finding]:
+    """What a variable forbids."""
+    for name, (value, means, back) in _OFF.items():
+        where = picture.run.settings.get(name, {}).get(value)
+        if where is None:
+            continue
+        yield Finding(
+            "settings.switched-off",
+            "warning",
+            f"{name}={value}: {means}",
+            "It was set by hand, for a test or another machine, and is in force in this run.",
+            "measured",
+            (where,),
+            "Unset it unless it is needed.",
+            f"unset {name}",
+            f"{back} again.",
+        )
+
+
+@check
+def hca_prefix(picture: Picture) -> Iterator[Finding]:
+    """`NCCL_IB_HCA=mlx5_1` also matches mlx5_10."""
+    for value, where in picture.run.settings.get("NCCL_IB_HCA", {}).items():
+        if value.startswith(("=", "^")):
+            continue
+        cards = {
+            card.name
+            for host in picture.run.hosts.values()
+            for (network, _), card in host.cards.items()
+            if network != "Socket"
+        }
+        for wanted in (part.split(":")[0] for part in re.split(r"[,;]", value)):
+            also = sorted(c for c in cards if c.startswith(wanted) and c != wanted)
+            digits = [c for c in also if wanted[-1:].isdigit() and c[len(wanted) :][:1].isdigit()]
+            if digits:
+                yield Finding(
+                    "settings.hca-prefix",
+                    "problem",
+                    f"NCCL_IB_HCA={value} also takes {', '.join(digits)}",
+                    "Names without `=` are prefixes.",
+                    "measured",
+                    (where,),
+                    "Ask for exact names.",
+                    f"export NCCL_IB_HCA=={value}",
+                    "Only the cards that were meant in `NET/IB : Using`.",
+                )
+                break

@@ -1,0 +1,139 @@
+"""Networks: which plug-in, which cards, whether they reach GPU memory, what was set by hand.
+
+NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+NET/Socket : Using [0]eth0:10.0.0.1<0> [1]eth1:10.0.1.1<0>
+NET/Socket: Using 2 threads and 4 sockets per thread
+Using network IB;  from 2.27 Initialized NET plugin IB, Assigned NET plugin IB to comm
+NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_0'
+GPU Direct RDMA Disabled for GPU 0 / HCA 0 (distance 5 > 4)
+NCCL_IB_HCA set to mlx5_1;  NCCL_P2P_DISABLE set by environment to 1.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_CARDS = re.compile(rb"NET/([^:]+?) ?: Using((?: +\[\d{1,3}\][^\s\[;]+)+)")
+_CARD = re.compile(rb" \[(\d{1,3})\]([^\s\[;]+)")
+_IB_CARD = re.compile(r"^(.*?):(\d+)/(\w+)$")
+_USING = re.compile(
+    rb"(?:Using network|Initialized NET plugin|Assigned NET plugin) (.+?)(?: to comm)?\s*$"
+)
+_LOADED = re.compile(rb"NET/Plugin: Loaded net plugin (.+?) \((v\d+)\)")
+_SOCKETS = re.compile(rb"NET/Socket: Using (\d{1,4}) threads and (\d{1,4}) sockets per thread")
+_DIRECT = re.compile(rb"NET/(.+?) : GPU Direct RDMA (Enabled|Disabled) for HCA (\d{1,4}) '([^']*)'")
+_FAR = re.compile(
+    rb"GPU Direct RDMA Disabled for GPU (\w+) / HCA (\w+) \(distance (\d+) >=? (\d+)\)"
+)
+_ENV = re.compile(
+    rb"(NCCL_[A-Z0-9_]+) (?:set by environment to|set to|set by user to) (.*?)\.?\s*$"
+)
+_OOB = re.compile(rb"OOB ([^\s:]+):")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One card in a `Using` line. `port` is 0 and `link` empty for sockets."""
+
+    index: int
+    name: str
+    port: int
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """The cards that one network of one process found, and the out-of-band interface."""
+
+    network: str
+    cards: tuple[Card, ...]
+    oob: str
+
+
+@dataclass(frozen=True, slots=True)
+class Using:
+    """The network that a process or communicator chose."""
+
+    network: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A plug-in and the version of its interface."""
+
+    network: str
+    abi: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Threads a connection and sockets a thread of NCCL's socket transport."""
+
+    threads: int
+    per_thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Whether a card of a network reaches GPU memory at all."""
+
+    network: str
+    index: int
+    name: str
+    enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Far:
+    """A GPU and a card too far apart for GPUDirect (`distance` above `limit`)."""
+
+    gpu: str
+    card: str
+    distance: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """A variable that NCCL says it read."""
+
+    name: str
+    value: str
+
+
+Network = Cards | Using | Loaded | Sockets | Direct | Far | Env
+
+
+def network(message: bytes) -> Network | None:
+    """The record in a line about networks or settings, None where there is none."""
+    if found := _CARDS.match(message):
+        oob = _OOB.search(message)
+        return Cards(
+            _text(found[1]).strip(),
+            tuple(_card(int(i), _text(name)) for i, name in _CARD.findall(found[2])),
+            _text(oob[1]) if oob else "",
+        )
+    if found := _SOCKETS.match(message):
+        return Sockets(int(found[1]), int(found[2]))
+    if found := _LOADED.match(message):
+        return Loaded(_text(found[1]), found[2].decode())
+    if found := _USING.match(message):
+        return Using(_text(found[1]))
+    if found := _DIRECT.match(message):
+        return Direct(_text(found[1]), int(found[3]), _text(found[4]), found[2] == b"Enabled")
+    if found := _FAR.match(message):
+        return Far(_text(found[1]), _text(found[2]), int(found[3]), int(found[4]))
+    if found := _ENV.match(message):
+        return Env(found[1].decode(), _text(found[2]))
+    return None
+
+
+def _card(index: int, text: str) -> Card:
+    if found := _IB_CARD.match(text):
+        return Card(index, found[1], int(found[2]) if len(found[2]) < 6 else 0, found[3])
+    return Card(index, text.split(":")[0], 0, "")
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

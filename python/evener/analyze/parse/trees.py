@@ -1,0 +1,35 @@
+"""Trees: `Trees [0] 1/-1/-1->0->8 [1] ...`, one line a rank, one bracket a channel.
+
+from 2.8  d0/d1/d2->rank->up
+2.7       d0/d1/d2->rank->up|up->rank->d0/d1/d2     (the tree up and the tree down)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TREE = re.compile(rb"\[(\d{1,4})\] (-?\d{1,7}(?:/-?\d{1,7})*)->(-?\d{1,7})->(-?\d{1,7})")
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlace:
+    """One rank's place in one channel's tree; -1 above the root is given as None."""
+
+    channel: int
+    rank: int
+    up: int | None
+    down: tuple[int, ...]
+
+
+def trees(message: bytes) -> tuple[TreePlace, ...]:
+    """Every channel's place in a `Trees` line; empty where it is none."""
+    return tuple(
+        TreePlace(
+            channel=int(channel),
+            rank=int(rank),
+            up=int(up) if not up.startswith(b"-") else None,
+            down=tuple(int(d) for d in down.split(b"/") if not d.startswith(b"-")),
+        )
+        for channel, down, rank, up in _TREE.findall(message)
+    )

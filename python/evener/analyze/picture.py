@@ -1,0 +1,310 @@
+"""What follows from a run: bandwidth figures, which cards a pair uses, load on the fabric.
+
+Every derived thing says how it is known: `measured` (a line says so), `inferred` (a map or a
+convention says so) or `unknown`. A card is never guessed from a rank's number: ranks of equal local
+index on two hosts may use cards of different rails, and the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from evener.analyze.model import Communicator, Host, Pair, Run, Table
+from evener.analyze.parse.table import Row
+from evener.fabric import Card, FabricMap, Flow, Load, Move, load, rail_wiring
+
+Confidence = Literal["measured", "inferred", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Figures of the table that matters, GB/s of bus bandwidth."""
+
+    table: Table
+    collective: str
+    collective_known: Confidence
+    ranks: int
+    mean: float
+    peak: float
+    peak_row: Row
+    peak_where: int
+    peak_side: str
+    """`out_of_place` or `in_place`."""
+    values: int
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """The card at one end of a pair: its name in the log or the map, and how that is known."""
+
+    host: str
+    name: str
+    known: Confidence
+    card: Card | None
+    """The map's, where there is a map with that card."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One pair on some of its channels, from card to card."""
+
+    pair: Pair
+    channels: tuple[int, ...]
+    source: CardUse
+    destination: CardUse
+    rail: Literal["aligned", "crossed", "unknown"]
+    switches: tuple[str, str] | None
+    where: int
+
+    @property
+    def crosses(self) -> bool | None:
+        """Whether it leaves its switch; None without a map of both ends."""
+        return None if self.switches is None else self.switches[0] != self.switches[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Load of the rings on the map's fabric, today and after rail wiring."""
+
+    today: Load
+    rewired: FabricMap
+    moves: list[Move]
+    after: Load
+    flows: list[Flow]
+    placed: float
+    """Share of the channel-edges between hosts whose cards are known."""
+
+
+@dataclass
+class Picture:
+    """All that findings look at."""
+
+    run: Run
+    fabric: FabricMap | None
+    world: Communicator | None
+    bandwidth: Bandwidth | None
+    pairs: list[Pair] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
+    traffic: Traffic | None = None
+    line_rate: float | None = None
+    """Bus bandwidth, GB/s, at which the cards of a host are full; None where not known."""
+    line_rate_from: str = ""
+
+    def rails(self) -> tuple[str, Confidence, str]:
+        """(`aligned`, `crossed` or `unknown`; how known; why)."""
+        states = [route.rail for route in self.routes]
+        if not self.pairs:
+            return "unknown", "unknown", "no pair of ranks on different hosts was read"
+        if not states or all(state == "unknown" for state in states):
+            return (
+                "unknown",
+                "unknown",
+                "no line says which card a pair uses (NET lines of NCCL_DEBUG=INFO do) and no map "
+                "of cards was given",
+            )
+        known = [r for r in self.routes if r.rail != "unknown"]
+        sure = all(r.source.known == r.destination.known == "measured" for r in known)
+        confidence: Confidence = "measured" if sure else "inferred"
+        crossed = states.count("crossed")
+        why = f"{crossed} of {len(known)} routes change their rail"
+        if len(known) < len(states):
+            why += f"; of {len(states) - len(known)} more the cards are not known"
+        return ("crossed" if crossed else "aligned"), confidence, why
+
+
+def picture(run: Run, fabric: FabricMap | None = None) -> Picture:
+    """Derive everything from a run and, where given, a map."""
+    world = run.world()
+    result = Picture(run, fabric, world, _bandwidth(run, world))
+    if world is None:
+        return result
+    result.pairs = world.pairs()
+    result.routes = [route for pair in result.pairs for route in _routes(run, world, pair, fabric)]
+    if fabric is not None:
+        result.traffic = _traffic(world, result.routes, fabric)
+    result.line_rate, result.line_rate_from = _line_rate(result)
+    return result
+
+
+def _bandwidth(run: Run, world: Communicator | None) -> Bandwidth | None:
+    table = run.table()
+    if table is None or not table.values():
+        return None
+    best = max(
+        (
+            (side.busbw, -order, row, where, name)
+            for row, where in table.rows
+            for order, (name, side) in enumerate(
+                (("out_of_place", row.out_of_place), ("in_place", row.in_place))
+            )
+            if side is not None
+        ),
+        key=lambda item: item[:2],
+    )
+    ranks = len(table.devices) or (world.size if world else 0)
+    collective, known = table.collective, "measured" if table.collective else "unknown"
+    if not collective and ranks > 1:
+        collective = _collective(table, ranks)
+        known = "inferred" if collective else "unknown"
+    values = table.values()
+    return Bandwidth(
+        table=table,
+        collective=collective,
+        collective_known=known,  # type: ignore[arg-type]
+        ranks=ranks,
+        mean=sum(values) / len(values),
+        peak=best[0],
+        peak_row=best[2],
+        peak_where=best[3],
+        peak_side=best[4],
+        values=len(values),
+    )
+
+
+def _collective(table: Table, ranks: int) -> str:
+    """The collective by its ratio of bus to algorithm bandwidth, empty where it is not unique."""
+    sides = [s for row, _ in table.rows for s in (row.out_of_place, row.in_place) if s is not None]
+    large = [side.busbw / side.algbw for side in sides if side.algbw >= 1]
+    if not large:
+        return ""
+    ratio = sum(large) / len(large)
+    reduces = any(row.redop not in ("", "none") for row, _ in table.rows)
+    if reduces and abs(ratio - 2 * (ranks - 1) / ranks) < 0.01:
+        return "all_reduce"
+    if reduces and abs(ratio - (ranks - 1) / ranks) < 0.01:
+        return "reduce_scatter"
+    return ""
+
+
+def _routes(run: Run, world: Communicator, pair: Pair, fabric: FabricMap | None) -> list[Route]:
+    groups: dict[tuple[CardUse, CardUse], list[int]] = {}
+    where: dict[tuple[CardUse, CardUse], int] = {}
+    for channel in pair.channels:
+        edge = world.edges.get((channel, pair.source, pair.destination))
+        ends = (
+            _card(run, world, pair.source, edge.network, edge.send_card, fabric)
+            if edge
+            else _card(run, world, pair.source, "", -1, fabric),
+            _card(run, world, pair.destination, edge.network, edge.receive_card, fabric)
+            if edge
+            else _card(run, world, pair.destination, "", -1, fabric),
+        )
+        groups.setdefault(ends, []).append(channel)
+        where.setdefault(ends, edge.where if edge else pair.where)
+    return [
+        Route(
+            pair,
+            tuple(channels),
+            *ends,
+            _rail(run, *ends),
+            (ends[0].card.switch, ends[1].card.switch) if ends[0].card and ends[1].card else None,
+            where[ends],
+        )
+        for ends, channels in groups.items()
+    ]
+
+
+def _card(
+    run: Run,
+    world: Communicator,
+    rank: int,
+    network: str,
+    device: int,
+    fabric: FabricMap | None,
+) -> CardUse:
+    member = world.members.get(rank)
+    host = member.host if member else ""
+    placed = fabric.find(host) if fabric else None
+    if device >= 0:
+        name = card_name(run, run.hosts.get(host), network, device)
+        return CardUse(host, name, "measured", placed.card(name) if placed else None)
+    gpu = world.gpu(rank)
+    if placed and gpu is not None and (card := placed.nearest(gpu)):
+        return CardUse(host, card.name, "inferred", card)
+    return CardUse(host, "", "unknown", None)
+
+
+def card_name(run: Run, host: Host | None, network: str, device: int) -> str:
+    """The name of a card by its number, `#3` where no line or file names it."""
+    if host and (card := host.cards.get((network, device))):
+        return card.name
+    names = {
+        net.name for topology, _ in run.topologies for net in topology.nets if net.device == device
+    }
+    return names.pop() if len(names) == 1 else f"#{device}"
+
+
+def _rail(
+    run: Run, source: CardUse, destination: CardUse
+) -> Literal["aligned", "crossed", "unknown"]:
+    if source.card and destination.card:
+        return "aligned" if source.card.rail == destination.card.rail else "crossed"
+    if source.known != "measured" or destination.known != "measured":
+        return "unknown"
+    rails = {
+        net.name: net.rail
+        for topology, _ in run.topologies
+        for net in topology.nets
+        if net.rail is not None
+    }
+    if source.name in rails and destination.name in rails:
+        return "aligned" if rails[source.name] == rails[destination.name] else "crossed"
+    mine, theirs = (_names(run, end.host) for end in (source, destination))
+    if not mine or mine != theirs:
+        return "unknown"  # names mean the same card only on hosts that are built alike
+    return "aligned" if source.name == destination.name else "crossed"
+
+
+def _names(run: Run, host: str) -> list[str]:
+    known = run.hosts.get(host)
+    return sorted(card.name for card in known.cards.values()) if known else []
+
+
+def _traffic(world: Communicator, routes: list[Route], fabric: FabricMap) -> Traffic | None:
+    channels = max(world.channels, 1)
+    rewired, moves = rail_wiring(fabric)
+    flows, after = [], []
+    total = sum(len(route.channels) for route in routes)
+    placed = 0
+    for route in routes:
+        source, destination = route.source.card, route.destination.card
+        if source is None or destination is None:
+            continue
+        placed += len(route.channels)
+        weight = len(route.channels) / channels
+        flows.append(Flow(source, destination, weight))
+        new = [rewired.hosts[card.host].card(card.name) for card in (source, destination)]
+        if new[0] and new[1]:
+            after.append(Flow(new[0], new[1], weight))
+    if not flows:
+        return None
+    return Traffic(load(fabric, flows), rewired, moves, load(rewired, after), flows, placed / total)
+
+
+def _line_rate(picture: Picture) -> tuple[float | None, str]:
+    if picture.traffic:
+        cards = [use.bound for use in picture.traffic.today.cards.values()]
+        return min(cards) / 1e9, "the map's cards under the rings' load"
+    if not picture.pairs or not picture.run.topologies or picture.world is None:
+        return None, ""
+    # The topology file is one host's; it stands for all.
+    topology = picture.run.topologies[0][0]
+    used = {card for host in picture.run.hosts.values() for _, card in host.used}
+    speeds = [net.speed for net in topology.nets if net.device in used or not used]
+    crossings = max(
+        (
+            sum(len(p.channels) for p in picture.pairs if _host(picture, p.source) == host)
+            for host in picture.world.hosts()
+        ),
+        default=0,
+    )
+    channels = max(picture.world.channels, 1)
+    if not speeds or not crossings or sum(speeds) <= 0:
+        return None, ""
+    return sum(speeds) / 8e3 * channels / crossings, "the topology file's cards in use"
+
+
+def _host(picture: Picture, rank: int) -> str:
+    member = picture.world.members.get(rank) if picture.world else None
+    return member.host if member else ""

@@ -1,0 +1,73 @@
+"""One sentence, and the facts under it: the same in the terminal and in the page."""
+
+from __future__ import annotations
+
+from evener.analyze.findings import Finding
+from evener.analyze.picture import Picture
+from evener.analyze.words import count, size
+
+
+def verdict(picture: Picture, findings: list[Finding]) -> str:
+    """What matters most, in one line."""
+    worst = [finding for finding in findings if finding.severity != "note"]
+    if not worst:
+        what = "Nothing found that costs bandwidth"
+        return f"{what}; {count(len(findings), 'note')}." if findings else f"{what}."
+    rewire = next((f for f in findings if f.id == "fabric.rewire"), None)
+    link = next((f for f in findings if f.id == "fabric.one-link"), None)
+    found = picture.bandwidth
+    if rewire and found:
+        cause = f"{link.title[0].upper()}{link.title[1:]}" if link else rewire.detail
+        return f"{cause}. To do: {rewire.title}, {found.peak:.1f} today."
+    problems = sum(finding.severity == "problem" for finding in worst)
+    counts = ", ".join(
+        count(number, word)
+        for number, word in ((problems, "problem"), (len(worst) - problems, "warning"))
+        if number
+    )
+    return f"{worst[0].title[0].upper()}{worst[0].title[1:]}. {counts} in all."
+
+
+def facts(picture: Picture) -> list[tuple[str, str]]:
+    """Names and values of the head of a report; what is not known is left out."""
+    run, world, found = picture.run, picture.world, picture.bandwidth
+    rows: list[tuple[str, str]] = []
+    if world is not None and world.members:
+        hosts = world.hosts()
+        shown = ", ".join(hosts[:6]) + (" ..." if len(hosts) > 6 else "")
+        text = f"{count(len(hosts), 'host')}, {count(world.size, 'rank')}: {shown}"
+        if world.size > len(world.members):
+            text += f" (of {world.size - len(world.members)} ranks no line)"
+        rows.append(("cluster", text))
+    if run.versions:
+        rows.append(("NCCL", ", ".join(sorted(run.versions))))
+    if len(run.communicators) > 1:
+        rows.append(("analyzed", f"the largest of {len(run.communicators)} communicators"))
+    names = {name for host in run.hosts.values() for name in host.networks}
+    names |= {name for host in run.hosts.values() for name, _ in host.used}
+    if names:
+        rows.append(("network", ", ".join(sorted(names))))
+    if found is not None:
+        what = found.collective or "collective not named"
+        text = (
+            f"{what}: mean {found.mean:.2f} GB/s over {found.values} values, peak {found.peak:.2f} "
+            f"{found.peak_side.replace('_', ' ')} at {size(found.peak_row.size)}"
+        )
+        if picture.line_rate:
+            text += f", line rate {picture.line_rate:.0f}"
+        rows.append(("bandwidth", text))
+    if world is not None and world.rings:
+        orders = world.distinct_rings()
+        text = f"{count(len(world.rings), 'channel')}, {count(len(orders), 'distinct ring')}"
+        rows.append(("rings", text + " (" + ", ".join(f"x{len(c)}" for _, c in orders[:8]) + ")"))
+    if picture.pairs:
+        shown = ", ".join(f"{p.source}>{p.destination}" for p in picture.pairs[:12])
+        more = " ..." if len(picture.pairs) > 12 else ""
+        rows.append(("pairs", f"{len(picture.pairs)} between hosts: {shown}{more}"))
+        status, confidence, why = picture.rails()
+        known = "" if confidence == "unknown" else f"{confidence}: "
+        rows.append(("rails", f"{status} ({known}{why})"))
+    if picture.traffic:
+        share = picture.traffic.today.crossing_share
+        rows.append(("fabric", f"{share:.0%} of the traffic between hosts leaves its switch"))
+    return rows

@@ -1,0 +1,101 @@
+"""The HTML report: it loads nothing, it holds everything, no log can write into it."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from nccl_logs import VERSIONS, Job, job, published_case
+
+from evener.analyze import collect, page, picture, run_checks
+from evener.fabric import FabricMap, read_map
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+MAP = Path(__file__).parents[2] / "examples" / "asterfusion" / "map.yaml"
+
+
+class Outline(HTMLParser):
+    """Checks that every element is closed in order, and keeps what matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.links += [v or "" for k, v in attrs if k in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def render(tmp_path: Path, text: str, fabric: FabricMap | None = None) -> str:
+    path = tmp_path / "run.log"
+    path.write_text(text)
+    result = picture(collect([path]), fabric)
+    return page(result, run_checks(result))
+
+
+def outline(html: str) -> Outline:
+    parsed = Outline()
+    parsed.feed(html)
+    assert parsed.open == []
+    return parsed
+
+
+def published_map(tmp_path: Path) -> FabricMap:
+    path = tmp_path / "map.yaml"
+    text = MAP.read_text()
+    path.write_text(text.replace("bm-2204kzq", "server-one").replace("bm-2204qhn", "server-two"))
+    return read_map(path)
+
+
+def test_the_published_case(tmp_path: Path) -> None:
+    html = render(tmp_path, published_case(), published_map(tmp_path))
+    found = outline(html)
+    assert found.links == []
+    assert "http" not in html.replace("http-equiv", "")
+    assert found.count["details"] == 16
+    for words in ("195 GB/s", "Proposed: one rail, one switch", "Cables to move", "peak 48.23"):
+        assert words in html
+    # The verdict comes first, drawings before words.
+    assert html.index("<h1>") < html.index("Fabric, today") < html.index("What to do")
+
+
+def test_without_a_map_nothing_is_proposed(tmp_path: Path) -> None:
+    html = render(tmp_path, published_case())
+    outline(html)
+    assert "Switches are not drawn" in html
+    assert "Proposed" not in html
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logs_of_every_version(version: str, tmp_path: Path) -> None:
+    outline(render(tmp_path, job(Job(version))))
+
+
+def test_large_jobs_are_still_drawn(tmp_path: Path) -> None:
+    hosts = tuple(f"host{i:03d}" for i in range(40))
+    html = render(tmp_path, job(Job("2.28.9", hosts=hosts, gpus=8)))
+    outline(html)
+    assert "34 more hosts are not drawn" in html
+
+
+def test_no_log_writes_into_the_page(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    text = job(Job("2.28.9", cards=("<b>mlx", "mlx5_1")))
+    text += f"n:1:2 [0] NCCL INFO Unheard of {bad}\nn:1:2 [0] file.cc:3 NCCL WARN {bad}\n"
+    html = render(tmp_path, text)
+    assert bad not in html
+    assert "<b>mlx" not in html
+    assert outline(html).count["script"] == 1
+
+
+def test_drawings_are_well_formed(tmp_path: Path) -> None:
+    html = render(tmp_path, published_case(), published_map(tmp_path))
+    for part in html.split("<svg")[2:]:
+        ElementTree.fromstring("<svg" + part[: part.index("</svg>")] + "</svg>")
