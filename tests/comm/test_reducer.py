@@ -300,6 +300,25 @@ def test_at_most_two_bytes_of_traffic_a_byte_of_gradient() -> None:
     assert moved["step 2"] == 0  # gradients already live in the bucket
 
 
+def one_after_another(rank: int, size: int) -> None:
+    """A script that trains several models in one process."""
+    for wire in ("exact", "topk", "exact"):
+        reducer = Reducer(torch.nn.Linear(40, 30).named_parameters(), Options(wire=wire))  # type: ignore[arg-type]
+        weight = reducer.parameters[0]
+        for step in range(2):
+            weight.grad = None
+            (weight.sum() * (rank + 1)).backward()
+            reducer.flush()
+            reducer.apply()
+            assert weight.grad is not None
+        reducer.close()
+        reducer.close()
+
+
+def test_reducers_one_after_another_in_one_process() -> None:
+    worlds.run([2, 2], one_after_another)
+
+
 # --- what must be refused ---
 
 

@@ -2,10 +2,16 @@
 
 Reduce-scatter and all-gather of a node have a communicator each, although their ranks are the same:
 on one communicator the all-gather of a bucket would wait for the reduce-scatter of the next.
+
+Groups are made once and lent: torch names a group of some ranks by the number of groups that exist,
+so a group made after another was destroyed can get its name, and then finds the addresses of the
+dead one in the store. What a closed reducer gives back is lent again, and all of them end with the
+default process group.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -69,6 +75,21 @@ class Route:
         return len(self.levels.inner)
 
 
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise CommError(
+            "torch.distributed has no default process group", "call init_process_group() first"
+        )
+    return world
+
+
+Key = tuple[tuple[int, ...], str, timedelta]
+# Free groups, by the default process group to which they belong.
+_FREE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Key, list[dist.ProcessGroup]]]
+_FREE = weakref.WeakKeyDictionary()
+
+
 class Communicators:
     """All groups of one reducer. `control` is Gloo on the CPU, for agreement; never for data."""
 
@@ -78,10 +99,10 @@ class Communicators:
         """Collective over `parent` (default: all ranks). CommError when a rank is missing."""
         self.options, self.device = options, device
         self.timeout = timedelta(seconds=options.timeout)
-        self.ranks = dist.get_process_group_ranks(parent or dist.group.WORLD)
+        self.ranks = dist.get_process_group_ranks(parent or _world())
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
-        self._made: list[dist.ProcessGroup] = []
+        self._lent: list[tuple[Key, dist.ProcessGroup]] = []
         try:
             self.control = self._group(tuple(range(self.size)), "gloo")
             self.hosts = self._meet()
@@ -106,9 +127,14 @@ class Communicators:
         return self._flat
 
     def close(self) -> None:
-        """Destroy the groups; the parent stays. May be called twice."""
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
+        """Give the groups back, healthy: call it in the same order on all ranks.
+
+        A second call does nothing. After an error do not call it: what is in flight is unknown.
+        """
+        free = _FREE.setdefault(_world(), {})
+        for key, handle in self._lent:
+            free.setdefault(key, []).append(handle)
+        self._lent.clear()
 
     def _meet(self) -> list[str]:
         """Wait for all ranks, learn their hosts."""
@@ -131,9 +157,15 @@ class Communicators:
 
     def _group(self, places: tuple[int, ...], backend: str) -> Group:
         ranks = [self.ranks[place] for place in places]
-        handle = dist.new_group(
-            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        key = (tuple(ranks), backend, self.timeout)
+        free = _FREE.setdefault(_world(), {}).get(key)
+        handle = (
+            free.pop(0)
+            if free
+            else dist.new_group(
+                ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+            )
         )
         assert handle is not None  # this process is always one of `ranks`
-        self._made.append(handle)
+        self._lent.append((key, handle))
         return Group(handle, ranks.index(dist.get_rank()), len(ranks))

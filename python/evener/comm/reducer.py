@@ -78,6 +78,7 @@ class Reducer:
             StreamLanes(self.device) if self.device.type == "cuda" else ThreadLanes()
         )
         self._measuring = True
+        self._failed = False
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -240,6 +241,7 @@ class Reducer:
             for ticket in self._tickets:
                 ticket.wait()
         except Exception as error:
+            self._failed = True
             raise CommError(
                 f"rank {self.communicators.rank}: {error}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
@@ -317,12 +319,17 @@ class Reducer:
                     found[self.names[slot.index]] = (low - slot.offset, part)
         return found
 
-    def close(self) -> None:
-        """Remove the hooks, end the lanes, destroy the groups. May be called twice."""
+    def detach(self) -> None:
+        """Remove the hooks and end the lanes. May be called at any time, and twice."""
         for hook in self._hooks:
             hook.remove()
         self._lanes.close()
-        self.communicators.close()
+
+    def close(self) -> None:
+        """`detach`, and give the groups to the next reducer: in the same order on all ranks."""
+        self.detach()
+        if not self._failed:
+            self.communicators.close()
 
 
 def _device(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:

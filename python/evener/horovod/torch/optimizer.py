@@ -95,7 +95,8 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     if size() > 1 and reduced:
         made._reducer = _reducer(reduced, compression, op, gradient_predivide_factor)
         made._reducer.set_passes(backward_passes_per_step)
-        weakref.finalize(made, made._reducer.close)
+        # Ranks collect garbage at different moments, so this must not give groups back.
+        weakref.finalize(made, made._reducer.detach)
         STATE.at_shutdown(made, made._reducer.close)
     return made
 
