@@ -42,9 +42,12 @@ def main(fd: int, parent: int) -> int:
         fds = keeper.build()
         wire.send(control, {"mode": keeper.mode, "why": keeper.why, "notes": keeper.notes}, fds)
         keeper.serve(control, watch)
-    except OSError as error:
+    except (OSError, LabError) as error:
         with contextlib.suppress(OSError):
-            wire.send(control, {"refused": str(error)})
+            if isinstance(error, LabError):
+                wire.send(control, {"problem": error.problem, "fix": error.fix})
+            else:
+                wire.send(control, {"refused": str(error)})
         return 1
     finally:
         keeper.end()

@@ -154,7 +154,7 @@ class Lab:
         self._sshd: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Lab:
-        return self.start()
+        return self if self.nodes and self.mode != "closed" else self.start()
 
     def __exit__(
         self,
@@ -368,6 +368,9 @@ class Lab:
         except BaseException:
             self.close()
             raise
+        if "problem" in answer:
+            self.close()
+            raise LabError(answer["problem"], answer["fix"])
         if "refused" in answer:
             self.close()
             raise LabUnavailableError(f"this machine allows no lab: {answer['refused']}", _LOOPBACK)
