@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from traffic import Probe, attempt, send, sink
 
 from evener.lab import Lab, Spec
+from tests.lab.traffic import Probe, attempt, send, sink
 
 pytestmark = pytest.mark.lab
 PORTS = list(range(20000, 20016))

@@ -14,7 +14,7 @@ from evener.lab.units import parse_rate, parse_time, show_rate, show_time
 
 specs = st.builds(
     Spec,
-    nodes=st.integers(1, 64),
+    nodes=st.integers(1, 48),
     slots=st.integers(1, 64),
     link=st.none() | st.integers(16 * 10**6, 10**12).map(show_rate),
     nics=st.integers(1, 8),

@@ -352,7 +352,7 @@ def _attach(running: directory.Running, name: str, argv: list[str]) -> int:
         os.set_inheritable(fd, True)
     wire.close([fd for fd in fds if fd not in inside])
     command = enter.command(inside, str(Path.cwd()), argv)
-    os.execve(command[0], command, running.environments[index])
+    os.execve(command[0], command, {**running.inherited, **running.variables[index]})
 
 
 def _node_index(name: str, spec: Spec) -> int:

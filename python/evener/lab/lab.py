@@ -168,6 +168,7 @@ class Lab:
         """Build it. Raises LabUnavailableError where the machine does not allow it."""
         if self.mode not in ("not started", "closed"):
             raise LabError("this lab is built already", "build another Lab")
+        self.nodes = []
         try:
             self._start_keeper()
         except LabUnavailableError as error:
@@ -352,13 +353,13 @@ class Lab:
             )
         self._control = ours
         try:
-            inherited = environment.inherited()
             request = {
                 "spec": dataclasses.asdict(self.spec),
                 "keep": self._keep,
                 "owner": os.getpid(),
                 "directory": str(Path.cwd()),
-                "environments": [environment.merged(inherited, v) for v in self._variables()],
+                "inherited": environment.inherited(),
+                "variables": self._variables(),
             }
             wire.send(ours, request)
             answer, self._fds = wire.receive(ours)

@@ -101,16 +101,25 @@ class Network:
             _sysctl(f"ipv4/conf/{interface}/send_redirects", 0)
             _sysctl(f"ipv4/conf/{interface}/ignore_routes_with_linkdown", 1)
         if leaf and self.plan.spec.paths > 1:
-            _sysctl("ipv4/fib_multipath_hash_policy", _HASH_POLICY)
-            _sysctl("ipv4/fib_multipath_hash_fields", _HASH_FIELDS)
-            try:
-                _sysctl("ipv4/fib_multipath_hash_seed", self.plan.spec.hash_seed)
-            except FileNotFoundError:
-                note = "this kernel has no fixed hash seed (Linux 6.11 has): paths will not repeat"
-                if note not in self.notes:
-                    self.notes.append(note)
+            self._hash_headers()
         realm.up("lo")
         return realm
+
+    def _hash_headers(self) -> None:
+        try:
+            _sysctl("ipv4/fib_multipath_hash_policy", _HASH_POLICY)
+            _sysctl("ipv4/fib_multipath_hash_fields", _HASH_FIELDS)
+        except OSError:
+            _sysctl("ipv4/fib_multipath_hash_policy", 1)
+            self._note("old kernel (Linux 5.14 is not): flows may leave a black hole by themselves")
+        try:
+            _sysctl("ipv4/fib_multipath_hash_seed", self.plan.spec.hash_seed)
+        except FileNotFoundError:
+            self._note("this kernel has no fixed hash seed (Linux 6.11 has): paths will not repeat")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _wire(self) -> None:
         for node, realm in zip(self.plan.nodes, self.nodes, strict=True):
