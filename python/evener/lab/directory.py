@@ -35,7 +35,8 @@ class Running:
     owner: int
     spec: Spec
     mode: str
-    environments: tuple[dict[str, str], ...]
+    inherited: dict[str, str]
+    variables: tuple[dict[str, str], ...]
 
     def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """One request to its keeper. Raises LabError."""
@@ -44,7 +45,7 @@ class Running:
 
 def running() -> list[Running]:
     """All labs of this user, the oldest first."""
-    found = []
+    found = {}  # a name is listed once for the listener and once for each connection
     listed = Path("/proc/net/unix").read_text(encoding="ascii", errors="replace")
     for uid, keeper in _NAME.findall(listed):
         if int(uid) != os.getuid():
@@ -52,21 +53,15 @@ def running() -> list[Running]:
         with contextlib.suppress(LabError):  # it may be going
             about, fds = _ask(int(keeper), {"do": "about"})
             wire.close(fds)
-            found.append(
-                Running(
-                    int(keeper),
-                    about["owner"],
-                    Spec(**about["spec"]),
-                    about["mode"],
-                    tuple(about["environments"]),
-                )
+            found[int(keeper)] = Running(
+                int(keeper),
+                about["owner"],
+                Spec(**about["spec"]),
+                about["mode"],
+                about["inherited"],
+                tuple(about["variables"]),
             )
-    return sorted(set_by_keeper(found).values(), key=lambda lab: lab.keeper)
-
-
-def set_by_keeper(labs: list[Running]) -> dict[int, Running]:
-    """/proc/net/unix shows a name once for the listener and once for each connection."""
-    return {lab.keeper: lab for lab in labs}
+    return sorted(found.values(), key=lambda lab: lab.keeper)
 
 
 def choose(owner: int | None) -> Running:

@@ -15,7 +15,7 @@ from pathlib import Path
 # Ranks and rendezvous of every launcher, and the interfaces and addresses of the host.
 _LEAKS = re.compile(
     r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
-    r"|(OMPI|PMIX|PMI|PRTE|MPI|MV2_COMM|PALS|SLURM|FLUX|TORCHELASTIC|TORCH_NCCL_PREFIX)_.*"
+    r"|(OMPI|PMIX|PMI|PRTE|MPI|MV2_COMM|PALS|SLURM|FLUX|TORCHELASTIC)_.*"
     r"|HOROVOD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|GLOO_.*)"
     r"|NCCL_(SOCKET_IFNAME|HOSTID|COMM_ID|IB_HCA|OOB_NET_IFNAME)|(GLOO|TP)_SOCKET_IFNAME"
     r"|UCX_NET_DEVICES|HOSTNAME|XDG_RUNTIME_DIR|SSH_(CONNECTION|CLIENT|TTY|AUTH_SOCK)"
@@ -29,7 +29,8 @@ def gpus() -> list[str]:
     """The GPUs that programs may use: CUDA_VISIBLE_DEVICES where set, else all of the machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
+        names = [name.strip() for name in visible.split(",")]
+        return [name for name in names if name and not name.startswith("-")]
     devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()]
     return [str(index) for index in range(len(devices))]
 

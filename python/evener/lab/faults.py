@@ -21,7 +21,7 @@ from evener.errors import UsageError
 from evener.lab.spec import Spec
 from evener.lab.units import parse_rate, parse_share, parse_time, show_time
 
-_TARGET = re.compile(r"(?:node(\d+))?(?:(?:^|\.)eth(\d+))?(?:(?:^|\.)path(\d+))?")
+_TARGET = re.compile(r"(?:node(\d+))?(?:(?:^|(?<=.)\.)eth(\d+))?(?:(?:^|(?<=.)\.)path(\d+))?")
 _KINDS = ("blackhole", "down", "up", "flap", "rate", "loss", "heal")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -42,9 +43,12 @@ def main(fd: int, parent: int) -> int:
         fds = keeper.build()
         wire.send(control, {"mode": keeper.mode, "why": keeper.why, "notes": keeper.notes}, fds)
         keeper.serve(control, watch)
-    except OSError as error:
+    except (OSError, LabError) as error:
         with contextlib.suppress(OSError):
-            wire.send(control, {"refused": str(error)})
+            if isinstance(error, LabError):
+                wire.send(control, {"problem": error.problem, "fix": error.fix})
+            else:
+                wire.send(control, {"refused": str(error)})
         return 1
     finally:
         keeper.end()
@@ -63,7 +67,7 @@ class Keeper:
     """The lab's namespaces, and everyone who may ask for something."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        """`request`: spec, keep (paths), environments (one a node), owner (process id)."""
+        """`request`: what `Lab` says of the lab: spec, paths to keep, environment and so on."""
         self.request = request
         self.plan = Plan(Spec(**request["spec"]))
         self.mode = ""
@@ -79,6 +83,9 @@ class Keeper:
 
         Raises OSError with what the kernel refused.
         """
+        # Each namespace takes half a dozen descriptors.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         linux.adopt_orphans()  # so that `end` can wait for each node's process 1
         # An abstract name goes with its socket, and belongs to the network namespace it was made
         # in: this one is found from the host, the agents' one below from the nodes.
@@ -186,7 +193,7 @@ class Keeper:
         if wanted == "traffic":
             return {"traffic": self.network.traffic()}, []
         if wanted == "about":
-            keys = ("spec", "owner", "environments")
+            keys = ("spec", "owner", "inherited", "variables")
             about = {key: self.request[key] for key in keys}
             return {**about, "mode": self.mode, "why": self.why}, self._descriptors()
         if wanted == "run":
@@ -203,7 +210,7 @@ class Keeper:
         namespaces = self.nodes[index].namespaces
         process = subprocess.Popen(
             enter.command(namespaces, self.request["directory"], ["/bin/sh", "-c", command]),
-            env=self.request["environments"][index],
+            env={**self.request["inherited"], **self.request["variables"][index]},
             pass_fds=namespaces,
             stdin=fds[0],
             stdout=fds[1],

@@ -154,7 +154,7 @@ class Lab:
         self._sshd: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Lab:
-        return self.start()
+        return self if self.nodes and self.mode != "closed" else self.start()
 
     def __exit__(
         self,
@@ -168,6 +168,7 @@ class Lab:
         """Build it. Raises LabUnavailableError where the machine does not allow it."""
         if self.mode not in ("not started", "closed"):
             raise LabError("this lab is built already", "build another Lab")
+        self.nodes = []
         try:
             self._start_keeper()
         except LabUnavailableError as error:
@@ -352,13 +353,13 @@ class Lab:
             )
         self._control = ours
         try:
-            inherited = environment.inherited()
             request = {
                 "spec": dataclasses.asdict(self.spec),
                 "keep": self._keep,
                 "owner": os.getpid(),
                 "directory": str(Path.cwd()),
-                "environments": [environment.merged(inherited, v) for v in self._variables()],
+                "inherited": environment.inherited(),
+                "variables": self._variables(),
             }
             wire.send(ours, request)
             answer, self._fds = wire.receive(ours)
@@ -368,6 +369,9 @@ class Lab:
         except BaseException:
             self.close()
             raise
+        if "problem" in answer:
+            self.close()
+            raise LabError(answer["problem"], answer["fix"])
         if "refused" in answer:
             self.close()
             raise LabUnavailableError(f"this machine allows no lab: {answer['refused']}", _LOOPBACK)

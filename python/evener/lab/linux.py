@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 
 CLONE_NEWNS = 0x00020000
@@ -72,13 +73,24 @@ def sethostname(name: str) -> None:
     _check(_libc.sethostname(name.encode(), len(name.encode())), f"sethostname({name})")
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask for signal `number` when the thread that started this process ends.
+def fork_bound(number: int = signal.SIGKILL) -> int:
+    """fork(2), but the child gets signal `number` when the process ends that called this.
 
-    Only for children of processes with one thread: otherwise the end of the thread that forked,
-    not of the process, would be what kills.
+    Only in processes with one thread: otherwise the end of the thread that forked would kill it.
     """
+    alive, held = os.pipe()  # the kernel closes `held` with us; the child sees that it is gone
+    child = os.fork()
+    if child:
+        os.close(alive)
+        return child
+    os.close(held)
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    poll = select.poll()
+    poll.register(alive, 0)
+    if poll.poll(0):  # it ended before we asked for the signal
+        os._exit(1)
+    os.close(alive)
+    return 0
 
 
 def adopt_orphans() -> None:

@@ -8,6 +8,7 @@ enough; sysctls are written during that visit, because /proc/sys/net shows the v
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import AF_INET
@@ -15,6 +16,7 @@ from typing import Any
 
 from evener.lab import linux
 from evener.lab._pyroute2 import IPRoute, NetlinkError
+from evener.lab.errors import LabError
 from evener.lab.faults import Action, Target
 from evener.lab.plan import SEGMENTING_BURST, Nic, Plan, Shape, Uplink
 from evener.lab.tc import TrafficControl
@@ -71,7 +73,9 @@ class Network:
         """`nodes`: descriptors of the nodes' network namespaces, in order. Raises OSError."""
         self.plan = plan
         self.notes: list[str] = []
-        self._shape: dict[tuple[str, str], Shape | None] = {}
+        self._shapes: dict[tuple[str, str], Shape | None] = {}
+        self._dead: set[Uplink] = set()
+        self._detours: set[tuple[Nic, Nic]] = set()  # (who has one, to whom)
         self.leaves = {nic.leaf: self._router(nic.leaf, leaf=True) for nic in plan.nics}
         self.spines = [self._router(name, leaf=False) for name in plan.spines]
         self.nodes = []
@@ -97,16 +101,25 @@ class Network:
             _sysctl(f"ipv4/conf/{interface}/send_redirects", 0)
             _sysctl(f"ipv4/conf/{interface}/ignore_routes_with_linkdown", 1)
         if leaf and self.plan.spec.paths > 1:
-            _sysctl("ipv4/fib_multipath_hash_policy", _HASH_POLICY)
-            _sysctl("ipv4/fib_multipath_hash_fields", _HASH_FIELDS)
-            try:
-                _sysctl("ipv4/fib_multipath_hash_seed", self.plan.spec.hash_seed)
-            except FileNotFoundError:
-                note = "this kernel has no fixed hash seed (Linux 6.11 has): paths will not repeat"
-                if note not in self.notes:
-                    self.notes.append(note)
+            self._hash_headers()
         realm.up("lo")
         return realm
+
+    def _hash_headers(self) -> None:
+        try:
+            _sysctl("ipv4/fib_multipath_hash_policy", _HASH_POLICY)
+            _sysctl("ipv4/fib_multipath_hash_fields", _HASH_FIELDS)
+        except OSError:
+            _sysctl("ipv4/fib_multipath_hash_policy", 1)
+            self._note("old kernel (Linux 5.14 is not): flows may leave a black hole by themselves")
+        try:
+            _sysctl("ipv4/fib_multipath_hash_seed", self.plan.spec.hash_seed)
+        except FileNotFoundError:
+            self._note("this kernel has no fixed hash seed (Linux 6.11 has): paths will not repeat")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _wire(self) -> None:
         for node, realm in zip(self.plan.nodes, self.nodes, strict=True):
@@ -118,7 +131,7 @@ class Network:
                 leaf.address("node", nic.gateway, 24)
                 for uplink in nic.uplinks:
                     self._uplink(leaf, uplink)
-                self._spread(leaf, nic)
+                self._spread(leaf, nic.uplinks, "default")
                 for uplink in nic.uplinks:
                     self.spines[uplink.path].routes.route(
                         "add", dst=nic.network, gateway=uplink.leaf_address
@@ -145,17 +158,17 @@ class Network:
         self._let_out(leaf, uplink.leaf_device, self.plan.shape)
         self._let_out(spine, uplink.spine_device, self.plan.shape)
 
-    def _spread(self, leaf: Realm, nic: Nic) -> None:
-        """The leaf's route to everywhere: all of its paths, evenly."""
+    def _spread(self, leaf: Realm, uplinks: Sequence[Uplink], destination: str) -> None:
+        """The leaf's route to `destination`: over all of `uplinks`, evenly."""
         hops = [
             {"gateway": uplink.spine_address, "oif": leaf.find(uplink.leaf_device), "hops": 0}
-            for uplink in nic.uplinks
+            for uplink in uplinks
         ]
         if len(hops) == 1:
-            leaf.routes.route("replace", dst="default", gateway=hops[0]["gateway"])
+            leaf.routes.route("replace", dst=destination, gateway=hops[0]["gateway"])
         else:
             # Without a family, pyroute2 0.9.7 fails on several hops.
-            leaf.routes.route("replace", dst="default", family=AF_INET, multipath=hops)
+            leaf.routes.route("replace", dst=destination, family=AF_INET, multipath=hops)
 
     def _node_routes(self, realm: Realm, nic: Nic) -> None:
         """A node reaches a rail through its own NIC on it, and answers where it was asked."""
@@ -165,7 +178,17 @@ class Network:
             "oif": device,
             "metrics": {"cc_algo": self.plan.spec.congestion},
         }
-        realm.routes.route("add", dst=nic.rail, **route)
+        try:
+            realm.routes.route("add", dst=nic.rail, **route)
+        except NetlinkError as error:
+            name = self.plan.spec.congestion
+            have = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+            if name in have:
+                raise
+            raise LabError(
+                f"this kernel has no congestion control {name!r} ({error})",
+                f"take one of {', '.join(have)}, or load the module tcp_{name}",
+            ) from None
         if nic.index == 0:
             realm.routes.route("add", dst="default", **route)
         if self.plan.spec.nics > 1:
@@ -178,6 +201,7 @@ class Network:
     ) -> None:
         """Set what `device` lets out; the flow cap sits on the leaf's side of a path only."""
         index, spec = realm.find(device), self.plan.spec
+        self._shapes[realm.name, device] = shape
         if shape is not None and lossy:
             # Packets of MTU size: a share of them is lost, not a share of 64 KB trains.
             shape = replace(shape, burst=SEGMENTING_BURST)
@@ -190,50 +214,75 @@ class Network:
         else:
             realm.tc.clear(index)
 
-    def _touched(self, target: Target) -> list[tuple[Nic, Uplink]]:
-        return [
+    def fault(self, target: Target, action: Action) -> None:
+        """Do `action` to every cable that `target` names. Raises OSError."""
+        touched = [
             (nic, uplink)
             for nic in self.plan.nics
             for uplink in nic.uplinks
             if target.includes(nic.node, nic.index, uplink.path)
         ]
-
-    def fault(self, target: Target, action: Action) -> None:
-        """Do `action` to every cable that `target` names. Raises OSError."""
         try:
-            for nic, uplink in self._touched(target):
-                self._fault_one(nic, uplink, action)
+            for nic, uplink in touched:
+                self._fault_one(nic, uplink, target, action)
+            if action.kind in ("down", "up", "heal"):
+                self._route_around({nic for nic, _ in touched})
         except NetlinkError as error:
             raise OSError(error.code, str(error)) from error
 
-    def _fault_one(self, nic: Nic, uplink: Uplink, action: Action) -> None:
+    def _fault_one(self, nic: Nic, uplink: Uplink, target: Target, action: Action) -> None:
         leaf, spine = self.leaves[nic.leaf], self.spines[uplink.path]
-        ends = ((leaf, uplink.leaf_device), (spine, uplink.spine_device))
-        spec, kind = self.plan.spec, action.kind
+        up, down = (leaf, uplink.leaf_device), (spine, uplink.spine_device)
+        kind = action.kind
         if kind in ("blackhole", "loss"):
-            share = 1.0 if kind == "blackhole" else action.value
-            for realm, device in ends:
-                if kind == "loss":
-                    self._let_out(realm, device, self.plan.shape, lossy=True)
-                realm.tc.drop(realm.find(device), share)
+            # A packet crosses two cables of a path, one into the spine and one out of it: what
+            # happens to a path happens once, what happens to a node in both directions.
+            for realm, device in [down] if target.node is None else [up, down]:
+                realm.tc.drop(realm.find(device), action.value if kind == "loss" else 1.0)
+            if kind == "loss":
+                for realm, device in (up, down):
+                    self._let_out(realm, device, self._shapes[realm.name, device], lossy=True)
+        elif kind == "rate":
+            shares = self.plan.spec.paths if target.path is None else 1
+            shape = Shape.of(int(action.value) // shares, self.plan.spec.queue_ns)
+            for realm, device in (up, down):
+                self._let_out(realm, device, shape)
         elif kind == "down":
             spine.down(uplink.spine_device)
-        elif kind == "up":
-            self._raise(nic, uplink)
-        elif kind == "rate":
-            for realm, device in ends:
-                self._let_out(realm, device, Shape.of(int(action.value), spec.queue_ns))
-        elif kind == "heal":
-            self._raise(nic, uplink)
-            for realm, device in ends:
+            self._dead.add(uplink)
+        if kind in ("up", "heal") and uplink in self._dead:
+            spine.up(uplink.spine_device)
+            # A device that is switched off loses its routes.
+            spine.routes.route("replace", dst=nic.network, gateway=uplink.leaf_address)
+            self._dead.discard(uplink)
+        if kind == "heal":
+            for realm, device in (up, down):
                 realm.tc.undrop(realm.find(device))
                 self._let_out(realm, device, self.plan.shape)
 
-    def _raise(self, nic: Nic, uplink: Uplink) -> None:
-        spine = self.spines[uplink.path]
-        spine.up(uplink.spine_device)
-        # A link that went down took its routes with it.
-        spine.routes.route("replace", dst=nic.network, gateway=uplink.leaf_address)
+    def _route_around(self, nics: set[Nic]) -> None:
+        """Tell the other leaves which paths still lead to `nics`, as a routing protocol would.
+
+        A leaf sees the carrier of its own cables; that another leaf lost one, it has to be told.
+        """
+        whole = [
+            path
+            for path in range(self.plan.spec.paths)
+            if not all(nic.uplinks[path] in self._dead for nic in self.plan.nics)
+        ]
+        for nic in nics:
+            alive = [path for path in whole if nic.uplinks[path] not in self._dead]
+            special = bool(alive) and alive != whole
+            for other in self.plan.nics:
+                leaf = self.leaves[other.leaf]
+                if other == nic or (not special and (other, nic) not in self._detours):
+                    continue
+                if special:
+                    self._spread(leaf, [other.uplinks[path] for path in alive], nic.network)
+                    self._detours.add((other, nic))
+                else:
+                    leaf.routes.route("del", dst=nic.network)
+                    self._detours.discard((other, nic))
 
     def traffic(self) -> dict[str, int]:
         """Bytes that each NIC has sent into each path, `node0.eth0.path1` by name."""

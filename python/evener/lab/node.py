@@ -36,13 +36,12 @@ class Held:
 def start(hostname: str, hosts: str, keep: list[str]) -> tuple[int, socket.socket]:
     """Fork the holder of a node; `finish` waits until the node is up."""
     ours, theirs = wire.pair()
-    holder = os.fork()
+    holder = linux.fork_bound()
     if holder:
         theirs.close()
         return holder, ours
     status = 1
     try:
-        linux.die_with_parent()
         ours.close()
         status = _hold(hostname, hosts, keep, theirs)
     finally:
@@ -70,10 +69,9 @@ def _hold(hostname: str, hosts: str, keep: list[str], report: socket.socket) -> 
     except OSError as error:
         wire.send(report, {"refused": str(error), "number": error.errno or 0})
         return 1
-    first = os.fork()
+    first = linux.fork_bound()
     if first == 0:
         try:
-            linux.die_with_parent()
             _be_first(hostname, hosts, keep, report)
         finally:
             os._exit(1)

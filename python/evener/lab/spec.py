@@ -25,7 +25,7 @@ _KEYS = {
 }
 _NUMBERS = {
     # name: (lowest, highest, why there is a highest)
-    "nodes": (1, 64, "each is a set of namespaces with processes of its own"),
+    "nodes": (1, 48, "each is a set of namespaces with processes of its own"),
     "slots": (1, 64, "a node runs that many processes"),
     "nics": (1, 8, "eth0 to eth7"),
     "paths": (1, 16, "the kernel's hash spreads flows over that many next hops"),

@@ -69,7 +69,6 @@ class Timeline:
             self._changed.notify()
 
     def _happen(self, event: Event) -> None:
-        logger.info("fault %s", event)
         self._fault(event.target, event.action)
 
     def _run(self) -> None:
