@@ -91,7 +91,7 @@ def test_master_addr_and_what_the_launcher_did_not_say_is_found_out() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
-    store.set("rank/1", json.dumps(["host", "node", 0, 1, ""]))
+    store.set("rank/1", json.dumps(["node", 0, 1, ""]))
     with pytest.raises(RendezvousError, match=r"rank 0 of 4 waited 0\.2 s for 2 ranks \(2, 3\)"):
         rendezvous._check_in(Ranks(0, 4), store, 0.2, time.monotonic() + 0.2)
 
@@ -148,7 +148,7 @@ def test_plain_mpirun(way: str, prepare: str, tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_local_and_cross_ranks_from_hosts_alone(hosts: list[int]) -> None:
-    entries = [rendezvous._Entry(f"h{h}", f"n{h}", None, None, "") for h in hosts]
+    entries = [rendezvous._Entry(f"n{h}", None, None, "") for h in hosts]
     size = len(hosts)
     places = [rendezvous._complete(Ranks(rank, size), entries) for rank in range(size)]
     for host in set(hosts):
@@ -163,7 +163,7 @@ def test_local_and_cross_ranks_from_hosts_alone(hosts: list[int]) -> None:
 
 def test_the_launchers_local_ranks_are_believed_where_all_have_them() -> None:
     # Two simulated nodes on one host.
-    entries = [rendezvous._Entry("h", "n", rank % 2, 2, "") for rank in range(4)]
+    entries = [rendezvous._Entry("n", rank % 2, 2, "") for rank in range(4)]
     place = rendezvous._complete(Ranks(3, 4, 1, 2), entries)
     assert (place.local_rank, place.local_size, place.cross_rank, place.cross_size) == (1, 2, 1, 2)
 
@@ -175,8 +175,8 @@ def test_gloos_interface_is_chosen_where_the_hosts_name_misleads(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(interfaces, "hostname_misleads", lambda: True)
     monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1")])
-    near = rendezvous._Entry("a", "a", None, None, "127.0.0.1")
-    far = rendezvous._Entry("b", "b", None, None, "10.9.0.1")
+    near = rendezvous._Entry("a", None, None, "127.0.0.1")
+    far = rendezvous._Entry("b", None, None, "10.9.0.1")
     rendezvous._choose_gloo_interface(0, [near, near])
     assert os.environ["GLOO_SOCKET_IFNAME"] == ""  # one host: loopback is right
     rendezvous._choose_gloo_interface(1, [near, near, far])

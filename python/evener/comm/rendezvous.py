@@ -42,6 +42,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from evener import interfaces, settings
 from evener.comm import libmpi, pmix
 from evener.comm.ranks import Ranks, detect
+from evener.comm.topology import host_identity
 from evener.errors import EvenerError
 from evener.log import info0, logger, set_rank
 
@@ -500,7 +501,6 @@ def _within(function: Callable[[], str], deadline: float, waited: str) -> str:
 class _Entry:
     """What a rank writes into the store. `reached`: the address by which it reached rank 0."""
 
-    host: str
     node: str
     local_rank: int | None
     local_size: int | None
@@ -511,15 +511,10 @@ def _check_in(ranks: Ranks, store: Any, seconds: float, deadline: float) -> Rank
     """Wait until every rank has entered itself; fill in what the launcher did not say."""
     if ranks.size == 1:
         return replace(ranks, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
-    host = socket.gethostname()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
     reached = _process.last_joined or os.environ.get("MASTER_ADDR", "")
     with contextlib.suppress(OSError):
         reached = str(socket.getaddrinfo(reached, None)[0][4][0]) if reached else ""
-    mine = _Entry(host, f"{host}/{boot}", ranks.local_rank, ranks.local_size, reached)
+    mine = _Entry(host_identity(), ranks.local_rank, ranks.local_size, reached)
     names = [f"rank/{rank}" for rank in range(ranks.size)]
     try:
         store.set(names[ranks.rank], json.dumps(list(vars(mine).values())))

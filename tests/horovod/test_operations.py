@@ -1,0 +1,247 @@
+"""`horovod.torch`'s operations over real ranks: values, dtypes, agreement, errors on every rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import evener.horovod.torch as hvd
+from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
+from tests import worlds
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+def tensor_of(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 5, shape, generator=generator).to(dtype)
+
+
+def reductions(rank: int, size: int) -> None:
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (rank, size)
+    for dtype in [*FLOATS, *INTEGERS]:
+        for shape in ((), (0,), (7,), (3, 4, 5)):
+            mine = tensor_of(rank, dtype, shape)
+            everyone = torch.stack([tensor_of(r, dtype, shape).double() for r in range(size)])
+            want = {
+                hvd.Sum: everyone.sum(0),
+                hvd.Average: everyone.mean(0),
+                hvd.Min: everyone.amin(0),
+                hvd.Max: everyone.amax(0),
+                hvd.Product: everyone.prod(0),
+            }
+            for op, expected in want.items():
+                if op == hvd.Average and dtype in INTEGERS:
+                    expected = expected.trunc()
+                got = hvd.allreduce(mine, op=op)
+                assert got.dtype == dtype
+                torch.testing.assert_close(got, expected.to(dtype), msg=f"{dtype} {op}")
+    # Truncation is toward zero, and scaling of integers is done in floating point.
+    value = torch.tensor([-5, 7, 11, -9]) if rank == 0 else torch.zeros(4, dtype=torch.int64)
+    assert hvd.allreduce(value).tolist() == [int(v / size) for v in (-5, 7, 11, -9)]
+    half = hvd.allreduce(torch.tensor([3, 5]), op=hvd.Sum, prescale_factor=0.5)
+    assert half.tolist() == [1 * size, 2 * size]
+    # Half precision is scaled in single: 60000 / 1 + 60000 would not fit before the division.
+    big = torch.full((2,), 60000.0, dtype=torch.float16)
+    assert hvd.allreduce(big).tolist() == [60000.0] * 2
+    scaled = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5)
+    assert scaled.tolist() == [1.5 * size] * 2
+    with pytest.warns(DeprecationWarning):
+        assert hvd.allreduce(torch.ones(1), average=False).item() == size
+    small = hvd.allreduce(torch.full((3,), 1.0009765625), compression=hvd.Compression.fp16)
+    assert small.dtype == torch.float32
+    assert small.tolist() == [1.0009765625] * 3
+
+
+@pytest.mark.parametrize("shape", [[2], [2, 1]])
+def test_reductions(shape: list[int]) -> None:
+    worlds.run(shape, reductions)
+
+
+def handles(rank: int, size: int) -> None:
+    hvd.init()
+    inputs = [torch.full((4,), float(rank + i)) for i in range(20)]
+    started = [hvd.allreduce_async(t, name=f"t{i}", op=hvd.Sum) for i, t in enumerate(inputs)]
+    for i, handle in enumerate(started):
+        want = sum(r + i for r in range(size))
+        assert hvd.synchronize(handle).tolist() == [want] * 4
+        assert hvd.poll(handle)
+        assert hvd.synchronize(handle) is None
+    assert [t[0].item() for t in inputs] == [rank + i for i in range(20)]  # untouched
+    assert hvd.synchronize(10**9) is None
+
+    x = torch.full((3,), float(rank), requires_grad=True)
+    assert hvd.allreduce_(x, op=hvd.Max) is x
+    assert x.tolist() == [size - 1] * 3
+    # Rank 1 holds the operation up, so that its name is certainly still in flight on rank 0.
+    if rank == 0:
+        first = hvd.allreduce_async_(torch.ones(1), name="twice")
+        assert not hvd.poll(first)
+        with pytest.raises(ValueError, match="'twice' is still in flight"):
+            hvd.allreduce_async_(torch.ones(1), name="twice")
+    else:
+        time.sleep(0.3)
+        first = hvd.allreduce_async_(torch.ones(1), name="twice")
+    hvd.synchronize(first)
+    with pytest.raises(ValueError, match="contiguous"):
+        hvd.allreduce(torch.ones(4, 4).t()[:, :2])
+    with pytest.raises(ValueError, match="root_rank=7"):
+        hvd.broadcast(torch.ones(1), 7)
+    with pytest.raises(ValueError, match="not supported"):
+        hvd.allreduce(torch.ones(1, dtype=torch.complex64))
+    hvd.barrier()
+
+
+def test_handles() -> None:
+    worlds.run([2], handles)
+
+
+def gathers_and_broadcasts(rank: int, size: int) -> None:
+    hvd.init()
+    for dtype in [*FLOATS, *INTEGERS, torch.bool]:
+        mine = tensor_of(rank, dtype, (rank, 3))  # rank 0 has no row
+        want = torch.cat([tensor_of(r, dtype, (r, 3)) for r in range(size)])
+        assert torch.equal(hvd.allgather(mine), want)
+        for root in range(size):
+            value = tensor_of(rank, dtype, (2, 3))
+            assert torch.equal(hvd.broadcast(value, root), tensor_of(root, dtype, (2, 3)))
+            assert torch.equal(value, tensor_of(rank, dtype, (2, 3)))
+            hvd.broadcast_(value, root)
+            assert torch.equal(value, tensor_of(root, dtype, (2, 3)))
+    assert hvd.allgather(torch.tensor(float(rank))).tolist() == list(range(size))
+    assert hvd.allgather(torch.empty(0, 2)).shape == (0, 2)
+    scalar = hvd.broadcast(torch.tensor(rank), 1)
+    assert (scalar.shape, scalar.item()) == ((), 1)
+
+    x = torch.full((rank + 1, 2), 2.0, requires_grad=True)
+    (hvd.allgather(x) * torch.arange(1.0, 4.0).view(3, 1)).sum().backward()
+    start = sum(range(1, rank + 1))
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [float(start + 1 + i) for i in range(rank + 1)]
+    y = torch.ones(2, requires_grad=True)
+    (hvd.allreduce(y, op=hvd.Sum) * (rank + 1)).sum().backward()
+    assert y.grad is not None
+    assert y.grad.tolist() == [3.0, 3.0]
+    z = torch.ones(2, requires_grad=True)
+    (hvd.broadcast(z, 1) * (rank + 1)).sum().backward()
+    assert z.grad is not None
+    assert z.grad.tolist() == ([1.5, 1.5] if rank == 1 else [0.0, 0.0])
+
+    long = "é" * 3000  # longer than an exchange has room for
+    assert hvd.broadcast_object({"from": rank, "text": long}, 1) == {"from": 1, "text": long}
+    assert hvd.allgather_object([rank] * rank) == [[r] * r for r in range(size)]
+    assert hvd.broadcast(torch.ones(1), 0, name=long).item() == 1
+
+
+def test_gathers_and_broadcasts() -> None:
+    worlds.run([2], gathers_and_broadcasts)
+
+
+def disagreements(rank: int, size: int) -> list[str]:
+    hvd.init()
+    both = (torch.ones(2), torch.ones(3)) if rank == 0 else (torch.ones(3), torch.ones(2))
+    whole, other = torch.ones(2), torch.ones(2, dtype=torch.float64)
+    cases = [
+        lambda: hvd.allreduce(both[0], name="shape"),
+        lambda: hvd.allreduce(whole if rank else other, name="dtype"),
+        lambda: hvd.allreduce(whole, op=hvd.Sum if rank else hvd.Max, name="op"),
+        lambda: hvd.allreduce(whole, prescale_factor=1.0 + rank, name="factor"),
+        lambda: hvd.broadcast(whole, rank, name="root"),
+        lambda: hvd.allgather(torch.ones(1, 2 + rank), name="columns"),
+        lambda: hvd.allreduce(whole, name=f"name{rank}"),
+        lambda: hvd.allreduce(whole, name="kind") if rank else hvd.allgather(whole, name="kind"),
+        lambda: hvd.broadcast_parameters([("a", both[0]), ("b", whole)], 0),
+    ]
+    said = []
+    for case in cases:
+        with pytest.raises(hvd.HorovodInternalError) as refused:
+            case()
+        said.append(refused.value.problem)
+        # The next operation is none the worse for it.
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    return said
+
+
+def test_disagreement_is_the_same_error_on_every_rank_and_no_harm() -> None:
+    first, second = worlds.run([2], disagreements)
+    assert first == second
+    assert (
+        first[0]
+        == "mismatched tensor shape in allreduce of 'shape': rank 0 has [2], rank 1 has [3]"
+    )
+    for text, part in zip(
+        first,
+        ("shape", "dtype", "reduction", "prescale", "root", "behind", "name1", "kind", "tensor a"),
+        strict=True,
+    ):
+        assert part in text
+
+
+def dies(rank: int, size: int) -> None:
+    del size
+    hvd.init()
+    if rank == 1:
+        import os
+
+        os._exit(3)
+    with pytest.raises(hvd.HorovodInternalError, match="allreduce of 'lost' failed"):
+        hvd.allreduce(torch.ones(1), name="lost")
+    with pytest.raises(hvd.HorovodInternalError, match="an earlier operation failed"):
+        hvd.allreduce(torch.ones(1))
+
+
+def test_a_dead_peer_is_an_error_and_not_a_hang() -> None:
+    first, _ = worlds.outcomes([2], dies, env={"EVENER_TIMEOUT": "10"})
+    assert not first.error, first.error
+
+
+def generations(rank: int, size: int) -> tuple[Any, ...]:
+    with pytest.raises(NotInitializedError):
+        hvd.rank()
+    for _ in range(3):
+        assert not hvd.is_initialized()
+        hvd.init()
+        hvd.init()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+        place = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+        homogeneous = hvd.is_homogeneous()
+        hvd.shutdown()
+        hvd.shutdown()
+    with pytest.raises(ValueError, match="not been initialized"):
+        hvd.allreduce(torch.ones(1))
+    return (rank, *place, homogeneous)
+
+
+def test_shutdown_then_init_again_and_the_place_of_each_rank() -> None:
+    assert worlds.run([2, 1], generations) == [
+        (0, 0, 2, 0, 2, False),
+        (1, 1, 2, 0, 1, False),
+        (2, 0, 1, 1, 2, False),
+    ]
+
+
+def test_a_wrong_variable_is_refused_at_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "soon")
+    with pytest.raises(Exception, match="HOROVOD_CYCLE_TIME='soon'"):
+        hvd.init()
+    assert not hvd.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["alltoall", "reducescatter", "join", "grouped_allreduce"])
+def test_what_is_planned_says_so(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"hvd.{name} is planned"):
+        getattr(hvd, name)(torch.ones(1))
+
+
+def test_introspection_without_init() -> None:
+    assert not hasattr(hvd, "elastic")
+    with pytest.raises(NotImplementedError):
+        _ = hvd.SyncBatchNorm
+    assert hvd.gloo_built()
+    assert not hvd.mpi_built()
+    assert hvd.nccl_built() == 0 or torch.cuda.is_available()

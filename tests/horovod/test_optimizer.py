@@ -1,0 +1,252 @@
+"""`hvd.DistributedOptimizer` and the broadcasts around it, against plain training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import evener.horovod.torch as hvd
+from tests import worlds
+
+
+def model_of(seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) ** 2).mean()
+
+
+def reference(size: int, steps: int, passes: int = 1, total: bool = False) -> nn.Module:
+    """The same training by one process that sees every rank's batches, in float64."""
+    model = model_of().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            for part in range(passes):
+                loss = loss_of(model, batch(rank, step * passes + part).double())
+                (loss if total else loss / size).backward()
+        optimizer.step()
+    return model
+
+
+def same(model: nn.Module, want: nn.Module) -> None:
+    for have, expected in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(have.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def trains(rank: int, size: int, arguments: dict[str, Any], to_none: bool) -> None:
+    hvd.init()
+    model = model_of(seed=rank)
+    if rank == 0:
+        model = model_of()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    passes = arguments.get("backward_passes_per_step", 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **arguments)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        for part in range(passes):
+            loss_of(model, batch(rank, step * passes + part)).backward()
+        if step == 1:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        scheduler.step()
+    same(model, reference(size, 3, passes, total=arguments.get("op") == hvd.Sum))
+
+
+@pytest.mark.parametrize("shape", [[1], [2], [2, 2]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"backward_passes_per_step": 2},
+        {"num_groups": 2},
+    ],
+    ids=str,
+)
+def test_training_is_that_of_one_process(shape: list[int], arguments: dict[str, Any]) -> None:
+    env = {"HOROVOD_FUSION_THRESHOLD": "0" if "op" in arguments else "100"}
+    if shape == [2, 2]:
+        env["LIGHT_2D_ALLREDUCE"] = "1"
+    worlds.run(shape, trains, arguments, "op" in arguments, env=env)
+
+
+def habits(rank: int, size: int) -> None:
+    hvd.init()
+    model = model_of()
+    model.register_parameter("extra", nn.Parameter(torch.ones(2)))
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    loss_of(model, batch(rank, 0)).backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert model.extra.grad is not None  # nobody used it: zeros, as upstream
+    assert model.extra.grad.tolist() == [0, 0]
+    optimizer.zero_grad()
+    loss_of(model, batch(rank, 0)).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(rank, 1))
+        loss.backward()
+        return loss
+
+    before = [p.clone() for p in model.parameters()]
+    assert optimizer.step(closure).requires_grad
+    assert not torch.equal(before[-1], list(model.parameters())[-1])
+    gathered = hvd.allgather(torch.cat([p.detach().flatten() for p in model.parameters()])[None])
+    assert torch.equal(gathered[0], gathered[-1])
+    # Saved and loaded, as checkpoints are.
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.set_backward_passes_per_step(2)
+    for part in range(2):
+        loss_of(model, batch(rank, part)).backward()
+    optimizer.step()
+    assert optimizer._parameter_names[model.extra] == "extra"
+    # Another optimizer of the same model: the first one's hooks must be gone with it.
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    loss_of(model, batch(rank, 2)).backward()
+    optimizer.step()
+    assert size == hvd.size()
+    hvd.shutdown()
+
+
+def test_habits_of_scripts() -> None:
+    worlds.run([2], habits)
+
+
+def refusals(rank: int, size: int) -> str:
+    del size
+    hvd.init()
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+    wrap = hvd.DistributedOptimizer
+    for arguments, text in (
+        ({"named_parameters": named[:-1]}, "not named"),
+        ({"named_parameters": [*named, named[0]]}, "unique"),
+        ({"named_parameters": list(model.parameters())}, "tuples"),
+        ({"backward_passes_per_step": 0}, "must be > 0"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "op != Average"),
+        ({"groups": -1}, "non-negative"),
+        ({"groups": [[1]]}, r"torch\.Tensor"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            wrap(inner, **arguments)  # type: ignore[arg-type]
+    for planned in ({"op": hvd.Adasum}, {"sparse_as_dense": True}, {"process_set": object()}):
+        with pytest.raises(NotImplementedError, match="planned"):
+            wrap(inner, named, **planned)  # type: ignore[arg-type]
+    other = model_of() if rank == 0 else nn.Sequential(nn.Linear(6, 9))
+    with pytest.raises(hvd.HorovodInternalError) as refused:
+        wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+    return refused.value.problem
+
+
+def test_what_cannot_be_is_refused_on_every_rank() -> None:
+    first, second = worlds.run([2], refusals)
+    assert first == second
+    assert "do not agree" in first
+
+
+def states(rank: int, size: int) -> None:
+    del size
+    hvd.init()
+    model = model_of(seed=rank)
+    model.register_buffer("count", torch.tensor(rank))
+    model.register_buffer("mask", torch.tensor([rank == 0, True]))
+    model.append(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    stride = model[4].weight.stride()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    want = model_of(seed=1)
+    assert torch.equal(model[0].weight, want[0].weight)
+    assert model[4].weight.stride() == stride
+    assert (model.count.item(), model.mask.tolist()) == (1, [False, True])
+    both = hvd.allgather(model[4].weight.detach().contiguous().view(1, -1))
+    assert torch.equal(both[0], both[1])
+
+    # The root has stepped and the other has not, and their options differ.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (rank + 1), betas=(0.8, 0.9))
+    if rank == 0:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    weights = [p.detach().clone() for p in model.parameters()]
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    state = optimizer.state[model[0].weight]
+    assert state["step"].item() == 1
+    torch.testing.assert_close(state["exp_avg"], torch.full_like(state["exp_avg"], 0.2))
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    # And back: a fresh root empties the others.
+    fresh = torch.optim.SGD(model.parameters(), lr=0.5 + rank, momentum=0.9)
+    wrapped = hvd.DistributedOptimizer(fresh)
+    hvd.broadcast_optimizer_state(wrapped, root_rank=1)
+    assert wrapped.param_groups[0]["lr"] == 1.5
+    for bad in ({"x": 3}, 3):
+        with pytest.raises(ValueError, match=r"tensor|invalid params"):
+            hvd.broadcast_parameters(bad, 0)  # type: ignore[arg-type]
+
+
+def test_broadcast_of_parameters_and_optimizer_states() -> None:
+    worlds.run([2], states)
+
+
+def learns(rank: int, size: int) -> tuple[float, float]:
+    """Top-k with error feedback by LightCC's variables alone, no line of the script changed."""
+    del size
+    hvd.init()
+    torch.manual_seed(0)
+    truth = nn.Linear(40, 10)
+    model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters()
+    )
+    assert "topk" in optimizer._reducer.describe()
+    losses = []
+    for step in range(100):
+        x = torch.randn(32, 40, generator=torch.Generator().manual_seed(step * 2 + rank))
+        optimizer.zero_grad()
+        loss = ((model(x) - truth(x).detach()) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    both = hvd.allgather(torch.cat([p.detach().flatten() for p in model.parameters()])[None])
+    assert torch.equal(both[0], both[1])
+    return losses[0], losses[-1]
+
+
+def test_lightccs_variables_are_honoured() -> None:
+    env = {
+        "LIGHT_TOPK_ALLREDUCE": "1",
+        "LIGHT_TOPK_THRESHOLD": "1",
+        "LIGHT_TOPK_RATIO": "0.05",
+        "HOROVOD_FUSION_THRESHOLD": "0",
+    }
+    for first, last in worlds.run([1, 1], learns, env=env):
+        assert last < first / 4
