@@ -150,8 +150,8 @@ import os, signal, sys, time
 from evener.bench.train import agent, columns, wrap
 from evener.bench.train.columns import Column
 def go_wrong(how):
-    def apply(model, optimizer, device, column, options):
-        wrapped = wrap.WRAPPERS["ddp"](model, optimizer, device, column, options)
+    def apply(model, device, column, options):
+        wrapped = wrap.WRAPPERS["ddp"](model, device, column, options)
         if os.environ["RANK"] == "1":
             print("last words", flush=True)
             how()
@@ -266,6 +266,22 @@ def test_an_agent_knows_its_place() -> None:
     assert Given.detect({**given.variables(), "NCCL_HOSTID": "node1"}) == given
     with pytest.raises(UsageError, match="MASTER_ADDR"):
         Given.detect(env)
+
+
+def test_an_agent_has_no_thread_that_a_fork_would_lose() -> None:
+    code = (
+        "import os, sys\n"
+        "os.environ['OPENBLAS_NUM_THREADS'] = '1'\n"
+        "from evener.bench.train import agent, columns, plan\n"
+        "wanted = columns.parse('ddp,exact,topk')\n"
+        "todo = plan.make(plan.Options(), nodes=1, slots=2, rows=['node'], columns=wanted)\n"
+        "agent.import_early(todo)\n"
+        "print(len(os.listdir('/proc/self/task')), 'torchvision' in sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert shown.stdout.split() == ["1", "True"]
 
 
 def test_the_built_in_models_have_the_size_that_is_listed() -> None:
