@@ -294,8 +294,6 @@ def test_a_spread_holds_its_median(samples: list[float]) -> None:
     assert found is not None
     assert found.low <= found.median <= found.high
     assert found.count == len(samples)
-    assert stats.percentile(samples, 0) == found.low
-    assert stats.percentile(samples, 1) == found.high
 
 
 def test_efficiency_without_reference_is_none_not_a_guess() -> None:

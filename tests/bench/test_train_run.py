@@ -17,7 +17,7 @@ from evener.bench.train import lab as train_lab
 from evener.bench.train.clusters import Given, Loopback
 from evener.bench.train.columns import Column
 from evener.bench.train.plan import Options
-from evener.bench.train.results import Results
+from evener.bench.train.results import Results, RunResult
 from evener.errors import UsageError
 
 NO_LAB = lab.unavailable()
@@ -150,8 +150,8 @@ import os, signal, sys, time
 from evener.bench.train import agent, columns, wrap
 from evener.bench.train.columns import Column
 def go_wrong(how):
-    def apply(model, optimizer, device, column, options):
-        wrapped = wrap.WRAPPERS["ddp"](model, optimizer, device, column, options)
+    def apply(model, device, column, options):
+        wrapped = wrap.WRAPPERS["ddp"](model, device, column, options)
         if os.environ["RANK"] == "1":
             print("last words", flush=True)
             how()
@@ -174,32 +174,43 @@ class _Patched(Loopback):
         return super().run([sys.executable, "-c", PATCH, argv[-1]], on_line, timeout)
 
 
-def test_columns_that_go_wrong_are_reported_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def broken(
+    monkeypatch: pytest.MonkeyPatch, names: str, timeout: float
+) -> tuple[dict[str, RunResult], list[str]]:
+    """Train the columns `names` on two processes: runs by column, and the lines that were said."""
     for name, column in BROKEN.items():
         monkeypatch.setitem(columns.COLUMNS, name, column)
     options = Options(
-        model="mlp-tiny", batch_size=4, device="cpu", steps=3, warmup=1, repeats=1, timeout=6,
-        threads=1,
+        model="mlp-tiny", batch_size=4, device="cpu", steps=3, warmup=1, repeats=1,
+        timeout=timeout, threads=1,
     )  # fmt: skip
-    names = "ddp,nosync,crash,raise,hang,ddp-ring"
     todo = plan.make(options, nodes=1, slots=2, rows=["node"], columns=columns.parse(names))
     cluster = _Patched(1, 2)
     taken = results.begin(todo, command="test", cluster=cluster.describe())
     said: list[str] = []
     drive.measure(todo, cluster, taken, progress.Lines(todo, "process", said.append))
-    by_name = {run.column: run for run in taken.runs}
-    assert list(by_name) == names.split(",")
-    assert by_name["ddp"].ok and by_name["ddp-ring"].ok
-    assert "does not synchronise" in by_name["nosync"].reason
-    assert by_name["crash"].reason == "ended with signal SIGKILL in phase 'join'"
-    assert "last words" in by_name["crash"].tail
-    assert by_name["raise"].reason == "RuntimeError: rank 1 has had enough"
-    assert any("complain" in line for line in by_name["raise"].tail)
-    assert "not done after 6 s, in phase 'join'" in by_name["hang"].reason
+    assert [run.column for run in taken.runs] == names.split(",")
     assert not taken.complete
-    assert sum(": failed: " in line for line in said) == 4
+    return {run.column: run for run in taken.runs}, said
+
+
+def test_columns_that_go_wrong_are_reported_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs, said = broken(monkeypatch, "ddp,nosync,crash,raise,ddp-ring", timeout=100)
+    assert runs["ddp"].ok and runs["ddp-ring"].ok
+    assert "does not synchronise" in runs["nosync"].reason
+    assert runs["crash"].reason == "ended with signal SIGKILL in phase 'join'"
+    assert "last words" in runs["crash"].tail
+    assert runs["raise"].reason == "RuntimeError: rank 1 has had enough"
+    assert any("complain" in line for line in runs["raise"].tail)
+    assert sum(": failed: " in line for line in said) == 3
+
+
+def test_a_column_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, said = broken(monkeypatch, "hang", timeout=3)
+    assert runs["hang"].reason.startswith("not done after 3 s, in phase ")
+    assert sum(": failed: " in line for line in said) == 1
 
 
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -255,6 +266,22 @@ def test_an_agent_knows_its_place() -> None:
     assert Given.detect({**given.variables(), "NCCL_HOSTID": "node1"}) == given
     with pytest.raises(UsageError, match="MASTER_ADDR"):
         Given.detect(env)
+
+
+def test_an_agent_has_no_thread_that_a_fork_would_lose() -> None:
+    code = (
+        "import os, sys\n"
+        "os.environ['OPENBLAS_NUM_THREADS'] = '1'\n"
+        "from evener.bench.train import agent, columns, plan\n"
+        "wanted = columns.parse('ddp,exact,topk')\n"
+        "todo = plan.make(plan.Options(), nodes=1, slots=2, rows=['node'], columns=wanted)\n"
+        "agent.import_early(todo)\n"
+        "print(len(os.listdir('/proc/self/task')), 'torchvision' in sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert shown.stdout.split() == ["1", "True"]
 
 
 def test_the_built_in_models_have_the_size_that_is_listed() -> None:

@@ -28,11 +28,14 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from evener.bench.train import clusters
 from evener.bench.train.plan import Options, Plan, Run
 from evener.errors import EvenerError
+
+if TYPE_CHECKING:
+    from evener.bench.train.worker import Task
 
 MARK = "@evener-bench "
 
@@ -213,7 +216,7 @@ class _Child:
 
 
 @contextlib.contextmanager
-def _forked(task: Any, plan: Plan) -> Iterator[_Child]:
+def _forked(task: Task, plan: Plan) -> Iterator[_Child]:
     sys.stdout.flush()
     sys.stderr.flush()
     reports, far_end = os.pipe()
@@ -232,7 +235,7 @@ def _forked(task: Any, plan: Plan) -> Iterator[_Child]:
         child.close()
 
 
-def _be_worker(task: Any, plan: Plan, reports: int) -> None:
+def _be_worker(task: Task, plan: Plan, reports: int) -> None:
     """The forked process: never returns, and leaves without the parent's exit handlers."""
     die_with_parent()
     status = 1
@@ -292,7 +295,7 @@ def _say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _import_early(plan: Plan) -> None:
+def import_early(plan: Plan) -> None:
     """What every fork would import again, but nothing that starts CUDA or a thread."""
     wanted = ["torch", "torch.distributed", "torch.nn.parallel", "evener.bench.train.worker"]
     wanted.append("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -344,7 +347,7 @@ def main() -> None:
     # Nor may it wake CUDA, which does not survive a fork: ask NVML what there is.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     plan = plan_from_json(sys.argv[1])
-    _import_early(plan)
+    import_early(plan)
     try:
         Agent(plan, clusters.Given.detect(os.environ)).walk()
     except EvenerError as error:

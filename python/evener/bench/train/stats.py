@@ -42,14 +42,3 @@ def efficiency(rates: Mapping[int, float], reference: Mapping[int, float]) -> Sp
         return None
     middle = statistics.median(reference.values())
     return spread([rate / reference.get(repeat, middle) for repeat, rate in rates.items()])
-
-
-def percentile(samples: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of `samples` lie, by linear interpolation."""
-    if not samples:
-        raise ValueError("no samples")
-    ordered = sorted(samples)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

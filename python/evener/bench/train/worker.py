@@ -222,7 +222,7 @@ class _Run:
             self.images = self.images.contiguous(memory_format=torch.channels_last)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=options.lr)
-        self.model = wrap.wrap(model, self.optimizer, self.device, self.column, options)
+        self.model = wrap.wrap(model, self.device, self.column, options)
         self.model.train()
         self.criterion = nn.CrossEntropyLoss()
         self.loss = torch.zeros((), device=self.device)
