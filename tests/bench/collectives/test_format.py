@@ -13,6 +13,7 @@ from evener.bench.collectives.names import COLLECTIVES, NAMES, plain
 from evener.bench.collectives.options import Options, check, environment
 from evener.bench.collectives.output import Device, Report, Side, number
 from evener.bench.collectives.shapes import ALL
+from evener.bench.command import bench
 from evener.errors import UsageError
 
 
@@ -157,6 +158,9 @@ def test_names() -> None:
     assert plain("all_reduce_perf") == plain("all_reduce") == "all_reduce"
     assert plain("train") == "train"
     assert all(getattr(command, name).name == name for name in NAMES)
+    for name in ("sendrecv", "sendrecv_perf"):
+        shown = CliRunner().invoke(bench, [name, "--help"])
+        assert "sendrecv_perf does" in shown.output
 
 
 def test_sizes() -> None:

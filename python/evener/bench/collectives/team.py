@@ -6,22 +6,15 @@ the standard library, between processes a Gloo group.
 
 from __future__ import annotations
 
-import importlib
 import os
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from evener.errors import EvenerError
+from evener.comm.ranks import detect
 
 T = TypeVar("T")
-_SIZES = (
-    "WORLD_SIZE",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
 
 
 class Processes:
@@ -34,24 +27,15 @@ class Processes:
     def join(cls) -> Processes:
         """Join the job that a launcher started, or be alone. Raises EvenerError."""
         joined = cls()
-        if not any(os.environ.get(name, "1").strip() not in ("", "1") for name in _SIZES):
+        ranks = detect()
+        if ranks.size == 1:
             return joined
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            try:
-                rendezvous: Any = importlib.import_module("evener.comm.rendezvous")
-                rendezvous.init_process_group(backend="gloo", set_device=False)
-            except ModuleNotFoundError:
-                if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
-                    raise EvenerError(
-                        "started by a launcher that gives no RANK and MASTER_ADDR",
-                        "start with torchrun --nproc-per-node=N -m evener bench ...",
-                    ) from None
-                dist.init_process_group("gloo")
-        joined.rank, joined.size = dist.get_rank(), dist.get_world_size()
-        import socket
+        from evener.comm.rendezvous import init_process_group
 
+        ranks = init_process_group(ranks, backend="gloo", set_device=False)
+        joined.rank, joined.size = ranks.rank, ranks.size
         names: list[Any] = [None] * joined.size
         host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
         dist.all_gather_object(names, host)
