@@ -5,15 +5,24 @@ from __future__ import annotations
 import click
 
 from evener._click import LazyGroup
+from evener.bench.collectives.names import COLLECTIVES, plain
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "train": (
         "evener.bench.train.command:train",
         "Synthetic training: images/s and scaling efficiency, column by column.",
     ),
+    **COLLECTIVES,
 }
 
 
-@click.group(cls=LazyGroup, lazy=BENCHMARKS)
+class _Bench(LazyGroup):
+    """Also takes nccl-tests' program names: `all_reduce_perf`."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, plain(cmd_name))
+
+
+@click.group(cls=_Bench, lazy=BENCHMARKS)
 def bench() -> None:
     """Measure, side by side, in one run."""

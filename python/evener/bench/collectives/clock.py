@@ -1,0 +1,171 @@
+"""One measurement, as nccl-tests takes it, over whatever carries the ranks.
+
+Warm-up of all sizes, then for each size out of place and in place: one call to connect, a barrier,
+`iters` times `agg_iters` calls, one wait; the time is what passed on the CPU from first call to end
+of wait, averaged over processes as -a says. Then the checks, outside of the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from evener.bench.collectives.options import TYPES, Options
+from evener.bench.collectives.output import Report, Side
+from evener.bench.collectives.shapes import Collective, Shape
+from evener.bench.collectives.team import Team
+
+
+class Carrier(Protocol):
+    """The ranks of one thread: their buffers and how to start a collective on all of them."""
+
+    def start(
+        self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
+    ) -> Callable[[], None]:
+        """A function that starts the collective once, ready to be called many times."""
+
+    def aggregate(self, begin: bool) -> None:
+        """Begin or end a group of calls that are launched together (-m)."""
+
+    def wait(self) -> None:
+        """Until all that was started is done. Raises where a rank failed or time ran out."""
+
+    def capture(self, record: Callable[[], None]) -> Callable[[], None]:
+        """What `record` starts, as a graph; the result launches it."""
+
+    def fill(
+        self, collective: Collective, shape: Shape, kind: str, op: str, root: int,
+        in_place: bool, repetition: int,
+    ) -> None:  # fmt: skip
+        """Put every rank's contribution in."""
+
+    def wrong(
+        self, collective: Collective, shape: Shape, kind: str, op: str, root: int,
+        in_place: bool, repetition: int,
+    ) -> int:  # fmt: skip
+        """Wrong elements in the results of this thread's ranks."""
+
+
+class Clock:
+    """Runs all sizes of one type, operation and root."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        team: Team,
+        options: Options,
+        collective: Collective,
+        ranks: int,
+        report: Report,
+    ) -> None:
+        self.carrier, self.team, self.options = carrier, team, options
+        self.collective, self.ranks, self.report = collective, ranks, report
+        self.repetition = 0
+
+    def run(self, kind: str, op: str, root: int) -> None:
+        """Warm up and measure every size, `run_cycles` times."""
+        options, item = self.options, TYPES[kind]
+        self.team.barrier()
+        size = options.minbytes
+        while size <= options.maxbytes:
+            shape = self.collective.shape(size // item, item, self.ranks)
+            start = self.carrier.start(self.collective, shape, kind, op, root, False)
+            for _ in range(options.warmup_iters):
+                self._call(start)
+            self.carrier.wait()
+            size = max(size, 1) * 2
+        cycle = 0
+        while options.run_cycles == 0 or cycle < options.run_cycles:
+            cycle += 1
+            for size in options.sizes():
+                shape = self.collective.shape(size // item, item, self.ranks)
+                self.report.row(max(shape.send, shape.receive) * item, shape.count, kind, op, root)
+                for in_place in (False, True):
+                    self.report.side(self._measure(shape, kind, op, root, in_place), in_place)
+
+    def _call(self, start: Callable[[], None]) -> None:
+        start()
+        if self.options.blocking:
+            self.carrier.wait()
+        if self.options.blocking == 1:
+            self.team.barrier()
+
+    def _measure(self, shape: Shape, kind: str, op: str, root: int, in_place: bool) -> Side:
+        o, carrier, team = self.options, self.carrier, self.team
+        start = carrier.start(self.collective, shape, kind, op, root, in_place)
+        if o.check:
+            carrier.fill(self.collective, shape, kind, op, root, in_place, 0)
+        self._call(start)
+        carrier.wait()
+        team.barrier()
+
+        def iteration() -> None:
+            if o.agg_iters > 1:
+                carrier.aggregate(True)
+            for _ in range(o.agg_iters):
+                self._call(start)
+            if o.agg_iters > 1:
+                carrier.aggregate(False)
+
+        launches = max(o.cudagraph, 1)
+        only = 0.0
+        if o.cudagraph:
+
+            def record() -> None:
+                for _ in range(o.iters):
+                    iteration()
+
+            launch = carrier.capture(record)
+            team.barrier()
+            begin = time.perf_counter()
+            for _ in range(o.cudagraph):
+                launch()
+        else:
+            begin = time.perf_counter()
+            for _ in range(o.iters):
+                if o.blocking != 3:
+                    iteration()
+                    continue
+                before = time.perf_counter()
+                iteration()
+                carrier.wait()
+                only += time.perf_counter() - before
+                team.barrier()
+        calls = o.iters * o.agg_iters
+        cpu = (only or time.perf_counter() - begin) / calls
+        carrier.wait()
+        seconds = (only or time.perf_counter() - begin) / (calls * launches)
+        seconds = team.average(seconds, o.average)
+        item = TYPES[kind]
+        algbw, busbw = self.collective.bandwidth(shape.count, item, self.ranks, seconds)
+        wrong = self._check(start, shape, kind, op, root, in_place)
+        return Side(cpu if o.report_cputime else seconds, algbw, busbw, wrong)
+
+    def _check(
+        self,
+        start: Callable[[], None],
+        shape: Shape,
+        kind: str,
+        op: str,
+        root: int,
+        in_place: bool,
+    ) -> int | None:
+        o, carrier = self.options, self.carrier
+        if not o.check or (in_place and not self.collective.checked_in_place):
+            return None
+        total = 0
+        for _ in range(o.check):
+            self.repetition += 1
+            what = (self.collective, shape, kind, op, root, in_place, self.repetition)
+            carrier.fill(*what)
+            self.team.barrier()
+            if o.cudagraph:
+                carrier.capture(start)()
+            else:
+                start()
+            carrier.wait()
+            total = sum(self.team.gather(carrier.wrong(*what)))
+            if total:
+                break
+        return total

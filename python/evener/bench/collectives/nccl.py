@@ -1,0 +1,224 @@
+"""NCCL's own C interface by ctypes, as far as the benchmark calls it.
+
+torch's process group adds work to each launch (a work object, events, a watchdog) that would hide
+in the figures of small messages, and has neither groups over several GPUs of one process nor
+aggregation. So NCCL is called as nccl-tests calls it. Arguments are converted once, before the
+time; a call inside it is one foreign call. The library is the one that torch loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from evener.errors import EvenerError
+
+TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "half": 6,
+    "float": 7,
+    "double": 8,
+    "bfloat16": 9,
+    "f8e4m3": 10,
+    "f8e5m2": 11,
+}
+OPERATIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+Call = tuple[Callable[..., int], tuple[Any, ...]]
+
+
+class NcclError(EvenerError):
+    """A call into NCCL failed."""
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId: 128 bytes, passed by value."""
+
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+_P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_SIGNATURES: dict[str, list[Any]] = {
+    "ncclGetVersion": [_P],
+    "ncclGetUniqueId": [_P],
+    "ncclCommInitRank": [_P, _I, UniqueId, _I],
+    "ncclCommDestroy": [_P],
+    "ncclCommGetAsyncError": [_P, _P],
+    "ncclGroupStart": [],
+    "ncclGroupEnd": [],
+    "ncclMemAlloc": [_P, _S],
+    "ncclMemFree": [_P],
+    "ncclCommRegister": [_P, _P, _S, _P],
+    "ncclCommDeregister": [_P, _P],
+    "ncclRedOpCreatePreMulSum": [_P, _P, _I, _I, _P],
+    "ncclAllReduce": [_P, _P, _S, _I, _I, _P, _P],
+    "ncclReduceScatter": [_P, _P, _S, _I, _I, _P, _P],
+    "ncclReduce": [_P, _P, _S, _I, _I, _I, _P, _P],
+    "ncclBroadcast": [_P, _P, _S, _I, _I, _P, _P],
+    "ncclAllGather": [_P, _P, _S, _I, _P, _P],
+    "ncclSend": [_P, _S, _I, _I, _P, _P],
+    "ncclRecv": [_P, _S, _I, _I, _P, _P],
+}
+
+
+class Nccl:
+    """The loaded library. Functions are attributes: `nccl.ncclAllReduce(...)` gives the status."""
+
+    def __init__(self) -> None:
+        import torch  # loads the libnccl that it was built with
+
+        del torch
+        try:
+            library = ctypes.CDLL("libnccl.so.2")
+        except OSError as error:
+            raise NcclError(
+                f"libnccl.so.2 cannot be loaded: {error}", "install torch with CUDA, or NCCL"
+            ) from None
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name, None)
+            if function is not None:
+                function.argtypes, function.restype = arguments, _I
+            setattr(self, name, function)
+        library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = [_I], _text
+        self._error: Callable[[int], bytes] = library.ncclGetErrorString
+        last = getattr(library, "ncclGetLastError", None)
+        if last is not None:
+            last.argtypes, last.restype = [_P], _text
+        self._last: Callable[[Any], bytes] | None = last
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        raise AttributeError(name)
+
+    def check(self, status: int, what: str) -> None:
+        """Raise NcclError unless `status` is success (0)."""
+        if status:
+            text = self._error(status).decode("utf-8", "replace")
+            more = self._last(None).decode("utf-8", "replace") if self._last else ""
+            raise NcclError(
+                f"{what}: {text} ({status}){': ' + more if more else ''}",
+                "run again with NCCL_DEBUG=WARN to see where",
+            )
+
+    def version(self) -> int:
+        """2.28.9 is 22809."""
+        number = ctypes.c_int()
+        self.check(self.ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
+        return number.value
+
+    def unique_id(self) -> bytes:
+        """A new communicator's id, for all its ranks."""
+        value = UniqueId()
+        self.check(self.ncclGetUniqueId(ctypes.byref(value)), "ncclGetUniqueId")
+        return bytes(value.internal)
+
+    def communicator(self, ranks: int, unique: bytes, rank: int) -> ctypes.c_void_p:
+        """Start making a rank's communicator on the current GPU (inside a group)."""
+        handle = ctypes.c_void_p()
+        value = UniqueId.from_buffer_copy(unique)
+        self.check(
+            self.ncclCommInitRank(ctypes.byref(handle), ranks, value, rank), "ncclCommInitRank"
+        )
+        return handle
+
+
+_text = ctypes.c_char_p
+
+
+def calls(
+    nccl: Nccl,
+    name: str,
+    send: int,
+    receive: int,
+    count: int,
+    item: int,
+    kind: int,
+    op: int,
+    root: int,
+    rank: int,
+    ranks: int,
+    comm: ctypes.c_void_p,
+    stream: int,
+) -> list[list[Call]]:
+    """The foreign calls of one rank. Each inner list is one group (ncclGroupStart to End)."""
+    s, r, n = ctypes.c_void_p(send), ctypes.c_void_p(receive), ctypes.c_size_t(count)
+    t, o, w = ctypes.c_int(kind), ctypes.c_int(op), ctypes.c_int(root)
+    q = ctypes.c_void_p(stream)
+    block = count * item
+
+    def sends(pointer: int, number: int, peer: int) -> Call:
+        arguments = (
+            ctypes.c_void_p(pointer),
+            ctypes.c_size_t(number),
+            t,
+            ctypes.c_int(peer),
+            comm,
+            q,
+        )
+        return nccl.ncclSend, arguments
+
+    def receives(pointer: int, number: int, peer: int) -> Call:
+        arguments = (
+            ctypes.c_void_p(pointer),
+            ctypes.c_size_t(number),
+            t,
+            ctypes.c_int(peer),
+            comm,
+            q,
+        )
+        return nccl.ncclRecv, arguments
+
+    if name == "all_reduce":
+        return [[(nccl.ncclAllReduce, (s, r, n, t, o, comm, q))]]
+    if name == "reduce_scatter":
+        return [[(nccl.ncclReduceScatter, (s, r, n, t, o, comm, q))]]
+    if name == "reduce":
+        return [[(nccl.ncclReduce, (s, r, n, t, o, w, comm, q))]]
+    if name == "broadcast":
+        return [[(nccl.ncclBroadcast, (s, r, n, t, w, comm, q))]]
+    if name == "all_gather":
+        return [[(nccl.ncclAllGather, (s, r, n, t, comm, q))]]
+    if name == "alltoall":
+        return [
+            [
+                call
+                for peer in range(ranks)
+                for call in (
+                    sends(send + peer * block, count, peer),
+                    receives(receive + peer * block, count, peer),
+                )
+            ]
+        ]
+    if name == "gather":
+        group = [sends(send, count, root)]
+        if rank == root:
+            group += [receives(receive + peer * block, count, peer) for peer in range(ranks)]
+        return [group]
+    if name == "scatter":
+        group = [receives(receive, count, root)]
+        if rank == root:
+            group += [sends(send + peer * block, count, peer) for peer in range(ranks)]
+        return [group]
+    if name == "sendrecv":
+        return [
+            [sends(send, count, (rank + 1) % ranks), receives(receive, count, (rank - 1) % ranks)]
+        ]
+    # Hypercube: first the own block in its place, then twice as much with each partner.
+    groups: list[list[Call]] = []
+    if send != receive + rank * block:
+        groups.append([sends(send, count, rank), receives(receive + rank * block, count, rank)])
+    mask = 1
+    while mask < ranks:
+        mine = rank & ~(mask - 1)
+        groups.append(
+            [
+                sends(receive + mine * block, count * mask, rank ^ mask),
+                receives(receive + (mine ^ mask) * block, count * mask, rank ^ mask),
+            ]
+        )
+        mask *= 2
+    return groups
