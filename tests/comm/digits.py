@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.ddp import accelerate
 
 TEST = 360
-EPOCHS = 20
-BATCH = 64
+EPOCHS = 25
+BATCH = 32
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,8 +48,7 @@ def train(rank: int, size: int, wire: str, ratio: float, seeds: list[int]) -> li
         test, rest = split[:TEST], split[TEST:]
         torch.manual_seed(seed)
         model = accelerate(DistributedDataParallel(cnn()), wire=wire, ratio=ratio)  # type: ignore[arg-type]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.15)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(EPOCHS):
             order = rest[torch.randperm(len(rest), generator=generator)]
@@ -58,7 +57,6 @@ def train(rank: int, size: int, wire: str, ratio: float, seeds: list[int]) -> li
                 optimizer.zero_grad()
                 cross_entropy(model(images[mine]), labels[mine]).backward()
                 optimizer.step()
-            schedule.step()
         with torch.no_grad():
             right = (model.module(images[test]).argmax(1) == labels[test]).float().mean()
         found.append(100 * right.item())

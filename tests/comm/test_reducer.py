@@ -305,7 +305,7 @@ def one_after_another(rank: int, size: int) -> None:
     for wire in ("exact", "topk", "exact"):
         reducer = Reducer(torch.nn.Linear(40, 30).named_parameters(), Options(wire=wire))  # type: ignore[arg-type]
         weight = reducer.parameters[0]
-        for step in range(2):
+        for _ in range(2):
             weight.grad = None
             (weight.sum() * (rank + 1)).backward()
             reducer.flush()
