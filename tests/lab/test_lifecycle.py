@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab import Lab, Spec
+from evener.lab import Lab, LabError, Spec, directory
 
 pytestmark = pytest.mark.lab
 
@@ -91,7 +91,7 @@ def test_nothing_is_left_when_the_owner_ends(end: str) -> None:
     assert Path("/proc/self/mounts").read_text() == mounts
     assert sorted(os.listdir("/sys/class/net")) == devices  # noqa: PTH208
     names = Path("/proc/net/unix").read_text()
-    assert not any(f"@evener-lab/{os.getuid()}/{pid}" in names for pid in held)
+    assert not any(directory.name_of(pid)[1:] in names for pid in held)
 
 
 def test_nothing_is_left_when_the_keeper_is_killed() -> None:
@@ -162,8 +162,6 @@ def test_two_labs_at_once_do_not_meet() -> None:
 
 
 def test_a_congestion_control_that_the_kernel_does_not_have() -> None:
-    from evener.lab import LabError
-
     with pytest.raises(LabError) as refused:
         Lab(Spec(congestion="nosuch")).start()
     assert "nosuch" in str(refused.value)

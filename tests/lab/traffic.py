@@ -46,21 +46,27 @@ for t in threads: t.start()
 for t in threads: t.join()
 print(*answers, sep="\\n")
 """
-# Arguments: host, seconds to wait, source port. Prints what became of the connection.
+# Arguments: host, seconds to wait, source ports. Prints what became of each connection.
 _TRY = """
-import socket, sys
-peer = socket.socket()
-peer.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-peer.settimeout(float(sys.argv[2]))
-peer.bind(("", int(sys.argv[3])))
-try:
-    peer.connect((sys.argv[1], 5000))
-except TimeoutError:
-    print("silence")
-except OSError as error:
-    print(error.strerror)
-else:
-    print("connected")
+import socket, sys, threading
+became = {}
+def attempt(port):
+    peer = socket.socket()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    peer.settimeout(float(sys.argv[2]))
+    peer.bind(("", int(port)))
+    try:
+        peer.connect((sys.argv[1], 5000))
+    except TimeoutError:
+        became[port] = "silence"
+    except OSError as error:
+        became[port] = error.strerror
+    else:
+        became[port] = "connected"
+threads = [threading.Thread(target=attempt, args=(port,)) for port in sys.argv[3:]]
+for t in threads: t.start()
+for t in threads: t.join()
+for port in sys.argv[3:]: print(became[port])
 """
 # Reads a source port a line, sends 20 KB from it, says when they have arrived.
 _PROBE = """
@@ -135,7 +141,8 @@ def send(node: Node, to: str, ports: list[int], *, seconds: float, most: int) ->
     return [int(total) * 8 / max(float(took), 1e-9) for total, took in answers]
 
 
-def attempt(node: Node, to: str, port: int, *, seconds: float = 0.5) -> str:
-    """What becomes of a connection from source port `port`: connected, silence, or an error."""
-    argv = [sys.executable, "-c", _TRY, to, str(seconds), str(port)]
-    return node.run(argv, timeout=60, check=True).stdout.strip()
+def attempt(node: Node, to: str, ports: list[int], *, seconds: float = 1) -> dict[int, str]:
+    """What becomes of connections from source `ports`, all at once: connected, silence or else."""
+    argv = [sys.executable, "-c", _TRY, to, str(seconds), *map(str, ports)]
+    said = node.run(argv, timeout=60, check=True).stdout.splitlines()
+    return dict(zip(ports, said, strict=True))

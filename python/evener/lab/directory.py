@@ -19,12 +19,14 @@ from evener.lab import wire
 from evener.lab.errors import LabError
 from evener.lab.spec import Spec
 
-_NAME = re.compile(r"@evener-lab/(\d+)/(\d+)$", re.MULTILINE)
+# The number is the format's of what is asked and answered: labs of another Evener are not found.
+_PREFIX = "evener-lab/2"
+_NAME = re.compile(rf"@{_PREFIX}/(\d+)/(\d+)$", re.MULTILINE)
 
 
 def name_of(keeper: int) -> str:
     """The abstract socket of the keeper with process id `keeper`."""
-    return f"\0evener-lab/{os.getuid()}/{keeper}"
+    return f"\0{_PREFIX}/{os.getuid()}/{keeper}"
 
 
 @dataclass(frozen=True)
