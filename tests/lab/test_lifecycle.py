@@ -202,6 +202,8 @@ with lab:
     lab.fault("path0", "heal")
     lab.fault("node0", "down")
     print(lab.nodes[0].run(["hostname"]).stdout.strip())
+    agent = lab.nodes[0].environment()["OMPI_MCA_plm_rsh_agent"].split()
+    print(lab.nodes[0].run([*agent, "node1", "hostname"], timeout=30, check=True).stdout.strip())
 """
 
 
@@ -219,7 +221,7 @@ def test_without_privileges_it_is_a_user_namespace() -> None:
         pytest.skip(done.stdout.strip())
     # Inside as outside: a program is the user who started it.
     user = "65534" if "--reuid=65534" in prefix else str(os.getuid())
-    assert done.stdout.split() == [user, "node0"]
+    assert done.stdout.split() == [user, "node0", "node1"]
 
 
 def test_a_user_namespace_s_lab_is_gone_after_kill() -> None:

@@ -16,11 +16,12 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import sys
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from evener.errors import EvenerError
 from evener.lab import directory, enter, linux, node, wire
@@ -59,7 +60,7 @@ def main(fd: int, parent: int) -> int:
 class _Running:
     """A command that an agent asked for."""
 
-    process: subprocess.Popen[bytes]
+    process: int
     asked: socket.socket
 
 
@@ -207,34 +208,54 @@ class Keeper:
         if index is None:
             names = ", ".join(n.name for n in self.plan.nodes)
             raise LabError(f"this lab has no host {host!r}", f"it has {names}")
-        namespaces = self.nodes[index].namespaces
-        process = subprocess.Popen(
-            enter.command(namespaces, self.request["directory"], ["/bin/sh", "-c", command]),
-            env={**self.request["inherited"], **self.request["variables"][index]},
-            pass_fds=namespaces,
-            stdin=fds[0],
-            stdout=fds[1],
-            stderr=fds[2],
-            start_new_session=True,
-        )
-        watch = os.pidfd_open(process.pid)
+        process = os.fork()
+        if process == 0:
+            environment = {**self.request["inherited"], **self.request["variables"][index]}
+            self._become(command, fds, self.nodes[index].namespaces, environment)
+        watch = os.pidfd_open(process)
         self.running[watch] = _Running(process, asked)
         self.selector.register(watch, selectors.EVENT_READ, self._ended)
+
+    def _become(
+        self, command: str, fds: list[int], namespaces: Sequence[int], env: dict[str, str]
+    ) -> NoReturn:
+        """In a new child: enter a node and run `command` there.
+
+        Not by way of a new program: in a user namespace, an ordinary user's process loses with
+        exec(2) the right to enter.
+        """
+        try:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            for place, fd in enumerate(fds):
+                os.dup2(fd, place)
+            opened = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+            wire.close([fd for fd in opened if fd > 2 and fd not in namespaces])
+            os.environ.clear()
+            os.environ.update(env)
+            inside = ",".join(map(str, namespaces))
+            status = enter.main([inside, self.request["directory"], "/bin/sh", "-c", command])
+            os._exit(status)
+        except BaseException:  # noqa: BLE001 - nothing of this may return into the keeper's loop
+            traceback.print_exc()
+        os._exit(126)
 
     def _ended(self, watch: int) -> bool:
         """A command has ended: tell its agent."""
         self.selector.unregister(watch)
         os.close(watch)
         run = self.running.pop(watch)
+        _, status = os.waitpid(run.process, 0)
         with contextlib.suppress(OSError):
-            wire.send(run.asked, {"status": run.process.wait()})
+            wire.send(run.asked, {"status": os.waitstatus_to_exitcode(status)})
         return True
 
     def _abandon(self, connection: socket.socket) -> None:
         """An agent has ended: its command goes with it."""
         for run in self.running.values():
             if run.asked is connection:
-                run.process.kill()
+                os.kill(run.process, signal.SIGKILL)
 
     def end(self) -> None:
         """End all nodes, and wait until they are gone."""
