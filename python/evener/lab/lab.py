@@ -272,13 +272,13 @@ class Lab:
 
         Raises UsageError for what this lab does not have, LabError where the kernel refuses.
         """
-        where, what = Target.parse(target, self.spec), Action.parse(action)
+        Target.parse(target, self.spec)
+        what = Action.parse(action)
         if what.kind == "flap":
             self._line().flap(target, int(what.value))
             return
         if self._timeline is not None and what.kind in ("heal", "up", "down"):
             self._timeline.settle(target)
-        del where
         self._fault(target, what)
 
     def schedule(self, *events: str | Event) -> None:
