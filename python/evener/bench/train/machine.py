@@ -54,6 +54,7 @@ def describe() -> dict[str, Any]:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "memory_gib": _memory_gib(),
+        "load": round(os.getloadavg()[0], 1),
         "kernel": platform.release(),
         "system": platform.system(),
     }

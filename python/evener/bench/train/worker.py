@@ -36,7 +36,6 @@ from evener.bench.train.plan import Options
 Report = Callable[[dict[str, Any]], None]
 
 _PROGRESS_EVERY = 0.5
-_CALIBRATION = 3
 _LEAST_STEPS = 5
 _MOST_STEPS = 20_000
 
@@ -162,12 +161,8 @@ class _Run:
             update = guard.encode((self._sketch() - before).tolist())
             del before
         self._phase("first step")
-        for _ in range(options.warmup):
-            self._step()
-        self._wait_for_device()
+        steps = self._warm_up()
         self._phase("warmup")
-        steps = options.steps or self._steps_for(options.seconds)
-
         self._barrier("start", self.everyone, task.everyone)
         sent = _sent_bytes() if task.slot == 0 else 0
         start = time.perf_counter()
@@ -267,17 +262,24 @@ class _Run:
         event.record()
         return event
 
-    def _steps_for(self, seconds: float) -> int:
-        """As many steps as fill `seconds`, the same on every rank, groups in the background too."""
-        self._barrier("calibrate", self.everyone, self.task.everyone)
+    def _warm_up(self) -> int:
+        """Train without a clock, and find how many steps to measure.
+
+        Where seconds are asked for, these steps tell how many fill them; the answer is the same on
+        every rank, in groups in the background too.
+        """
+        options = self.options
+        count = options.warmup if options.steps else max(options.warmup, 1)
+        self._barrier("warmup", self.everyone, self.task.everyone)
         start = time.perf_counter()
-        for _ in range(_CALIBRATION):
+        for _ in range(count):
             self._step()
         self._wait_for_device()
-        each = (time.perf_counter() - start) / _CALIBRATION
+        if options.steps:
+            return options.steps
         if self.task.rank == 0 and self.task.group == 0:
-            steps = min(max(math.ceil(seconds / each), _LEAST_STEPS), _MOST_STEPS)
-            self.everyone.set("steps", str(steps))
+            fill = math.ceil(options.seconds * count / (time.perf_counter() - start))
+            self.everyone.set("steps", str(min(max(fill, _LEAST_STEPS), _MOST_STEPS)))
         return int(self.everyone.get("steps"))
 
     def _barrier(self, name: str, store: Store, count: int) -> None:
