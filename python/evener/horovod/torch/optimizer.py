@@ -97,9 +97,10 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     if size() > 1 and reduced:
         made._reducer = _reducer(reduced, compression, op, gradient_predivide_factor)
         made._reducer.set_passes(backward_passes_per_step)
-        # Ranks collect garbage at different moments, so this must not give groups back.
+        # Ranks collect garbage at different moments, so neither may give groups back: the next
+        # reducer could get another one on another rank. They go with the default group.
         weakref.finalize(made, made._reducer.detach)
-        STATE.at_shutdown(made, made._reducer.close)
+        STATE.at_shutdown(made, made._reducer.detach)
     return made
 
 
