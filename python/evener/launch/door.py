@@ -2,12 +2,15 @@
 
 Evener's `horovod` package is not on the path of an installation, so that nobody's real Horovod is
 overwritten; it is a folder inside this package, which the launcher puts before all others.
+
+    python -m evener.launch.door     prints that folder, for a PYTHONPATH of one's own
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
 import evener.errors
@@ -41,3 +44,7 @@ def put_in_place(python_path: str) -> tuple[str, str]:
     except importlib.metadata.PackageNotFoundError:
         pass
     return os.pathsep.join([str(ALIAS), *others]), note
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{ALIAS}\n")

@@ -36,6 +36,8 @@ from evener.log import info0
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
+_REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
 
 def DistributedOptimizer(  # noqa: N802 - upstream's name
     optimizer: torch.optim.Optimizer,
@@ -95,9 +97,10 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     if size() > 1 and reduced:
         made._reducer = _reducer(reduced, compression, op, gradient_predivide_factor)
         made._reducer.set_passes(backward_passes_per_step)
-        # Ranks collect garbage at different moments, so this must not give groups back.
+        # Ranks collect garbage at different moments, so neither may give groups back: the next
+        # reducer could get another one on another rank. They go with the default group.
         weakref.finalize(made, made._reducer.detach)
-        STATE.at_shutdown(made, made._reducer.close)
+        STATE.at_shutdown(made, made._reducer.detach)
     return made
 
 
@@ -178,6 +181,7 @@ class _Distributed:
 
 
 def _reducer(named: Named, compression: type[Compressor], op: int, predivide: float) -> Reducer:
+    named = list(named)
     half = compression is FP16Compressor
     topk = settings.LIGHT_TOPK_ALLREDUCE.get()
     options = Options.resolve(
@@ -190,10 +194,25 @@ def _reducer(named: Named, compression: type[Compressor], op: int, predivide: fl
     if half and topk:
         info0("LIGHT_TOPK_ALLREDUCE with Compression.fp16: top-k sends its values as FP16")
         options = dataclasses.replace(options, topk_fp16=True)
+    _replace_reducers(parameter for _, parameter in named)
     try:
-        return Reducer(named, options)
+        reducer = Reducer(named, options)
     except CommError as error:
         raise HorovodInternalError(error.problem, error.fix) from error
+    _REDUCERS.add(reducer)
+    return reducer
+
+
+def _replace_reducers(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Detach what an earlier DistributedOptimizer left on these parameters.
+
+    It may live on in a reference cycle (a scheduler makes one), and would reduce a second time.
+    """
+    mine = {id(parameter) for parameter in parameters}
+    for earlier in list(_REDUCERS):
+        if any(id(parameter) in mine for parameter in earlier.parameters):
+            earlier.detach()
+            _REDUCERS.discard(earlier)
 
 
 def _named(
