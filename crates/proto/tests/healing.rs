@@ -1,5 +1,7 @@
 //! Paths that die, go black, stall and come back: every message arrives exactly once.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 mod sim;
 
 use std::time::Duration;

@@ -1,5 +1,7 @@
 //! Messages over healthy paths: credits, eager slots, order, sizes, closing.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 mod sim;
 
 use std::time::Duration;
