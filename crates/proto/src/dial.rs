@@ -217,6 +217,16 @@ impl Dialer {
         found.is_some()
     }
 
+    /// Something came back: nobody waits any longer.
+    pub fn hurry(&mut self, now: Duration) {
+        for flow in self.flows.values_mut() {
+            if matches!(flow.state, State::Waiting(_)) {
+                flow.state = State::Waiting(now);
+                flow.attempts = 0;
+            }
+        }
+    }
+
     /// A path has carried data for a while: its flow's troubles are forgotten.
     pub fn proven(&mut self, path: PathId) {
         if let Some(flow) = self.of(path).and_then(|id| self.flows.get_mut(&id)) {
