@@ -578,6 +578,11 @@ impl Engine {
         for thread in std::mem::take(&mut *lock(&self.threads)) {
             let _ = thread.join();
         }
+        // From here on nobody answers; and what was handed over last is closed, not kept.
+        self.shared.broken.store(true, Ordering::SeqCst);
+        for worker in &self.shared.workers {
+            worker.clear();
+        }
     }
 }
 

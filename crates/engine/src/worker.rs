@@ -108,6 +108,11 @@ impl Handle {
         }
     }
 
+    /// Drops what the worker has not come to.
+    pub fn clear(&self) {
+        drop(std::mem::take(&mut *lock(&self.tasks)));
+    }
+
     /// The descriptor that a fork's child must close.
     pub fn fd(&self) -> i32 {
         self.waker.fd()
