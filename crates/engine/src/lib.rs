@@ -24,6 +24,9 @@ pub mod doorbell;
 pub mod hello;
 pub mod nics;
 pub mod records;
+pub mod settings;
+#[rustfmt::skip]
+pub mod settings_generated;
 pub mod slots;
 pub mod stats;
 mod sync;
@@ -231,6 +234,14 @@ impl Shared {
     }
 }
 
+/// Set for good when a thread of any engine has died: its requests will never finish.
+static DIED: AtomicBool = AtomicBool::new(false);
+
+/// Whether a thread of any engine of this process has died.
+pub fn has_died() -> bool {
+    DIED.load(Ordering::Relaxed)
+}
+
 /// The engine of a process.
 pub struct Engine {
     shared: Arc<Shared>,
@@ -337,6 +348,7 @@ impl Engine {
             let body = std::panic::AssertUnwindSafe(body);
             if std::panic::catch_unwind(body).is_err() {
                 shared.broken.store(true, Ordering::SeqCst);
+                DIED.store(true, Ordering::SeqCst);
                 shared.log(Level::Error, "a thread of the engine died: all comms fail");
             }
         });

@@ -41,8 +41,8 @@ pub enum Status {
     Pending,
     /// So many bytes were moved. The slot is free again.
     Done(usize),
-    /// The comm failed.
-    Failed,
+    /// The comm failed, with the code that the worker gave.
+    Failed(usize),
 }
 
 /// One request.
@@ -64,7 +64,7 @@ impl Slot {
                 self.phase.store(word(phase >> 3, FREE), Ordering::Release);
                 Status::Done(length)
             }
-            FAILED => Status::Failed,
+            FAILED => Status::Failed(self.length.load(Ordering::Relaxed)),
             _ => Status::Pending,
         }
     }
@@ -143,11 +143,12 @@ impl Slots {
     }
 
     /// Fails all unfinished requests of one lane, posted ones too. The worker's of that lane.
-    pub fn fail(&self, lane: usize, lanes: usize) {
+    pub fn fail(&self, lane: usize, lanes: usize, code: usize) {
         for slot in &self.slots {
             let phase = slot.phase.load(Ordering::Acquire);
             let number = phase >> 3;
             if matches!(phase & 7, POSTED | TAKEN) && number % lanes as u64 == lane as u64 {
+                slot.length.store(code, Ordering::Relaxed);
                 slot.phase.store(word(number, FAILED), Ordering::Release);
             }
         }
@@ -202,10 +203,12 @@ mod tests {
             slots.post(number, memory(1));
         }
         slots.take(1);
-        slots.fail(1, 2);
+        slots.fail(1, 2, 6);
         let status: Vec<_> = (0..4).map(|number| slots.of(number).test()).collect();
-        assert_eq!(status[1], Status::Failed);
-        assert_eq!(status[3], Status::Failed);
+        assert_eq!(
+            (status[1], status[3]),
+            (Status::Failed(6), Status::Failed(6))
+        );
         assert_eq!((status[0], status[2]), (Status::Pending, Status::Pending));
     }
 }
@@ -255,7 +258,7 @@ mod loom_tests {
                             assert_eq!(length, tested as usize + 110);
                             tested += 1;
                         }
-                        Status::Failed => unreachable!("nothing fails here"),
+                        Status::Failed(_) => unreachable!("nothing fails here"),
                         Status::Pending => loom::thread::yield_now(),
                     }
                 }

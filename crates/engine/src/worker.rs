@@ -166,6 +166,18 @@ pub struct Worker {
     stopped: bool,
 }
 
+/// Code of a failed request: the peer or the way to it.
+pub const REMOTE: usize = 0;
+/// Code of a failed request: a message that was longer than its buffer.
+pub const OVERSIZE: usize = 1;
+
+fn code(why: Option<Why>) -> usize {
+    match why {
+        Some(Why::Oversize { .. }) => OVERSIZE,
+        _ => REMOTE,
+    }
+}
+
 fn eager(shared: &Shared, lanes: usize) -> (usize, u64) {
     let slots = (shared.config.eager_slots / lanes).max(1);
     (slots, shared.config.eager_bytes)
@@ -418,7 +430,7 @@ impl Worker {
         let Some(Some(state)) = self.lanes.get_mut(index) else {
             return;
         };
-        comm.slots.fail(self.index, comm.peer.lanes);
+        comm.slots.fail(self.index, comm.peer.lanes, REMOTE);
         if let Some(end) = state.ends.remove(&(comm.side, comm.id)) {
             self.bits[end.bit].retain(|one| *one != (index, comm.side, comm.id));
         }
@@ -456,7 +468,8 @@ impl Worker {
                 return;
             };
             if end.failed {
-                end.comm.slots.fail(self.index, state.peer.lanes);
+                let code = code(end.comm.failure());
+                end.comm.slots.fail(self.index, state.peer.lanes, code);
                 return;
             }
             let Some(length) = end.comm.slots.take(end.next) else {
@@ -595,7 +608,9 @@ impl Worker {
         };
         end.failed = true;
         end.comm.fail(why);
-        end.comm.slots.fail(self.index, state.peer.lanes);
+        end.comm
+            .slots
+            .fail(self.index, state.peer.lanes, code(Some(why)));
         // A receiver that refused a message stays until it is closed: it must go on saying so.
         if side == Side::Send || !matches!(why, Why::Oversize { .. }) {
             state.lane.close(comm, side);

@@ -71,7 +71,7 @@ fn finish(slot: &Slot) -> usize {
     until(|| match slot.test() {
         Status::Pending => None,
         Status::Done(length) => Some(length),
-        Status::Failed => panic!("the request failed"),
+        Status::Failed(_) => panic!("the request failed"),
     })
 }
 
@@ -242,7 +242,7 @@ fn closing_with_requests_in_flight_fails_the_other_end() {
     drop(from);
     until(|| match posted.test() {
         Status::Pending => None,
-        Status::Failed | Status::Done(_) => Some(()),
+        Status::Failed(_) | Status::Done(_) => Some(()),
     });
     b.release(&receive);
     drop(to);
@@ -263,7 +263,7 @@ fn a_message_that_is_too_long_is_refused_on_both_ends() {
     let mut from = vec![1; 101];
     let sent = post(&a, &send, &mut from).unwrap();
     for slot in [posted, sent] {
-        until(|| (slot.test() == Status::Failed).then_some(()));
+        until(|| matches!(slot.test(), Status::Failed(_)).then_some(()));
     }
     assert!(to.iter().all(|byte| *byte == 0xaa));
     for comm in [&send, &receive] {
@@ -298,7 +298,7 @@ fn a_peer_that_is_gone_is_an_error_after_the_timeout_and_not_before() {
     let gone = Instant::now();
     let mut from = vec![1; 1 << 20];
     let slot = post(&a, &send, &mut from).unwrap();
-    until(|| (slot.test() == Status::Failed).then_some(()));
+    until(|| matches!(slot.test(), Status::Failed(_)).then_some(()));
     assert!(gone.elapsed() >= Duration::from_millis(390));
     a.release(&send);
 }
