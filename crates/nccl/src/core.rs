@@ -21,11 +21,11 @@ use evener_engine::settings::{Process, Settings};
 use evener_engine::worker::OVERSIZE;
 use evener_engine::{Engine, Error, Level, Listener, Memory, Slot, Status};
 
-use crate::abi::{
+use crate::log;
+use evener_nccl_abi::{
     INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, Logger, NcclResult, PTR_HOST, REMOTE_ERROR,
     SUCCESS, SYSTEM_ERROR,
 };
-use crate::log;
 
 /// What NCCL calls us: `NCCL_NET=Evener`.
 pub const NAME: &std::ffi::CStr = c"Evener";

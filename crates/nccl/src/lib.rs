@@ -1,7 +1,7 @@
 //! `libnccl-net-evener.so`: Evener's engine as an NCCL net plug-in, for every version of the
 //! interface from 6 (NCCL 2.13) to 12 (NCCL 2.30).
 //!
-//! [`abi`] has the C layouts, [`core`] what they mean, this file the thunks: one a function of the
+//! `evener_nccl_abi` has the C layouts, [`core`] what they mean, this file the thunks: one a function of the
 //! newest version, and a few for what older ones say differently. Every thunk catches panics and
 //! checks the pointers that it writes through.
 
@@ -10,13 +10,14 @@
     reason = "the C boundary: NCCL's pointers are what its documentation says"
 )]
 
-pub mod abi;
 pub mod core;
 pub mod log;
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
+
+use evener_nccl_abi as abi;
 
 use abi::{
     INTERNAL_ERROR, INVALID_USAGE, Logger, NcclResult, PropertiesV6, PropertiesV7, PropertiesV8,

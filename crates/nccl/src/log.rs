@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use evener_engine::Level;
 
-use crate::abi::Logger;
+use evener_nccl_abi::Logger;
 
 static LOGGER: AtomicUsize = AtomicUsize::new(0);
 

@@ -2,6 +2,9 @@
 //! Every size and offset is asserted at compile time; the figures were measured with a C compiler
 //! on the headers of NCCL 2.28.9 and 2.30.7.
 
+//!
+//! A crate of its own, because two need it: the plug-in, and what drives a plug-in as NCCL would.
+
 use std::ffi::{c_char, c_float, c_int, c_ulong, c_void};
 
 /// `ncclResult_t`.
