@@ -619,7 +619,7 @@ impl Control {
                 }
                 let nic = self.shared.nics.get(route.local);
                 let nic = nic.map(|nic| (nic.name.clone(), nic.index));
-                self.hand_over(shake.socket, peer, lane, path, nic);
+                self.hand_over(shake.socket, peer, lane, path, nic, true);
                 Ok(())
             }
         }
@@ -665,7 +665,7 @@ impl Control {
         };
         let bytes = answer.emit();
         if socket.send(&bytes)? == bytes.len() {
-            self.hand_over(socket, peer, lane, path, nic);
+            self.hand_over(socket, peer, lane, path, nic, false);
         }
         Ok(())
     }
@@ -677,9 +677,15 @@ impl Control {
         lane: usize,
         path: PathId,
         nic: Option<(String, u32)>,
+        dialled: bool,
     ) {
-        let port = socket
-            .local_addr()
+        // The side that dialled has chosen it: it tells the flow on both.
+        let address = if dialled {
+            socket.local_addr()
+        } else {
+            socket.peer_addr()
+        };
+        let port = address
             .ok()
             .and_then(|address| address.as_socket())
             .map_or(0, |address| address.port());

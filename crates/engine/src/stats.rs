@@ -9,7 +9,7 @@ use crate::sys::TcpInfo;
 pub struct PathStats {
     /// Name of the NIC on our side.
     pub nic: String,
-    /// Our port.
+    /// The port of the side that dialled.
     pub port: u16,
     /// For people: who is at the other end.
     pub peer: String,
@@ -28,7 +28,7 @@ pub struct PathStats {
 pub struct PathReport {
     /// Name of the NIC on our side.
     pub nic: String,
-    /// Our port.
+    /// The port of the side that dialled.
     pub port: u16,
     /// Who is at the other end.
     pub peer: String,

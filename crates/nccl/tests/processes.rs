@@ -21,7 +21,7 @@ fn scenario(rank: u32, control: String) -> Scenario {
         comms: 3,
         depth: 4,
         sizes: vec![8, 4096, 100_000, 1 << 20],
-        seconds: 0.3,
+        seconds: 0.1,
         verify: true,
     }
 }
