@@ -41,11 +41,19 @@ $(STAMPS)/native: $(STAMPS)/deps $(RUST)
 	@$(BIN)/maturin develop --quiet --release --locked --uv
 	@touch $@
 
-setup: $(STAMPS)/native ## everything that demo and test need
+$(STAMPS)/plugin: $(STAMPS)/deps $(RUST)
+	@echo "building the NCCL plug-in"
+	@cargo build --quiet --release --locked -p evener-nccl
+	@mkdir -p python/evener/lib
+	@cp target/release/libnccl_net_evener.so python/evener/lib/.part.so
+	@mv python/evener/lib/.part.so python/evener/lib/libnccl-net-evener.so
+	@touch $@
+
+setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need
 
 # 6.4 MB of gradients over 300 Mb/s: on two cores the network costs what it costs VGG16 on fast GPUs
 # over 25 Gb/s. docs/bench-train.md has the arithmetic.
-demo: $(STAMPS)/native ## train on a simulated two-node cluster, show what the network costs
+demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster, show what the network costs
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \
 		--columns ddp,horovod,exact,fp16,topk --seconds 1.5 --warmup 2 \
 		--json demo/results.json --html demo/index.html
@@ -55,7 +63,7 @@ test: lint test-rust test-python ## all checks and tests that need no GPU
 test-rust: $(STAMPS)/deps
 	cargo test --quiet --workspace --locked
 
-test-python: $(STAMPS)/native
+test-python: $(STAMPS)/native $(STAMPS)/plugin
 	$(BIN)/python -m pytest
 
 lint: $(STAMPS)/native

@@ -14,7 +14,12 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 
 NEWEST_GLIBC = (2, 28)
-REQUIRED = ["evener/_native.abi3.so", "evener/cli.py", "evener/py.typed"]
+REQUIRED = [
+    "evener/_native.abi3.so",
+    "evener/cli.py",
+    "evener/lib/libnccl-net-evener.so",
+    "evener/py.typed",
+]
 
 
 def glibc(data: bytes) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from evener.bench.train import command as bench_train
 BENCH_TRAIN = Path("docs/bench-train.md")
 PAGES = {
     Path("docs/settings.md"): settings.markdown,
+    Path("crates/engine/src/settings_generated.rs"): settings.rust,
     # Prose by hand, the options below it from the code.
     BENCH_TRAIN: lambda: bench_train.documented(BENCH_TRAIN.read_text(encoding="utf-8")),
 }

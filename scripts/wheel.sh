@@ -5,8 +5,13 @@ set -eu
 rm -rf dist
 # Panic messages name source files: by their place in the project, not on this machine.
 export RUSTFLAGS="--remap-path-prefix=$PWD=. --remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=cargo --remap-path-prefix=$HOME=home"
+target="$(uname -m)-unknown-linux-gnu"
+cargo zigbuild --quiet --release --locked -p evener-nccl --target "$target.2.28"
+mkdir -p python/evener/lib
+cp "target/$target/release/libnccl_net_evener.so" python/evener/lib/.part.so
+mv python/evener/lib/.part.so python/evener/lib/libnccl-net-evener.so
 maturin build --quiet --release --locked --zig --compatibility manylinux_2_28 \
-    --target "$(uname -m)-unknown-linux-gnu" --out dist
+    --target "$target" --out dist
 wheel=$(ls dist/*.whl)
 python scripts/check_wheel.py "$wheel"
 
@@ -24,5 +29,13 @@ gradient = torch.tensor([1.0, -5.0, 3.0, 0.5])
 residual, values, indices = torch.zeros(4), torch.zeros(2), torch.zeros(2, dtype=torch.int32)
 _kernels.topk_with_feedback(gradient, residual, values, indices)
 assert indices.tolist() == [1, 2] and values.tolist() == [-5.0, 3.0], (indices, values)
+PY
+env -i PATH=/usr/bin:/bin HOME="$clean" "$clean/venv/bin/python" - <<'PY'
+import ctypes
+from evener import net
+
+plugin = ctypes.CDLL(str(net.plugin_path()))
+for version in range(6, 13):
+    getattr(plugin, f"ncclNetPlugin_v{version}")
 PY
 echo "$wheel: installs and works without cargo"

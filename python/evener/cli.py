@@ -11,6 +11,7 @@ from evener._click import LazyGroup, run
 
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
+    "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),

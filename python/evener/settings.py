@@ -259,6 +259,74 @@ EVENER_RENDEZVOUS_FILE = _text(
     allowed="the path of a file or folder on all nodes",
 )
 
+# --- net: the NCCL plug-in. Its Rust side reads the same declarations: scripts/docs.py writes them
+# to crates/engine/src/settings_generated.rs. ---
+
+_NET = "Network"
+
+EVENER_NET_IFNAME = _text(
+    _NET,
+    "EVENER_NET_IFNAME",
+    "",
+    "Interfaces that carry NCCL's traffic, by the rules of NCCL_SOCKET_IFNAME (prefixes; `=` exact "
+    "names; `^` all but these), which is used where this is unset. Neither set: all that run, less "
+    "loopback, container bridges and link-local addresses.",
+    allowed="a list such as eth0,eth1 or =eth0 or ^docker",
+)
+EVENER_NET_DEVICES = _choice(
+    _NET,
+    "EVENER_NET_DEVICES",
+    "aggregate",
+    ("aggregate", "nic"),
+    "What NCCL sees: one device that uses all NICs, or one device a NIC.",
+)
+EVENER_NET_SPEED = _number(
+    _NET,
+    "EVENER_NET_SPEED",
+    0,
+    "Speed in Mb/s that NCCL is told of; it steers the choice between tree and ring. 0: the sum of "
+    "what the NICs' drivers say.",
+)
+EVENER_NET_WORKERS = _number(
+    _NET,
+    "EVENER_NET_WORKERS",
+    0,
+    "Worker threads of a process. 0: one for every eight processors it may use, 1 to 4.",
+    high=16,
+)
+EVENER_NET_FLOWS = _number(
+    _NET,
+    "EVENER_NET_FLOWS",
+    16,
+    "TCP connections between two processes at the start. More are opened while throughput grows, "
+    "up to twice as many.",
+    low=1,
+    high=128,
+)
+EVENER_NET_CONGESTION = _text(
+    _NET,
+    "EVENER_NET_CONGESTION",
+    "",
+    "Congestion control of the connections. Unset: the system's, but cubic in place of bbr.",
+    allowed="a name from net.ipv4.tcp_allowed_congestion_control",
+)
+EVENER_NET_TIMEOUT = _real(
+    _NET,
+    "EVENER_NET_TIMEOUT",
+    60.0,
+    "Seconds for which every path to a peer may be dead before its communicators get an error.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+EVENER_STATS_DIR = _text(
+    _NET,
+    "EVENER_STATS_DIR",
+    "",
+    "Directory in which every process keeps a statistics file, rewritten every second "
+    "(docs/records.md). Unset: none.",
+    allowed="a directory",
+)
+
 # --- log ---
 
 _LOG = "Log"
@@ -271,6 +339,39 @@ EVENER_LOG = _choice(
     "Least severe message that is printed. Choices that Evener makes are logged at `info` by rank "
     "0, and by every rank at `debug`.",
 )
+
+
+def rust() -> str:
+    """crates/engine/src/settings_generated.rs: what the NCCL plug-in reads without Python."""
+    lines = [
+        "//! Environment variables, made from python/evener/settings.py by `make docs`.",
+        "",
+        "/// Name, default, and what is allowed, of one environment variable.",
+        "#[derive(Debug, Clone, Copy)]",
+        "pub struct Setting {",
+        "    /// The variable.",
+        "    pub name: &'static str,",
+        "    /// Its value where it is unset or empty.",
+        "    pub default: &'static str,",
+        "    /// What it may be, in words.",
+        "    pub allowed: &'static str,",
+        "}",
+    ]
+    for setting in _REGISTRY.values():
+        if setting.group != _NET and setting.name != "EVENER_LOG":
+            continue
+        default = setting.show(setting.default)
+        name = setting.name.removeprefix("EVENER_").removeprefix("NET_")
+        lines += ["", f"/// {setting.meaning}", f"pub const {name}: Setting = Setting {{"]
+        for field, value in (
+            ("name", setting.name),
+            ("default", default),
+            ("allowed", setting.allowed),
+        ):
+            quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'    {field}: "{quoted}",')
+        lines.append("};")
+    return "\n".join(lines) + "\n"
 
 
 def markdown() -> str:

@@ -10,8 +10,9 @@
     reason = "addresses come from Python; each use says why it holds"
 )]
 
+use evener_drive::bench::{self, Scenario};
 use evener_kernels::topk;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 /// An address and a length in elements, as Python hands them over.
@@ -73,8 +74,58 @@ fn topk_with_feedback(
     .map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
+/// One side of a network measurement; see `evener_drive::bench`. For each size: (bytes, messages,
+/// seconds, bytes a second in each direction, half round trip in us, processor seconds, longest
+/// stall in seconds). An empty `plugin` measures a plain TCP stream a comm.
+#[pyfunction]
+#[allow(
+    clippy::too_many_arguments,
+    clippy::type_complexity,
+    reason = "one a field of the scenario and of a run"
+)]
+fn net_bench(
+    py: Python<'_>,
+    rank: u32,
+    control: String,
+    plugin: String,
+    comms: usize,
+    depth: usize,
+    sizes: Vec<usize>,
+    seconds: f64,
+    verify: bool,
+) -> PyResult<Vec<(usize, usize, f64, f64, f64, f64, f64)>> {
+    let scenario = Scenario {
+        rank,
+        control,
+        plugin: (!plugin.is_empty()).then(|| plugin.into()),
+        version: 11,
+        comms: comms.max(1),
+        depth: depth.clamp(1, 32),
+        sizes,
+        seconds,
+        verify,
+    };
+    let runs = py
+        .detach(|| bench::run(&scenario))
+        .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+    let row = |run: bench::Run| {
+        (
+            run.size,
+            run.messages,
+            run.seconds,
+            run.bandwidth,
+            run.latency_us,
+            run.cpu_seconds,
+            run.stall,
+        )
+    };
+    Ok(runs.into_iter().map(row).collect())
+}
+
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::net_bench;
     #[pymodule_export]
     use super::topk_with_feedback;
 }

@@ -8,6 +8,10 @@ from evener._click import LazyGroup
 from evener.bench.collectives.names import COLLECTIVES, plain
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "net": (
+        "evener.bench.net.command:net",
+        "The network as NCCL would use it: single TCP streams against Evener.",
+    ),
     "train": (
         "evener.bench.train.command:train",
         "Synthetic training: images/s and scaling efficiency, column by column.",

@@ -1,0 +1,307 @@
+//! One TCP connection of a worker: frames in, frames out, payload straight from and to the caller's
+//! memory. It knows nothing of messages; the worker tells it where bytes belong.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use evener_proto::PathId;
+use evener_proto::wire::HEADER;
+
+use crate::stats::PathStats;
+use crate::sys::{self, Memory};
+
+/// Bytes of the buffer that headers (and what follows them) are read into.
+const STAGING: usize = 32 << 10;
+
+/// A chunk whose bytes are arriving.
+#[derive(Debug, Clone, Copy)]
+pub struct Arriving {
+    /// The sender's number.
+    pub comm: u64,
+    /// Which message.
+    pub message: u64,
+    /// Where the chunk starts.
+    pub offset: u64,
+    /// Its bytes.
+    pub length: u32,
+    /// How many are there.
+    pub got: u32,
+}
+
+#[derive(Debug)]
+enum Body {
+    None,
+    /// In the caller's memory.
+    Message {
+        comm: u64,
+        message: u64,
+        offset: u64,
+        length: u32,
+    },
+    /// A copy, because the message is over and the frame must still be whole.
+    Copy(Vec<u8>),
+}
+
+#[derive(Debug)]
+struct Item {
+    header: [u8; HEADER],
+    body: Body,
+    /// Bytes of header and body that are written.
+    written: usize,
+}
+
+impl Item {
+    fn length(&self) -> usize {
+        HEADER
+            + match &self.body {
+                Body::None => 0,
+                Body::Message { length, .. } => *length as usize,
+                Body::Copy(bytes) => bytes.len(),
+            }
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Conn {
+    /// The socket.
+    pub fd: OwnedFd,
+    /// The worker's lane that it belongs to.
+    pub lane: usize,
+    /// Its number.
+    pub path: PathId,
+    /// Index of the interface.
+    pub interface: u32,
+    /// There may be something to read.
+    pub readable: bool,
+    /// There may be room.
+    pub writable: bool,
+    /// The peer is done writing.
+    pub hung_up: bool,
+    /// What others may know of it.
+    pub stats: Arc<PathStats>,
+    /// Acknowledged bytes at the last look.
+    pub acknowledged: u64,
+    /// The chunk that is arriving.
+    pub arriving: Option<Arriving>,
+    staging: Box<[u8]>,
+    start: usize,
+    end: usize,
+    out: VecDeque<Item>,
+    queued: usize,
+}
+
+impl Conn {
+    /// A connection that has been greeted and answered.
+    pub fn new(
+        fd: OwnedFd,
+        lane: usize,
+        path: PathId,
+        interface: u32,
+        stats: Arc<PathStats>,
+    ) -> Conn {
+        Conn {
+            fd,
+            lane,
+            path,
+            interface,
+            readable: true,
+            writable: true,
+            hung_up: false,
+            stats,
+            acknowledged: 0,
+            arriving: None,
+            staging: vec![0; STAGING].into_boxed_slice(),
+            start: 0,
+            end: 0,
+            out: VecDeque::new(),
+            queued: 0,
+        }
+    }
+
+    // ---- in ----
+
+    /// The next header in the staging buffer.
+    pub fn header(&mut self) -> Option<[u8; HEADER]> {
+        let header = self.staging[self.start..self.end]
+            .first_chunk::<HEADER>()
+            .copied()?;
+        self.start += HEADER;
+        Some(header)
+    }
+
+    /// Moves what the staging buffer has of the arriving chunk to `place`, its memory from the first
+    /// missing byte on (`None`: nowhere).
+    pub fn unstage(&mut self, place: Option<Memory>) {
+        let Some(arriving) = &mut self.arriving else {
+            return;
+        };
+        let count = (self.end - self.start).min((arriving.length - arriving.got) as usize);
+        if let Some(place) = place {
+            let from = Memory::read_only(&self.staging[self.start..self.start + count]);
+            // SAFETY: the worker resolved `place` just now: a buffer that its owner lends until the
+            // request is finished, and only this worker finishes it. Staging is ours.
+            #[allow(unsafe_code, reason = "the one place where staged bytes are placed")]
+            unsafe {
+                sys::copy(from, place);
+            }
+        }
+        self.start += count;
+        arriving.got += count as u32;
+    }
+
+    /// Bytes in the staging buffer.
+    pub fn staged(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Reads: first to `place`, then to the staging buffer, which must hold less than a header.
+    pub fn fill(&mut self, place: Option<Memory>) -> io::Result<usize> {
+        self.staging.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+        let room = Memory::of(&mut self.staging[self.end..]);
+        let direct = place.map_or(0, |place| place.length);
+        let pieces = [place.unwrap_or(room), room];
+        let pieces = if place.is_some() {
+            &pieces[..]
+        } else {
+            &pieces[1..]
+        };
+        // SAFETY: as in `unstage`; the staging buffer is ours.
+        #[allow(unsafe_code, reason = "the one place where bytes are read")]
+        let got = unsafe { sys::receive(self.fd.as_raw_fd(), pieces) }?;
+        if let Some(arriving) = &mut self.arriving {
+            arriving.got += got.min(direct) as u32;
+        }
+        self.end += got.saturating_sub(direct);
+        if got < direct + room.length && !self.hung_up {
+            self.readable = false;
+        }
+        self.stats.received(got as u64);
+        Ok(got)
+    }
+
+    // ---- out ----
+
+    /// Bytes that are queued here and not in the kernel.
+    pub fn queued(&self) -> usize {
+        self.queued
+    }
+
+    /// Frames that are queued here.
+    pub fn frames(&self) -> usize {
+        self.out.len()
+    }
+
+    /// Queues a frame; `chunk`: (comm, message, offset, length) of the bytes that follow it.
+    pub fn push(&mut self, header: [u8; HEADER], chunk: Option<(u64, u64, u64, u32)>) {
+        let body = match chunk {
+            Some((comm, message, offset, length)) if length > 0 => Body::Message {
+                comm,
+                message,
+                offset,
+                length,
+            },
+            _ => Body::None,
+        };
+        let item = Item {
+            header,
+            body,
+            written: 0,
+        };
+        self.queued += item.length();
+        self.out.push_back(item);
+    }
+
+    /// Writes what the kernel takes; `find` gives the memory of a message. Bytes written.
+    pub fn flush(&mut self, find: impl Fn(u64, u64) -> Option<Memory>) -> io::Result<usize> {
+        let mut pieces = [Memory::of(&mut []); sys::PIECES];
+        let mut count = 0;
+        for item in &self.out {
+            if count + 2 > pieces.len() {
+                break;
+            }
+            if item.written < HEADER {
+                pieces[count] = Memory::read_only(&item.header[item.written..]);
+                count += 1;
+            }
+            let skip = item.written.saturating_sub(HEADER);
+            let body = match &item.body {
+                Body::None => None,
+                Body::Copy(bytes) => Some(Memory::read_only(&bytes[skip..])),
+                Body::Message {
+                    comm,
+                    message,
+                    offset,
+                    length,
+                } => {
+                    let at = offset + skip as u64;
+                    let part = find(*comm, *message)
+                        .and_then(|memory| memory.part(at, *length as usize - skip));
+                    // Cannot be: whoever finishes a message copies its rest first.
+                    Some(part.ok_or(io::ErrorKind::NotFound)?)
+                }
+            };
+            if let Some(body) = body {
+                pieces[count] = body;
+                count += 1;
+            }
+        }
+        // SAFETY: headers and copies are ours; the rest was found just now, is lent until its
+        // request is finished, and only this worker finishes it.
+        #[allow(unsafe_code, reason = "the one place where bytes are written")]
+        let sent = unsafe { sys::send(self.fd.as_raw_fd(), &pieces[..count]) }?;
+        self.queued -= sent;
+        self.stats.sent(sent as u64);
+        let mut left = sent;
+        while let Some(item) = self.out.front_mut() {
+            let step = left.min(item.length() - item.written);
+            item.written += step;
+            left -= step;
+            if item.written < item.length() {
+                break;
+            }
+            self.out.pop_front();
+        }
+        Ok(sent)
+    }
+
+    /// A message is over (or with `None` all of its comm's): what is queued of it is copied, so that
+    /// its memory is not looked at again and the frame ends as it began.
+    pub fn detach(
+        &mut self,
+        comm: u64,
+        message: Option<u64>,
+        find: impl Fn(u64, u64) -> Option<Memory>,
+    ) {
+        for item in &mut self.out {
+            let Body::Message {
+                comm: of,
+                message: number,
+                offset,
+                length,
+            } = item.body
+            else {
+                continue;
+            };
+            if of != comm || message.is_some_and(|message| message != number) {
+                continue;
+            }
+            let mut bytes = vec![0; length as usize];
+            let skip = item.written.saturating_sub(HEADER);
+            let from = find(of, number)
+                .and_then(|memory| memory.part(offset + skip as u64, length as usize - skip));
+            if let Some(from) = from {
+                // SAFETY: as in `flush`; the copy is ours.
+                #[allow(unsafe_code, reason = "the one place where a rest is copied")]
+                unsafe {
+                    sys::copy(from, Memory::of(&mut bytes[skip..]));
+                }
+            }
+            item.body = Body::Copy(bytes);
+        }
+    }
+}

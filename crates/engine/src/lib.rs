@@ -1,0 +1,629 @@
+//! The I/O that drives Evener's protocol: TCP over every path between two nodes.
+//!
+//! # Threads
+//! - *Callers* (NCCL's threads) post requests into slots and look at them. No lock, no system call
+//!   unless a worker sleeps.
+//! - *Workers* ([`worker`]) move bytes. Worker `i` has lane `i` of every peer: its own connections,
+//!   its own protocol state. Message `n` of a comm belongs to lane `n % lanes`, so the work is
+//!   spread without anything being shared.
+//! - *Control* ([`control`]) greets, dials, watches links and writes statistics.
+//!
+//! # Between two processes
+//! All comms between two processes share the lanes' connections. Which process it is is told by a
+//! random number, so a comm's handle finds the connections that are there already.
+//!
+//! # The seam for a packet engine
+//! A worker's connections are byte streams. A packet engine replaces [`conn`] (frames in and out of
+//! a path) and the dialling of TCP in [`control`]; [`evener_proto::Lane`], slots, comms and the
+//! public face stay.
+
+pub mod comm;
+pub mod conn;
+pub mod control;
+pub mod doorbell;
+pub mod hello;
+pub mod nics;
+pub mod records;
+pub mod settings;
+#[rustfmt::skip]
+pub mod settings_generated;
+pub mod slots;
+pub mod stats;
+mod sync;
+pub mod sys;
+pub mod worker;
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use evener_proto::{PathId, Side, Why};
+
+use comm::{ACCEPTED, Comm, DECLINED, Peer, PeerKey, lock};
+use control::{Control, News};
+use hello::{HANDLE, Handle, ProcessId};
+use nics::{Family, Nic};
+pub use slots::{Slot, Status};
+use stats::PathStats;
+pub use sys::Memory;
+use worker::{Task, Worker};
+
+/// How loud a log line is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// Something failed for good.
+    Error,
+    /// Something is wrong.
+    Warn,
+    /// A choice, a change.
+    Info,
+    /// For those who look for something.
+    Debug,
+}
+
+/// Where log lines go.
+pub type Log = Box<dyn Fn(Level, &str) + Send + Sync>;
+
+/// Why something cannot be done.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No interface to use.
+    #[error(
+        "no network interface to use{}: set EVENER_NET_IFNAME (or NCCL_SOCKET_IFNAME) to one that \
+         is up and has an address",
+        .0.as_ref().map(|rule| format!(" ({rule} matches none)")).unwrap_or_default()
+    )]
+    NoInterface(Option<String>),
+    /// A system call failed.
+    #[error("{0}: {1}")]
+    System(&'static str, #[source] std::io::Error),
+    /// Not a handle of this version of Evener.
+    #[error("the handle is not one of this version of Evener: use the same version on all nodes")]
+    Handle,
+    /// The peer has no such listener (any more).
+    #[error("the peer has closed the listener that the handle is for")]
+    Declined,
+    /// The comm failed.
+    #[error(transparent)]
+    Comm(#[from] Why),
+    /// A device number that does not exist.
+    #[error("device {0} does not exist")]
+    Device(usize),
+    /// The engine has stopped, or a thread of it has died.
+    #[error("the engine has stopped")]
+    Stopped,
+}
+
+/// What can be chosen.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Which interfaces: NCCL's rules.
+    pub interfaces: Option<String>,
+    /// Which addresses.
+    pub family: Family,
+    /// Worker threads; 0: by the number of processors.
+    pub workers: usize,
+    /// Connections to a peer at the start, over all lanes and routes.
+    pub flows: usize,
+    /// And at most.
+    pub most_flows: usize,
+    /// Congestion control by name; `None`: by what the system has.
+    pub congestion: Option<String>,
+    /// With no path for this long, a comm fails.
+    pub timeout: Duration,
+    /// Eager slots a comm has over all lanes.
+    pub eager_slots: usize,
+    /// Bytes of each.
+    pub eager_bytes: u64,
+    /// Where statistics are written.
+    pub stats_dir: Option<PathBuf>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            interfaces: None,
+            family: Family::Any,
+            workers: 0,
+            flows: 16,
+            most_flows: 32,
+            congestion: None,
+            timeout: Duration::from_secs(60),
+            eager_slots: 4,
+            eager_bytes: 16 << 10,
+            stats_dir: None,
+        }
+    }
+}
+
+/// What all threads of an engine see.
+pub struct Shared {
+    config: Config,
+    process: ProcessId,
+    token: [u8; 16],
+    nics: Vec<Nic>,
+    port: u16,
+    congestion: Option<String>,
+    workers: Vec<worker::Handle>,
+    waker: sys::Waker,
+    news: Mutex<Vec<News>>,
+    peers: Mutex<HashMap<PeerKey, Arc<Peer>>>,
+    listeners: Mutex<HashMap<u64, Arc<Mailbox>>>,
+    pending: Mutex<HashMap<u64, Arc<Comm>>>,
+    paths: Mutex<HashMap<(bool, PathId), Arc<PathStats>>>,
+    next: AtomicU64,
+    started: Instant,
+    broken: AtomicBool,
+    log: Log,
+}
+
+#[derive(Debug, Default)]
+struct Mailbox {
+    /// Comms that peers want to open.
+    offers: Mutex<VecDeque<(Arc<Peer>, u64)>>,
+    /// Those that not all workers know yet.
+    beginning: Mutex<VecDeque<Arc<Comm>>>,
+}
+
+impl Shared {
+    fn log(&self, level: Level, text: &str) {
+        (self.log)(level, text);
+    }
+
+    fn news(&self, news: News) {
+        lock(&self.news).push(news);
+        self.waker.wake();
+    }
+
+    fn take_news(&self) -> Vec<News> {
+        self.waker.clear();
+        std::mem::take(&mut lock(&self.news))
+    }
+
+    fn control_fd(&self) -> i32 {
+        self.waker.fd()
+    }
+
+    fn random(&self) -> u64 {
+        let mut bytes = [0; 8];
+        match getrandom::fill(&mut bytes) {
+            Ok(()) => u64::from_le_bytes(bytes),
+            // It must differ, no more: tokens are not made here.
+            Err(_) => self.next.fetch_add(1, Ordering::Relaxed) ^ 0x9e37_79b9_7f4a_7c15,
+        }
+    }
+
+    /// The peer with this key, made where it is new.
+    fn peer(
+        &self,
+        key: PeerKey,
+        token: [u8; 16],
+        port: u16,
+        lanes: u8,
+        addresses: &[IpAddr],
+    ) -> Arc<Peer> {
+        let mut peers = lock(&self.peers);
+        peers
+            .entry(key)
+            .or_insert_with(|| {
+                let lanes = self.workers.len().min(usize::from(lanes)).max(1);
+                Arc::new(Peer {
+                    key,
+                    token,
+                    port,
+                    lanes,
+                    addresses: Mutex::new(addresses.to_vec()),
+                    comms: AtomicUsize::new(0),
+                    paths: (0..lanes).map(|_| AtomicUsize::new(0)).collect(),
+                })
+            })
+            .clone()
+    }
+
+    /// A peer wants to open a comm. Whether there is such a listener.
+    fn offer(&self, listener: u64, peer: Arc<Peer>, comm: u64) -> bool {
+        let Some(mailbox) = lock(&self.listeners).get(&listener).cloned() else {
+            return false;
+        };
+        lock(&mailbox.offers).push_back((peer, comm));
+        true
+    }
+}
+
+/// Set for good when a thread of any engine has died: its requests will never finish.
+static DIED: AtomicBool = AtomicBool::new(false);
+
+/// Whether a thread of any engine of this process has died.
+pub fn has_died() -> bool {
+    DIED.load(Ordering::Relaxed)
+}
+
+/// The engine of a process.
+pub struct Engine {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// Where peers' comms arrive.
+#[derive(Debug)]
+pub struct Listener {
+    number: u64,
+    mailbox: Arc<Mailbox>,
+}
+
+fn name_thread<F>(name: String, body: F) -> std::io::Result<JoinHandle<()>>
+where
+    F: FnOnce() + Send + 'static,
+{
+    std::thread::Builder::new().name(name).spawn(body)
+}
+
+impl Engine {
+    /// Finds the interfaces, listens, and starts the threads.
+    ///
+    /// # Errors
+    /// [`Error::NoInterface`], [`Error::System`].
+    pub fn start(config: Config, log: Log) -> Result<Engine, Error> {
+        let all = sys::interfaces().map_err(|e| Error::System("getifaddrs", e))?;
+        let nics = nics::choose(&all, config.interfaces.as_deref(), config.family);
+        if nics.is_empty() {
+            return Err(Error::NoInterface(config.interfaces));
+        }
+        let v6 = nics.iter().any(|nic| nic.address.is_ipv6());
+        let (socket, port) = control::listen(v6).map_err(|e| Error::System("listen", e))?;
+        let mut secret = [0; 32];
+        getrandom::fill(&mut secret)
+            .map_err(|e| Error::System("getrandom", std::io::Error::other(e)))?;
+        let (mut process, mut token) = ([0; 16], [0; 16]);
+        process.copy_from_slice(&secret[..16]);
+        token.copy_from_slice(&secret[16..]);
+        let processors = sys::processors();
+        let workers = match config.workers {
+            0 => (processors / 8).clamp(1, 4),
+            given => given.min(16),
+        };
+        let handles: Result<Vec<_>, _> = (0..workers).map(|_| worker::Handle::new()).collect();
+        let handles = handles.map_err(|e| Error::System("eventfd", e))?;
+        let (congestion, why) = congestion(&socket, config.congestion.as_deref());
+        let shared = Arc::new(Shared {
+            config,
+            process,
+            token,
+            nics,
+            port,
+            congestion,
+            workers: handles,
+            waker: sys::Waker::new().map_err(|e| Error::System("eventfd", e))?,
+            news: Mutex::new(Vec::new()),
+            peers: Mutex::new(HashMap::new()),
+            listeners: Mutex::new(HashMap::new()),
+            pending: Mutex::new(HashMap::new()),
+            paths: Mutex::new(HashMap::new()),
+            next: AtomicU64::new(1),
+            started: Instant::now(),
+            broken: AtomicBool::new(false),
+            log,
+        });
+        let engine = Engine {
+            shared: shared.clone(),
+            threads: Mutex::new(Vec::new()),
+        };
+        let control = Control::new(shared.clone(), socket);
+        let control = control.map_err(|e| Error::System("epoll", e))?;
+        engine.spawn("evener-net".into(), move || control.run())?;
+        for index in 0..workers {
+            let worker = Worker::new(index, shared.clone());
+            let worker = worker.map_err(|e| Error::System("epoll", e))?;
+            engine.spawn(format!("evener-net-{index}"), move || worker.run())?;
+        }
+        let nics: Vec<String> = shared
+            .nics
+            .iter()
+            .map(|nic| format!("{} {} ({} Mb/s)", nic.name, nic.address, nic.speed))
+            .collect();
+        shared.log(
+            Level::Info,
+            &format!(
+                "TCP engine over {}; {workers} worker(s) for {processors} processor(s), {} flows to \
+                 a peer at the start and at most {}, congestion control {why}",
+                nics.join(", "),
+                shared.config.flows,
+                shared.config.most_flows,
+            ),
+        );
+        Ok(engine)
+    }
+
+    fn spawn<F>(&self, name: String, body: F) -> Result<(), Error>
+    where
+        F: FnOnce() + Send + 'static,
+    {
+        let shared = self.shared.clone();
+        let thread = name_thread(name, move || {
+            sys::block_signals();
+            let body = std::panic::AssertUnwindSafe(body);
+            if std::panic::catch_unwind(body).is_err() {
+                shared.broken.store(true, Ordering::SeqCst);
+                DIED.store(true, Ordering::SeqCst);
+                shared.log(Level::Error, "a thread of the engine died: all comms fail");
+            }
+        });
+        let thread = thread.map_err(|e| Error::System("thread", e))?;
+        lock(&self.threads).push(thread);
+        Ok(())
+    }
+
+    /// The NICs in use.
+    pub fn nics(&self) -> &[Nic] {
+        &self.shared.nics
+    }
+
+    /// Whether a thread has died: nothing will complete.
+    pub fn is_broken(&self) -> bool {
+        self.shared.broken.load(Ordering::Relaxed)
+    }
+
+    /// What each path did.
+    pub fn paths(&self) -> Vec<stats::PathReport> {
+        lock(&self.shared.paths)
+            .values()
+            .map(|stats| stats.report())
+            .collect()
+    }
+
+    /// The TCP port that peers connect to.
+    pub fn port(&self) -> u16 {
+        self.shared.port
+    }
+
+    /// Cuts up to `count` paths, as a network would: for tests of healing.
+    pub fn cut_paths(&self, count: usize) {
+        let paths: Vec<PathId> = lock(&self.shared.paths)
+            .keys()
+            .map(|(_, path)| *path)
+            .take(count)
+            .collect();
+        let peers: Vec<PeerKey> = lock(&self.shared.peers).keys().copied().collect();
+        for worker in &self.shared.workers {
+            for (peer, path) in peers
+                .iter()
+                .flat_map(|peer| paths.iter().map(|p| (*peer, *p)))
+            {
+                worker.ask(Task::Drop(peer, path));
+            }
+        }
+    }
+
+    /// Says something in the engine's log.
+    pub fn log(&self, level: Level, text: &str) {
+        self.shared.log(level, text);
+    }
+
+    /// A listener, and the handle for those who shall connect to it.
+    pub fn listen(&self) -> (Listener, [u8; HANDLE]) {
+        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let mailbox = Arc::new(Mailbox::default());
+        lock(&self.shared.listeners).insert(number, mailbox.clone());
+        let handle = Handle {
+            process: self.shared.process,
+            token: self.shared.token,
+            listener: number,
+            port: self.shared.port,
+            lanes: self.shared.workers.len() as u8,
+            addresses: self.shared.nics.iter().map(|nic| nic.address).collect(),
+        };
+        (Listener { number, mailbox }, handle.emit())
+    }
+
+    /// Takes no more comms for this listener. Those that were not accepted are declined.
+    pub fn close_listener(&self, listener: &Listener) {
+        lock(&self.shared.listeners).remove(&listener.number);
+        let offers = std::mem::take(&mut *lock(&listener.mailbox.offers));
+        for (peer, comm) in offers {
+            self.shared.workers[0].ask(Task::Decline(peer.key, comm));
+        }
+        let beginning = std::mem::take(&mut *lock(&listener.mailbox.beginning));
+        for comm in beginning {
+            self.release(&comm);
+        }
+    }
+
+    /// Connects to a listener without ever blocking: call it again, with the same bytes, until it
+    /// gives a comm.
+    ///
+    /// # Errors
+    /// [`Error::Handle`], [`Error::Declined`], [`Error::Comm`].
+    pub fn connect(&self, handle: &mut [u8; HANDLE]) -> Result<Option<Arc<Comm>>, Error> {
+        if self.is_broken() {
+            return Err(Error::Stopped);
+        }
+        let cookie = Handle::cookie(handle);
+        let known = lock(&self.shared.pending).get(&cookie).cloned();
+        if let Some(comm) = known {
+            let result = match (comm.failure(), comm.opened.load(Ordering::Acquire)) {
+                (Some(why), _) => Err(Error::Comm(why)),
+                (None, DECLINED) => Err(Error::Declined),
+                (None, ACCEPTED) if comm.is_registered() => Ok(Some(comm.clone())),
+                _ => return Ok(None),
+            };
+            lock(&self.shared.pending).remove(&cookie);
+            Handle::set_cookie(handle, 0);
+            if result.is_err() {
+                self.release(&comm);
+            }
+            return result;
+        }
+        let parsed = Handle::parse(handle).ok_or(Error::Handle)?;
+        let key = PeerKey {
+            process: parsed.process,
+            mirror: false,
+        };
+        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let comm = {
+            // Control forgets a peer without comms: hold its lock until there is one.
+            let peer = self.shared.peer(
+                key,
+                parsed.token,
+                parsed.port,
+                parsed.lanes,
+                &parsed.addresses,
+            );
+            let peers = lock(&self.shared.peers);
+            let comm = Comm::new(number, Side::Send, peer.clone());
+            drop(peers);
+            let peers = &mut *lock(&self.shared.peers);
+            peers.entry(key).or_insert(peer);
+            comm
+        };
+        self.begin(&comm, Some(parsed.listener));
+        self.shared.news(News::Want(key));
+        lock(&self.shared.pending).insert(number, comm);
+        Handle::set_cookie(handle, number);
+        Ok(None)
+    }
+
+    fn begin(&self, comm: &Arc<Comm>, listener: Option<u64>) {
+        for lane in 0..comm.peer.lanes {
+            let listener = listener.filter(|_| lane == 0);
+            self.shared.workers[lane].ask(Task::Begin(comm.clone(), listener));
+        }
+    }
+
+    /// Accepts a comm without ever blocking: call it again until it gives one.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`].
+    pub fn accept(&self, listener: &Listener) -> Result<Option<Arc<Comm>>, Error> {
+        if self.is_broken() {
+            return Err(Error::Stopped);
+        }
+        while let Some((peer, number)) = lock(&listener.mailbox.offers).pop_front() {
+            let comm = Comm::new(number, Side::Receive, peer);
+            self.begin(&comm, None);
+            lock(&listener.mailbox.beginning).push_back(comm);
+        }
+        let mut beginning = lock(&listener.mailbox.beginning);
+        let Some(place) = beginning.iter().position(|comm| comm.is_registered()) else {
+            return Ok(None);
+        };
+        let comm = beginning.remove(place);
+        if let Some(comm) = &comm {
+            self.shared.workers[0].ask(Task::Accept(comm.clone()));
+        }
+        Ok(comm)
+    }
+
+    /// Posts a message (on a sending comm) or a buffer (on a receiving one). `None`: no slot is
+    /// free, try again.
+    ///
+    /// # Errors
+    /// [`Error::Comm`], [`Error::Stopped`].
+    ///
+    /// # Safety
+    /// The memory may be read (sending) or written (receiving) by other threads until
+    /// [`Slot::test`] says that the request is finished, or [`Engine::release`] or
+    /// [`Engine::withdraw`] has returned. One thread at a time posts to a comm.
+    #[allow(
+        unsafe_code,
+        reason = "the contract is the caller's; nothing is dereferenced here"
+    )]
+    pub unsafe fn post<'a>(
+        &self,
+        comm: &'a Comm,
+        memory: Memory,
+    ) -> Result<Option<&'a Slot>, Error> {
+        if let Some(why) = comm.failure() {
+            return Err(Error::Comm(why));
+        }
+        if self.is_broken() {
+            return Err(Error::Stopped);
+        }
+        let Some(number) = comm.slots.vacant() else {
+            return Ok(None);
+        };
+        let slot = comm.slots.post(number, memory);
+        let lane = (number % comm.peer.lanes as u64) as usize;
+        self.shared.workers[lane].ring(comm.bits[lane].load(Ordering::Relaxed));
+        Ok(Some(slot))
+    }
+
+    /// Ends a comm. When this returns, no memory of its requests is used any more.
+    pub fn release(&self, comm: &Arc<Comm>) {
+        for lane in 0..comm.peer.lanes {
+            self.shared.workers[lane].ask(Task::Release(comm.clone()));
+        }
+        let mut patience = 0;
+        while comm.released.load(Ordering::Acquire) < comm.peer.lanes && !self.is_broken() {
+            // A worker's turn is a few microseconds; asleep, it has just been woken.
+            patience += 1;
+            if patience < 100 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+    }
+
+    /// Makes sure that no unfinished request of a comm uses this memory: where one does, the comm
+    /// ends. When this returns, the memory is not used any more.
+    pub fn withdraw(&self, comm: &Arc<Comm>, memory: Memory) {
+        let start = memory.start as usize;
+        if comm.slots.uses(start, start.saturating_add(memory.length)) {
+            comm.fail(Why::PeerClosed);
+            self.release(comm);
+        }
+    }
+
+    /// Stops all threads and closes all connections.
+    pub fn stop(&self) {
+        for comm in std::mem::take(&mut *lock(&self.shared.pending)).into_values() {
+            self.release(&comm);
+        }
+        for worker in &self.shared.workers {
+            worker.ask(Task::Stop);
+        }
+        self.shared.news(News::Stop);
+        for thread in std::mem::take(&mut *lock(&self.threads)) {
+            let _ = thread.join();
+        }
+        // From here on nobody answers; and what was handed over last is closed, not kept.
+        self.shared.broken.store(true, Ordering::SeqCst);
+        for worker in &self.shared.workers {
+            worker.clear();
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Which congestion control to ask for, and in words what is in force and why.
+fn congestion(socket: &socket2::Socket, asked: Option<&str>) -> (Option<String>, String) {
+    use std::os::fd::AsRawFd;
+    let fd = socket.as_raw_fd();
+    let default = sys::congestion(fd).unwrap_or_default();
+    let wish = match asked {
+        Some(name) => Some(name),
+        // Without the fq qdisc bbr paces by timers of its own, and floods shallow queues.
+        None if default == "bbr" => Some("cubic"),
+        None => None,
+    };
+    match wish {
+        None => (None, format!("{default} (the system's)")),
+        Some(name) => match sys::set_congestion(fd, name) {
+            Ok(()) if asked.is_some() => (Some(name.into()), format!("{name} (asked for)")),
+            Ok(()) => (
+                Some(name.into()),
+                format!("{name} (in place of the system's {default}: shallow queues)"),
+            ),
+            Err(error) => (None, format!("{default} ({name} is refused: {error})")),
+        },
+    }
+}

@@ -1,0 +1,174 @@
+//! Which interfaces carry the traffic.
+//!
+//! The rules are NCCL's for NCCL_SOCKET_IFNAME: a list of prefixes, `=` in front of the list for
+//! exact names, `^` for all but these. EVENER_NET_IFNAME has the same form and goes first. Without
+//! either: all that run, less loopback, container bridges and link-local addresses; loopback only
+//! where there is nothing else. A driver is never looked at: a pod's eth0 is a veth.
+
+use std::net::IpAddr;
+
+use crate::sys::Interface;
+
+/// Most NICs of one node.
+pub const MOST: usize = 16;
+
+/// A NIC that carries traffic.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nic {
+    /// The kernel's name.
+    pub name: String,
+    /// The kernel's number.
+    pub index: u32,
+    /// The address that its connections are bound to.
+    pub address: IpAddr,
+    /// Mb/s, as the driver says; 10000 where it does not.
+    pub speed: u32,
+}
+
+/// Which address of a NIC to take where it has several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// IPv4 where there is one.
+    Any,
+    /// IPv4 only.
+    V4,
+    /// IPv6 only.
+    V6,
+}
+
+const CONTAINERS: [&str; 6] = ["docker", "br-", "virbr", "podman", "cni", "lxc"];
+
+fn link_local(address: &IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => (v6.segments()[0] & 0xffc0) == 0xfe80,
+    }
+}
+
+/// Whether `rule` (see the module) takes an interface of this name.
+pub fn matches(rule: &str, name: &str) -> bool {
+    let (wanted, rest) = match rule.strip_prefix('^') {
+        Some(rest) => (false, rest),
+        None => (true, rule),
+    };
+    let (exact, rest) = match rest.strip_prefix('=') {
+        Some(rest) => (true, rest),
+        None => (false, rest),
+    };
+    let hit = rest.split(',').filter(|one| !one.is_empty()).any(|one| {
+        // NCCL allows name:port; the port is not ours.
+        let one = one.split(':').next().unwrap_or(one);
+        if exact {
+            name == one
+        } else {
+            name.starts_with(one)
+        }
+    });
+    hit == wanted
+}
+
+/// The NICs to use out of all addresses.
+pub fn choose(all: &[Interface], rule: Option<&str>, family: Family) -> Vec<Nic> {
+    let usable = |one: &&Interface| {
+        one.running
+            && !link_local(&one.address)
+            && match family {
+                Family::Any => true,
+                Family::V4 => one.address.is_ipv4(),
+                Family::V6 => one.address.is_ipv6(),
+            }
+    };
+    let by_default = |one: &&Interface| {
+        !one.loopback && !CONTAINERS.iter().any(|start| one.name.starts_with(start))
+    };
+    let mut picked: Vec<&Interface> = match rule {
+        Some(rule) => all
+            .iter()
+            .filter(usable)
+            .filter(|one| matches(rule, &one.name))
+            .collect(),
+        None => all.iter().filter(usable).filter(by_default).collect(),
+    };
+    if picked.is_empty() && rule.is_none() {
+        picked = all
+            .iter()
+            .filter(usable)
+            .filter(|one| one.loopback)
+            .collect();
+    }
+    // One address a NIC: IPv4 before IPv6, else the first.
+    picked.sort_by_key(|one| (one.index, one.address.is_ipv6()));
+    picked.dedup_by_key(|one| one.index);
+    picked.truncate(MOST);
+    picked
+        .into_iter()
+        .map(|one| Nic {
+            name: one.name.clone(),
+            index: one.index,
+            address: one.address,
+            speed: speed(&one.name),
+        })
+        .collect()
+}
+
+fn speed(name: &str) -> u32 {
+    std::fs::read_to_string(format!("/sys/class/net/{name}/speed"))
+        .ok()
+        .and_then(|text| text.trim().parse().ok())
+        .filter(|speed| *speed > 0)
+        .unwrap_or(10_000)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn interface(name: &str, index: u32, address: &str) -> Interface {
+        Interface {
+            name: name.into(),
+            index,
+            address: address.parse().unwrap(),
+            running: true,
+            loopback: name == "lo",
+        }
+    }
+
+    fn names(rule: Option<&str>, family: Family) -> Vec<String> {
+        let all = [
+            interface("lo", 1, "127.0.0.1"),
+            interface("eth0", 2, "10.0.0.1"),
+            interface("eth0", 2, "fe80::1"),
+            interface("eth1", 3, "169.254.3.4"),
+            interface("eth10", 4, "fd00::2"),
+            interface("docker0", 5, "172.17.0.1"),
+        ];
+        let nics = choose(&all, rule, family);
+        nics.into_iter().map(|nic| nic.name).collect()
+    }
+
+    #[test]
+    fn the_default_takes_what_a_network_is_made_of() {
+        assert_eq!(names(None, Family::Any), ["eth0", "eth10"]);
+        assert_eq!(names(None, Family::V4), ["eth0"]);
+        assert_eq!(names(None, Family::V6), ["eth10"]);
+    }
+
+    #[test]
+    fn rules_are_nccls() {
+        assert_eq!(names(Some("eth"), Family::Any), ["eth0", "eth10"]);
+        assert_eq!(names(Some("=eth1"), Family::Any), [""; 0]);
+        assert_eq!(names(Some("=eth10,lo"), Family::Any), ["lo", "eth10"]);
+        assert_eq!(names(Some("^eth,lo"), Family::Any), ["docker0"]);
+        assert_eq!(
+            names(Some("^=eth0"), Family::Any),
+            ["lo", "eth10", "docker0"]
+        );
+        assert_eq!(names(Some("docker0"), Family::Any), ["docker0"]);
+    }
+
+    #[test]
+    fn loopback_is_used_where_there_is_nothing_else() {
+        let nics = choose(&[interface("lo", 1, "127.0.0.1")], None, Family::Any);
+        assert_eq!(nics[0].name, "lo");
+    }
+}

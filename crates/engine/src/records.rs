@@ -1,0 +1,113 @@
+//! The statistics file of a process (docs/records.md): written beside its name and renamed into
+//! place, so that a reader never sees half of one.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use crate::Shared;
+use crate::comm::lock;
+
+fn text(value: &str) -> String {
+    let mut out = String::from("\"");
+    for c in value.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            c if (c as u32) < 0x20 => {
+                let _ = write!(out, "\\u{:04x}", c as u32);
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
+fn first_set(names: &[&str]) -> String {
+    names
+        .iter()
+        .find_map(|name| std::env::var(name).ok()?.parse::<i64>().ok())
+        .map_or("null".into(), |rank| rank.to_string())
+}
+
+/// The record as JSON.
+pub fn json(shared: &Shared) -> String {
+    let mut out = String::new();
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let time = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0.0, |time| time.as_secs_f64());
+    let rank = first_set(&["RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"]);
+    let _ = write!(
+        out,
+        "{{\"version\":1,\"pid\":{},\"rank\":{rank},\"host\":{},\"time\":{time:.3},\"net\":{{",
+        std::process::id(),
+        text(host.trim()),
+    );
+    let devices: Vec<String> = shared
+        .nics
+        .iter()
+        .map(|nic| {
+            format!(
+                "{{\"name\":{},\"address\":{},\"speed_mbps\":{}}}",
+                text(&nic.name),
+                text(&nic.address.to_string()),
+                nic.speed
+            )
+        })
+        .collect();
+    let peers: Vec<String> = lock(&shared.peers)
+        .values()
+        .map(|peer| {
+            format!(
+                "{{\"peer\":{},\"lanes\":{},\"connections\":{},\"comms\":{}}}",
+                text(&peer.name()),
+                peer.lanes,
+                peer.connections(),
+                peer.comms.load(std::sync::atomic::Ordering::Relaxed)
+            )
+        })
+        .collect();
+    let paths: Vec<String> = lock(&shared.paths)
+        .values()
+        .map(|stats| {
+            let path = stats.report();
+            format!(
+                "{{\"peer\":{},\"nic\":{},\"source_port\":{},\"state\":\"{}\",\"bytes_sent\":{},\
+                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"retransmits\":{},\"heals\":{}}}",
+                text(&path.peer),
+                text(&path.nic),
+                path.port,
+                if path.suspect { "suspect" } else { "live" },
+                path.sent,
+                path.received,
+                path.rate,
+                path.rtt_us,
+                path.retransmits,
+                path.heals
+            )
+        })
+        .collect();
+    let _ = write!(
+        out,
+        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
+        shared.started.elapsed().as_secs_f64(),
+        devices.join(","),
+        peers.join(","),
+        paths.join(",")
+    );
+    out.push('\n');
+    out
+}
+
+/// Writes `directory/net-<pid>.json`.
+///
+/// # Errors
+/// The directory cannot be made or written.
+pub fn write(shared: &Shared, directory: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(directory)?;
+    let name = format!("net-{}.json", std::process::id());
+    let part = directory.join(format!(".{name}.part"));
+    std::fs::write(&part, json(shared))?;
+    std::fs::rename(&part, directory.join(name))
+}

@@ -1,0 +1,75 @@
+//! Environment variables, made from python/evener/settings.py by `make docs`.
+
+/// Name, default, and what is allowed, of one environment variable.
+#[derive(Debug, Clone, Copy)]
+pub struct Setting {
+    /// The variable.
+    pub name: &'static str,
+    /// Its value where it is unset or empty.
+    pub default: &'static str,
+    /// What it may be, in words.
+    pub allowed: &'static str,
+}
+
+/// Interfaces that carry NCCL's traffic, by the rules of NCCL_SOCKET_IFNAME (prefixes; `=` exact names; `^` all but these), which is used where this is unset. Neither set: all that run, less loopback, container bridges and link-local addresses.
+pub const IFNAME: Setting = Setting {
+    name: "EVENER_NET_IFNAME",
+    default: "",
+    allowed: "a list such as eth0,eth1 or =eth0 or ^docker",
+};
+
+/// What NCCL sees: one device that uses all NICs, or one device a NIC.
+pub const DEVICES: Setting = Setting {
+    name: "EVENER_NET_DEVICES",
+    default: "aggregate",
+    allowed: "aggregate or nic",
+};
+
+/// Speed in Mb/s that NCCL is told of; it steers the choice between tree and ring. 0: the sum of what the NICs' drivers say.
+pub const SPEED: Setting = Setting {
+    name: "EVENER_NET_SPEED",
+    default: "0",
+    allowed: "a whole number, 0 or more",
+};
+
+/// Worker threads of a process. 0: one for every eight processors it may use, 1 to 4.
+pub const WORKERS: Setting = Setting {
+    name: "EVENER_NET_WORKERS",
+    default: "0",
+    allowed: "a whole number, 0 to 16",
+};
+
+/// TCP connections between two processes at the start. More are opened while throughput grows, up to twice as many.
+pub const FLOWS: Setting = Setting {
+    name: "EVENER_NET_FLOWS",
+    default: "16",
+    allowed: "a whole number, 1 to 128",
+};
+
+/// Congestion control of the connections. Unset: the system's, but cubic in place of bbr.
+pub const CONGESTION: Setting = Setting {
+    name: "EVENER_NET_CONGESTION",
+    default: "",
+    allowed: "a name from net.ipv4.tcp_allowed_congestion_control",
+};
+
+/// Seconds for which every path to a peer may be dead before its communicators get an error.
+pub const TIMEOUT: Setting = Setting {
+    name: "EVENER_NET_TIMEOUT",
+    default: "60",
+    allowed: "a number of seconds above 0",
+};
+
+/// Directory in which every process keeps a statistics file, rewritten every second (docs/records.md). Unset: none.
+pub const STATS_DIR: Setting = Setting {
+    name: "EVENER_STATS_DIR",
+    default: "",
+    allowed: "a directory",
+};
+
+/// Least severe message that is printed. Choices that Evener makes are logged at `info` by rank 0, and by every rank at `debug`.
+pub const LOG: Setting = Setting {
+    name: "EVENER_LOG",
+    default: "info",
+    allowed: "error or warning or info or debug",
+};

@@ -1,0 +1,325 @@
+//! Two engines in one process, over loopback: everything but the network is real.
+
+#![allow(unsafe_code, reason = "memory is lent to the engine as NCCL lends it")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use evener_engine::comm::Comm;
+use evener_engine::{Config, Engine, Error, Memory, Slot, Status};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn engine(workers: usize) -> Engine {
+    engine_with(Config {
+        interfaces: Some("lo".into()),
+        workers,
+        flows: 4,
+        most_flows: 8,
+        ..Config::default()
+    })
+}
+
+fn engine_with(config: Config) -> Engine {
+    let verbose = std::env::var_os("EVENER_TEST_LOG").is_some();
+    let log = move |level, text: &str| {
+        if verbose {
+            eprintln!("{level:?} {text}");
+        }
+    };
+    Engine::start(config, Box::new(log)).unwrap()
+}
+
+fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + LIMIT;
+    loop {
+        if let Some(value) = step() {
+            return value;
+        }
+        assert!(Instant::now() < end, "nothing happened for {LIMIT:?}");
+        std::thread::yield_now();
+    }
+}
+
+/// A comm from `a` to `b`.
+fn pair(a: &Engine, b: &Engine) -> (Arc<Comm>, Arc<Comm>) {
+    let (listener, mut handle) = b.listen();
+    let (mut send, mut receive) = (None, None);
+    until(|| {
+        if send.is_none() {
+            send = a.connect(&mut handle).unwrap();
+        }
+        if receive.is_none() {
+            receive = b.accept(&listener).unwrap();
+        }
+        (send.is_some() && receive.is_some()).then_some(())
+    });
+    b.close_listener(&listener);
+    (send.unwrap(), receive.unwrap())
+}
+
+fn post<'a>(engine: &Engine, comm: &'a Comm, bytes: &mut [u8]) -> Option<&'a Slot> {
+    // SAFETY: every test keeps its buffers until the request is finished or the comm released.
+    unsafe { engine.post(comm, Memory::of(bytes)) }.unwrap()
+}
+
+fn finish(slot: &Slot) -> usize {
+    until(|| match slot.test() {
+        Status::Pending => None,
+        Status::Done(length) => Some(length),
+        Status::Failed(_) => panic!("the request failed"),
+    })
+}
+
+fn pattern(seed: usize, length: usize) -> Vec<u8> {
+    (0..length)
+        .map(|at| (seed * 131 + at * 7 + (at >> 9)) as u8)
+        .collect()
+}
+
+#[test]
+fn messages_of_all_sizes_arrive() {
+    for workers in [1, 2] {
+        let (a, b) = (engine(workers), engine(workers));
+        let (send, receive) = pair(&a, &b);
+        let sizes = [
+            0,
+            1,
+            100,
+            4096,
+            16384,
+            16385,
+            65536,
+            65537,
+            1 << 20,
+            5_000_001,
+        ];
+        for (seed, size) in sizes.into_iter().enumerate() {
+            let mut from = pattern(seed, size);
+            let mut to = vec![0xaa; size + 10];
+            // Half of the time the data is there before its buffer.
+            let early = seed % 2 == 0;
+            let posted = (!early).then(|| post(&b, &receive, &mut to).unwrap());
+            let sent = post(&a, &send, &mut from).unwrap();
+            if early {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let posted = posted.unwrap_or_else(|| post(&b, &receive, &mut to).unwrap());
+            assert_eq!(finish(posted), size);
+            assert_eq!(finish(sent), size);
+            assert_eq!(to[..size], pattern(seed, size));
+            assert!(to[size..].iter().all(|byte| *byte == 0xaa));
+        }
+        a.release(&send);
+        b.release(&receive);
+    }
+}
+
+#[test]
+fn many_in_flight_both_ways_keep_their_order() {
+    let (a, b) = (engine(2), engine(2));
+    let (ab, ba) = (pair(&a, &b), pair(&b, &a));
+    let count = 200;
+    std::thread::scope(|scope| {
+        for (engine, comm, receiving) in [
+            (&a, &ab.0, false),
+            (&b, &ab.1, true),
+            (&b, &ba.0, false),
+            (&a, &ba.1, true),
+        ] {
+            scope.spawn(move || {
+                let mut flying: std::collections::VecDeque<(usize, Vec<u8>, &Slot)> =
+                    std::collections::VecDeque::new();
+                let mut next = 0;
+                while next < count || !flying.is_empty() {
+                    if next < count && flying.len() < 8 {
+                        let size = next * 997 % 300_000;
+                        let mut bytes = if receiving {
+                            vec![0; size]
+                        } else {
+                            pattern(next, size)
+                        };
+                        let slot = until(|| post(engine, comm, &mut bytes));
+                        flying.push_back((next, bytes, slot));
+                        next += 1;
+                        continue;
+                    }
+                    let (number, bytes, slot) = flying.pop_front().unwrap();
+                    assert_eq!(finish(slot), number * 997 % 300_000);
+                    if receiving {
+                        assert_eq!(bytes, pattern(number, bytes.len()));
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_comm_to_oneself_works() {
+    let a = engine(1);
+    let (send, receive) = pair(&a, &a);
+    let (mut from, mut to) = (pattern(3, 300_000), vec![0; 300_000]);
+    let posted = post(&a, &receive, &mut to).unwrap();
+    let sent = post(&a, &send, &mut from).unwrap();
+    finish(posted);
+    finish(sent);
+    assert_eq!(from, to);
+}
+
+#[test]
+fn connections_that_are_cut_cost_nothing_but_time() {
+    let (a, b) = (engine(1), engine(1));
+    let (send, receive) = pair(&a, &b);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Cuts whatever there is, again and again, as a flapping link would.
+            while !stop.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(30));
+                a.cut_paths(2);
+            }
+        });
+        for number in 0..200 {
+            let size = 1 + number * 7919 % 2_000_000;
+            let (mut from, mut to) = (pattern(number, size), vec![0; size]);
+            let posted = post(&b, &receive, &mut to).unwrap();
+            let sent = post(&a, &send, &mut from).unwrap();
+            assert_eq!(finish(posted), size);
+            assert_eq!(finish(sent), size);
+            assert_eq!(from, to);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn strangers_stop_nothing() {
+    let (a, b) = (engine(1), engine(1));
+    let mut strangers = Vec::new();
+    for number in 0..300 {
+        let Ok(mut stranger) = TcpStream::connect(("127.0.0.1", b.port())) else {
+            continue;
+        };
+        match number % 3 {
+            0 => {}
+            1 => {
+                let _ = stranger.write_all(b"GET / HTTP/1.1\r\n\r\n");
+            }
+            // Half a greeting.
+            _ => {
+                let _ = stranger.write_all(b"EVENER\0\x01 and nothing more");
+            }
+        }
+        strangers.push(stranger);
+    }
+    let (send, receive) = pair(&a, &b);
+    let (mut from, mut to) = (pattern(1, 1000), vec![0; 1000]);
+    let posted = post(&b, &receive, &mut to).unwrap();
+    let sent = post(&a, &send, &mut from).unwrap();
+    finish(posted);
+    finish(sent);
+    // Those who spoke wrong are closed, without a word.
+    let mut wrong = strangers.swap_remove(1);
+    wrong.set_read_timeout(Some(LIMIT)).unwrap();
+    assert!(matches!(wrong.read(&mut [0; 16]), Ok(0) | Err(_)));
+}
+
+#[test]
+fn closing_with_requests_in_flight_fails_the_other_end() {
+    let (a, b) = (engine(1), engine(1));
+    let (send, receive) = pair(&a, &b);
+    let (other_send, other_receive) = pair(&a, &b);
+    let mut to = vec![0; 4 << 20];
+    let posted = post(&b, &receive, &mut to).unwrap();
+    let mut from = vec![1; 4 << 20];
+    post(&a, &send, &mut from).unwrap();
+    a.release(&send);
+    drop(from);
+    until(|| match posted.test() {
+        Status::Pending => None,
+        Status::Failed(_) | Status::Done(_) => Some(()),
+    });
+    b.release(&receive);
+    drop(to);
+    // The other comm between the same two is untouched.
+    let (mut from, mut to) = (pattern(1, 100_000), vec![0; 100_000]);
+    let posted = post(&b, &other_receive, &mut to).unwrap();
+    post(&a, &other_send, &mut from).unwrap();
+    finish(posted);
+    assert_eq!(from, to);
+}
+
+#[test]
+fn a_message_that_is_too_long_is_refused_on_both_ends() {
+    let (a, b) = (engine(1), engine(1));
+    let (send, receive) = pair(&a, &b);
+    let mut to = vec![0xaa; 100];
+    let posted = post(&b, &receive, &mut to).unwrap();
+    let mut from = vec![1; 101];
+    let sent = post(&a, &send, &mut from).unwrap();
+    for slot in [posted, sent] {
+        until(|| matches!(slot.test(), Status::Failed(_)).then_some(()));
+    }
+    assert!(to.iter().all(|byte| *byte == 0xaa));
+    for comm in [&send, &receive] {
+        let why = comm.failure().unwrap().to_string();
+        assert_eq!(why, "a message of 101 bytes came for a buffer of 100");
+    }
+}
+
+#[test]
+fn a_closed_listener_declines() {
+    let (a, b) = (engine(1), engine(1));
+    let (listener, mut handle) = b.listen();
+    b.close_listener(&listener);
+    let refused = until(|| a.connect(&mut handle).err());
+    assert!(matches!(refused, Error::Declined));
+}
+
+#[test]
+fn a_peer_that_is_gone_is_an_error_after_the_timeout_and_not_before() {
+    let patient = |timeout| Config {
+        interfaces: Some("lo".into()),
+        workers: 1,
+        flows: 2,
+        timeout,
+        ..Config::default()
+    };
+    let a = engine_with(patient(Duration::from_millis(400)));
+    let b = engine_with(patient(Duration::from_secs(60)));
+    let (send, receive) = pair(&a, &b);
+    drop(receive);
+    b.stop();
+    let gone = Instant::now();
+    let mut from = vec![1; 1 << 20];
+    let slot = post(&a, &send, &mut from).unwrap();
+    until(|| matches!(slot.test(), Status::Failed(_)).then_some(()));
+    assert!(gone.elapsed() >= Duration::from_millis(390));
+    a.release(&send);
+}
+
+#[test]
+fn comms_come_and_go_without_growth() {
+    let (a, b) = (engine(1), engine(1));
+    drop(pair(&a, &b));
+    let count = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    for round in 0..100 {
+        let (send, receive) = pair(&a, &b);
+        let (mut from, mut to) = (pattern(round, 1000), vec![0; 1000]);
+        let posted = post(&b, &receive, &mut to).unwrap();
+        let sent = post(&a, &send, &mut from).unwrap();
+        finish(posted);
+        finish(sent);
+        a.release(&send);
+        b.release(&receive);
+    }
+    // Other tests run in this process: what 100 leaked comms would cost is far above their noise.
+    let flows = a.paths().len() + b.paths().len();
+    assert!(flows <= 2 * 8 + 4, "{flows} connections");
+    assert!(count() < 3000);
+}

@@ -1,0 +1,724 @@
+//! A lane: the comms and paths that one worker on either side carries between two processes.
+//!
+//! The driver's loop:
+//! - a frame came on a path: [`Lane::receive`]; for a chunk, ask [`Lane::place`] before each read of
+//!   its bytes, then [`Lane::filled`];
+//! - a path has room: [`Lane::transmit`] until `None`;
+//! - a path opened, ended, was looked at: [`Lane::path_up`], [`Lane::path_down`], [`Lane::report`];
+//! - [`Lane::deadline`] has come: [`Lane::on_time`];
+//! - after any of these: [`Lane::event`] until `None`.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::time::Duration;
+
+use crate::path::{Change, Path, PathId, PathState, Report};
+use crate::receive::{Outcome, Place, ReceiveComm};
+use crate::send::SendComm;
+use crate::wire::Frame;
+
+/// What both sides of a lane must agree on, and how patient it is.
+#[derive(Debug, Clone, Copy)]
+pub struct LaneConfig {
+    /// Eager slots a comm has in this lane.
+    pub eager_slots: usize,
+    /// Bytes of an eager slot.
+    pub eager_bytes: u64,
+    /// With no path for this long, comms fail.
+    pub patience: Duration,
+}
+
+/// Which end of a comm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Side {
+    /// The one that sends.
+    Send,
+    /// The one that receives.
+    Receive,
+}
+
+/// Why a comm can carry nothing more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Why {
+    /// A message was longer than the buffer posted for it.
+    #[error("a message of {total} bytes came for a buffer of {room}")]
+    Oversize {
+        /// The message's length.
+        total: u64,
+        /// The buffer's.
+        room: u64,
+    },
+    /// The peer closed its end.
+    #[error("the peer closed the comm")]
+    PeerClosed,
+    /// No path led to the peer for longer than the lane is patient.
+    #[error("no path to the peer for {} ms", .0.as_millis())]
+    NoPath(Duration),
+}
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// The peer wants to open a comm: answer with [`Lane::accept`] or [`Lane::decline`].
+    Open {
+        /// The sender's number.
+        comm: u64,
+        /// Which listener it wants.
+        listener: u64,
+    },
+    /// The peer's answer.
+    Opened {
+        /// Our number.
+        comm: u64,
+        /// Whether it took the comm.
+        accepted: bool,
+    },
+    /// The peer has all of a message.
+    Sent {
+        /// Our number.
+        comm: u64,
+        /// Which message.
+        message: u64,
+        /// Its bytes.
+        length: u64,
+    },
+    /// All of a message is in the buffer posted for it.
+    Received {
+        /// The sender's number.
+        comm: u64,
+        /// Which message.
+        message: u64,
+        /// Its bytes.
+        length: u64,
+    },
+    /// All of a message is in an eager slot: copy it to the buffer now, before the next call.
+    Deliver {
+        /// The sender's number.
+        comm: u64,
+        /// Which message.
+        message: u64,
+        /// The slot.
+        slot: usize,
+        /// Its bytes.
+        length: u64,
+    },
+    /// The comm is over; none of its unfinished messages will complete.
+    Failed {
+        /// The sender's number.
+        comm: u64,
+        /// Which end failed here.
+        side: Side,
+        /// Why.
+        why: Why,
+    },
+    /// The path owes confirmations for too long; its chunks were offered to others.
+    Suspected(PathId),
+    /// It has confirmed something after all.
+    Recovered(PathId),
+    /// Close it: it is no longer part of the lane.
+    Died(PathId),
+}
+
+/// The peer does not speak the protocol: give up the path that this came on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the peer sent a chunk that nothing allows")]
+pub struct Violation;
+
+/// What a path is to carry.
+pub type Transmit = Frame;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Control {
+    Open(u64),
+    Opened(u64, bool),
+    Ack(u64),
+    Credit(u64, u64),
+    Refuse(u64, u64),
+    CloseSend(u64),
+    CloseReceive(u64),
+    Closed(u64, bool),
+    Gone(PathId),
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Lane {
+    config: LaneConfig,
+    paths: BTreeMap<PathId, Path>,
+    sends: HashMap<u64, SendComm>,
+    receives: HashMap<u64, ReceiveComm>,
+    /// Asked for by the peer, not answered yet.
+    offered: HashSet<u64>,
+    /// Closed here, not known to be closed by the peer.
+    closing: BTreeSet<(Side, u64)>,
+    control: VecDeque<Control>,
+    /// Messages with bytes that wait for a path, oldest first. May name what is gone.
+    ready: VecDeque<(u64, u64)>,
+    events: VecDeque<Event>,
+    /// Since when no path has been there.
+    pathless: Option<Duration>,
+    backlog: u64,
+}
+
+impl Lane {
+    /// A lane without paths or comms.
+    pub fn new(config: LaneConfig, now: Duration) -> Self {
+        Lane {
+            config,
+            paths: BTreeMap::new(),
+            sends: HashMap::new(),
+            receives: HashMap::new(),
+            offered: HashSet::new(),
+            closing: BTreeSet::new(),
+            control: VecDeque::new(),
+            ready: VecDeque::new(),
+            events: VecDeque::new(),
+            pathless: Some(now),
+            backlog: 0,
+        }
+    }
+
+    /// Adds the sending end of a comm. With `listener`, asks the peer to open it there.
+    pub fn add_send(&mut self, comm: u64, listener: Option<u64>, now: Duration) {
+        self.start_clock(now);
+        let LaneConfig {
+            eager_slots,
+            eager_bytes,
+            ..
+        } = self.config;
+        self.sends
+            .insert(comm, SendComm::new(eager_slots, eager_bytes, listener));
+        if listener.is_some() {
+            self.control.push_back(Control::Open(comm));
+        }
+    }
+
+    /// Adds the receiving end of a comm.
+    pub fn add_receive(&mut self, comm: u64, now: Duration) {
+        self.start_clock(now);
+        self.receives
+            .insert(comm, ReceiveComm::new(self.config.eager_slots));
+    }
+
+    /// A lane with nothing to carry does not count the time without paths.
+    fn start_clock(&mut self, now: Duration) {
+        if self.is_idle() && self.pathless.is_some() {
+            self.pathless = Some(now);
+        }
+    }
+
+    /// Whether no comm is here.
+    pub fn is_idle(&self) -> bool {
+        self.sends.is_empty() && self.receives.is_empty()
+    }
+
+    /// Answers [`Event::Open`]: yes. All lanes must know the comm by now.
+    pub fn accept(&mut self, comm: u64) {
+        self.offered.remove(&comm);
+        if let Some(receive) = self.receives.get_mut(&comm) {
+            receive.accepted = true;
+            self.control.push_back(Control::Opened(comm, true));
+        }
+    }
+
+    /// Answers [`Event::Open`]: no.
+    pub fn decline(&mut self, comm: u64) {
+        self.offered.remove(&comm);
+        self.control.push_back(Control::Opened(comm, false));
+    }
+
+    /// Takes a message of `length` bytes; its number, or `None` where the comm is not here or 64
+    /// messages are unfinished.
+    pub fn send(&mut self, comm: u64, length: u64) -> Option<u64> {
+        let send = self.sends.get_mut(&comm)?;
+        let number = send.push(length)?;
+        if send.get(number).is_some_and(|message| message.pending()) {
+            self.backlog += length;
+            self.ready.push_back((comm, number));
+        }
+        Some(number)
+    }
+
+    /// Takes a buffer of `room` bytes for the next message; see [`Lane::send`].
+    pub fn post(&mut self, comm: u64, room: u64) -> Option<u64> {
+        let (number, outcome) = self.receives.get_mut(&comm)?.post(room)?;
+        self.settle(comm, number, outcome);
+        Some(number)
+    }
+
+    fn settle(&mut self, comm: u64, message: u64, outcome: Outcome) {
+        match outcome {
+            Outcome::Wait => {}
+            Outcome::Credit => self.control.push_back(Control::Credit(comm, message)),
+            Outcome::Received(length) => {
+                self.events.push_back(Event::Received {
+                    comm,
+                    message,
+                    length,
+                });
+                self.acknowledge(comm);
+            }
+            Outcome::Deliver { slot, length } => {
+                self.events.push_back(Event::Deliver {
+                    comm,
+                    message,
+                    slot,
+                    length,
+                });
+                self.acknowledge(comm);
+            }
+            Outcome::Oversize { total, room } => {
+                self.control.push_back(Control::Refuse(comm, message));
+                self.events.push_back(Event::Failed {
+                    comm,
+                    side: Side::Receive,
+                    why: Why::Oversize { total, room },
+                });
+            }
+            Outcome::Late => self.acknowledge(comm),
+        }
+    }
+
+    fn acknowledge(&mut self, comm: u64) {
+        if let Some(receive) = self.receives.get_mut(&comm)
+            && !std::mem::replace(&mut receive.ack_queued, true)
+        {
+            self.control.push_back(Control::Ack(comm));
+        }
+    }
+
+    /// Forgets one end of a comm and tells the peer. Nothing of its buffers is used after this.
+    pub fn close(&mut self, comm: u64, side: Side) {
+        let known = match side {
+            Side::Send => self.sends.remove(&comm).is_some(),
+            Side::Receive => self.receives.remove(&comm).is_some(),
+        };
+        if known && self.closing.insert((side, comm)) {
+            self.control.push_back(match side {
+                Side::Send => Control::CloseSend(comm),
+                Side::Receive => Control::CloseReceive(comm),
+            });
+        }
+    }
+
+    // ---- paths ----
+
+    /// A path is there.
+    pub fn path_up(&mut self, id: PathId, now: Duration) {
+        self.paths.insert(id, Path::new(now));
+        self.pathless = None;
+    }
+
+    /// The driver lost a path (or gives it up).
+    pub fn path_down(&mut self, id: PathId, now: Duration) {
+        if self.paths.remove(&id).is_none() {
+            return;
+        }
+        if self.paths.is_empty() {
+            self.pathless = Some(now);
+        }
+        self.control.push_back(Control::Gone(id));
+        self.rescue(id);
+    }
+
+    /// The state of a path, or `None` where it is dead.
+    pub fn path_state(&self, id: PathId) -> Option<PathState> {
+        self.paths.get(&id).map(|path| path.state)
+    }
+
+    /// Whether a path owes confirmations, so that [`Lane::report`] is worth a look at it.
+    pub fn owes(&self, id: PathId) -> bool {
+        self.paths.get(&id).is_some_and(Path::owes)
+    }
+
+    /// Smoothed round trip of a path; zero where unknown.
+    pub fn rtt(&self, id: PathId) -> Duration {
+        self.paths.get(&id).map_or(Duration::ZERO, |path| path.rtt)
+    }
+
+    /// What the driver knows of a path.
+    pub fn report(&mut self, id: PathId, report: &Report, now: Duration) {
+        if let Some(path) = self.paths.get_mut(&id)
+            && path.on_report(report, now)
+        {
+            self.events.push_back(Event::Recovered(id));
+        }
+    }
+
+    /// Offers the unacknowledged chunks of a path to others and says every state again.
+    fn rescue(&mut self, id: PathId) {
+        for (comm, send) in &mut self.sends {
+            let base = send.base;
+            for (index, message) in send.messages.iter_mut().enumerate() {
+                if message.give_back(id) {
+                    // In front: what was sent before is older than what was not.
+                    self.ready.push_front((*comm, base + index as u64));
+                }
+            }
+        }
+        self.backlog = self
+            .sends
+            .values()
+            .flat_map(|send| &send.messages)
+            .map(|message| message.backlog())
+            .sum();
+        self.resync();
+    }
+
+    fn resync(&mut self) {
+        for (side, comm) in &self.closing {
+            self.control.push_back(match side {
+                Side::Send => Control::CloseSend(*comm),
+                Side::Receive => Control::CloseReceive(*comm),
+            });
+        }
+        for (comm, send) in &self.sends {
+            if send.opening.is_some() {
+                self.control.push_back(Control::Open(*comm));
+            }
+        }
+        for (comm, receive) in &mut self.receives {
+            for (index, message) in receive.messages.iter().enumerate() {
+                let number = receive.floor + index as u64;
+                if message.refused {
+                    self.control.push_back(Control::Refuse(*comm, number));
+                } else if message.room.is_some() && !message.complete {
+                    self.control.push_back(Control::Credit(*comm, number));
+                }
+            }
+            if !std::mem::replace(&mut receive.ack_queued, true) {
+                self.control.push_back(Control::Ack(*comm));
+            }
+        }
+    }
+
+    // ---- time ----
+
+    /// When [`Lane::on_time`] is next needed.
+    pub fn deadline(&self) -> Option<Duration> {
+        let paths = self.paths.values().map(Path::deadline).min();
+        let patience = self
+            .pathless
+            .filter(|_| !self.is_idle())
+            .map(|since| since + self.config.patience);
+        paths.into_iter().chain(patience).min()
+    }
+
+    /// Lets time pass.
+    pub fn on_time(&mut self, now: Duration) {
+        let (mut suspected, mut died) = (Vec::new(), Vec::new());
+        for (id, path) in &mut self.paths {
+            match path.on_time(now) {
+                Some(Change::Suspected) => suspected.push(*id),
+                Some(Change::Died) => died.push(*id),
+                None => {}
+            }
+        }
+        for id in suspected {
+            self.events.push_back(Event::Suspected(id));
+            if self.any_live() {
+                self.rescue(id);
+            }
+        }
+        for id in died {
+            self.events.push_back(Event::Died(id));
+            self.path_down(id, now);
+        }
+        if let Some(since) = self.pathless
+            && now >= since + self.config.patience
+            && !self.is_idle()
+        {
+            self.pathless = Some(now);
+            let why = Why::NoPath(now - since);
+            let sends = self.sends.drain().map(|(comm, _)| (Side::Send, comm));
+            let receives = self.receives.drain().map(|(comm, _)| (Side::Receive, comm));
+            let lost: Vec<_> = sends.chain(receives).collect();
+            for (side, comm) in lost {
+                self.events.push_back(Event::Failed { comm, side, why });
+                // Should the peer come back, it must not wait for us.
+                self.closing.insert((side, comm));
+            }
+        }
+    }
+
+    fn any_live(&self) -> bool {
+        self.paths
+            .values()
+            .any(|path| path.state == PathState::Live)
+    }
+
+    /// What happened, oldest first.
+    pub fn event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    // ---- out ----
+
+    /// The next frame for a path that has room. For a chunk, its bytes follow the header.
+    pub fn transmit(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
+        let live = self.paths.values().filter(|p| p.state == PathState::Live);
+        let live = live.count() as u64;
+        let path = self.paths.get_mut(&id)?;
+        let own = path.own.pop_front();
+        let limit = path.chunk;
+        let usable = path.state == PathState::Live || live == 0;
+        let frame = match own {
+            Some(frame) => Some(frame),
+            None if !usable => None,
+            None => self.next_control().or_else(|| {
+                let share = self.backlog / live.max(1);
+                let share = u32::try_from(share).unwrap_or(u32::MAX).max(64 << 10);
+                self.next_chunk(id, limit.min(share))
+            }),
+        }?;
+        let path = self.paths.get_mut(&id)?;
+        Some(path.on_sent(frame, now))
+    }
+
+    /// Whether [`Lane::transmit`] would find something for any live path.
+    pub fn has_work(&self) -> bool {
+        !self.control.is_empty()
+            || !self.ready.is_empty()
+            || self.paths.values().any(|path| !path.own.is_empty())
+    }
+
+    fn next_control(&mut self) -> Option<Frame> {
+        while let Some(control) = self.control.pop_front() {
+            let frame = match control {
+                Control::Open(comm) => self
+                    .sends
+                    .get(&comm)
+                    .and_then(|send| send.opening)
+                    .map(|listener| Frame::Open { comm, listener }),
+                Control::Opened(comm, accepted) => Some(Frame::Opened { comm, accepted }),
+                Control::Ack(comm) => self.receives.get_mut(&comm).map(|receive| {
+                    receive.ack_queued = false;
+                    Frame::Ack {
+                        comm,
+                        floor: receive.floor,
+                        beyond: receive.beyond(),
+                    }
+                }),
+                Control::Credit(comm, message) => self
+                    .incoming(comm, message)
+                    .filter(|incoming| !incoming.complete)
+                    .and_then(|incoming| incoming.room)
+                    .map(|room| Frame::Credit {
+                        comm,
+                        message,
+                        room,
+                    }),
+                Control::Refuse(comm, message) => self
+                    .incoming(comm, message)
+                    .and_then(|incoming| Some((incoming.total?, incoming.room?)))
+                    .map(|(total, room)| Frame::Refuse {
+                        comm,
+                        message,
+                        total,
+                        room,
+                    }),
+                Control::CloseSend(comm) => self
+                    .closing
+                    .contains(&(Side::Send, comm))
+                    .then_some(Frame::CloseSend { comm }),
+                Control::CloseReceive(comm) => self
+                    .closing
+                    .contains(&(Side::Receive, comm))
+                    .then_some(Frame::CloseReceive { comm }),
+                Control::Closed(comm, of_send) => Some(Frame::Closed { comm, of_send }),
+                Control::Gone(path) => Some(Frame::Gone { path: path.0 }),
+            };
+            if frame.is_some() {
+                return frame;
+            }
+        }
+        None
+    }
+
+    fn incoming(&self, comm: u64, message: u64) -> Option<&crate::receive::Incoming> {
+        self.receives.get(&comm)?.get(message)
+    }
+
+    fn next_chunk(&mut self, id: PathId, limit: u32) -> Option<Frame> {
+        while let Some(&(comm, number)) = self.ready.front() {
+            let message = self
+                .sends
+                .get_mut(&comm)
+                .and_then(|send| send.get(number))
+                .filter(|message| message.pending());
+            let Some(message) = message else {
+                self.ready.pop_front();
+                continue;
+            };
+            let total = message.total;
+            let piece = message.take(id, limit)?;
+            if !message.pending() {
+                self.ready.pop_front();
+            }
+            self.backlog = self.backlog.saturating_sub(u64::from(piece.length));
+            return Some(Frame::Chunk {
+                comm,
+                message: number,
+                offset: piece.offset,
+                length: piece.length,
+                total,
+            });
+        }
+        self.backlog = 0;
+        None
+    }
+
+    // ---- in ----
+
+    /// A frame came. A chunk's bytes follow it: see [`Lane::place`] and [`Lane::filled`].
+    ///
+    /// # Errors
+    /// [`Violation`] where no rule allows the chunk.
+    pub fn receive(&mut self, id: PathId, frame: &Frame, now: Duration) -> Result<(), Violation> {
+        match *frame {
+            Frame::Open { comm, listener } => match self.receives.get(&comm) {
+                Some(receive) if receive.accepted => {
+                    self.control.push_back(Control::Opened(comm, true));
+                }
+                Some(_) => {}
+                None => {
+                    if !self.closing.contains(&(Side::Receive, comm)) && self.offered.insert(comm) {
+                        self.events.push_back(Event::Open { comm, listener });
+                    }
+                }
+            },
+            Frame::Opened { comm, accepted } => {
+                if let Some(send) = self.sends.get_mut(&comm)
+                    && send.opening.take().is_some()
+                {
+                    self.events.push_back(Event::Opened { comm, accepted });
+                }
+            }
+            Frame::Chunk {
+                comm,
+                message,
+                length,
+                total,
+                ..
+            } => {
+                let Some(receive) = self.receives.get_mut(&comm) else {
+                    return Ok(());
+                };
+                let whole = u64::from(length) == total && total <= self.config.eager_bytes;
+                let outcome = receive
+                    .chunk(message, total, whole)
+                    .map_err(|_| Violation)?;
+                self.settle(comm, message, outcome);
+            }
+            Frame::Credit {
+                comm,
+                message,
+                room,
+            } => {
+                if let Some(send) = self.sends.get_mut(&comm)
+                    && send.credit(message, room)
+                    && let Some(outgoing) = send.get(message)
+                {
+                    self.backlog += outgoing.backlog();
+                    self.ready.push_back((comm, message));
+                }
+            }
+            Frame::Ack {
+                comm,
+                floor,
+                beyond,
+            } => {
+                if let Some(send) = self.sends.get_mut(&comm) {
+                    let (complete, granted) = send.acknowledged(floor, beyond);
+                    for (message, length) in complete {
+                        self.events.push_back(Event::Sent {
+                            comm,
+                            message,
+                            length,
+                        });
+                    }
+                    for message in granted {
+                        self.backlog += send.get(message).map_or(0, |m| m.backlog());
+                        self.ready.push_back((comm, message));
+                    }
+                }
+            }
+            Frame::Refuse {
+                comm,
+                message,
+                room,
+                ..
+            } => {
+                if let Some(send) = self.sends.get_mut(&comm)
+                    && let Some(outgoing) = send.get(message)
+                {
+                    let total = outgoing.total;
+                    self.events.push_back(Event::Failed {
+                        comm,
+                        side: Side::Send,
+                        why: Why::Oversize { total, room },
+                    });
+                }
+            }
+            Frame::CloseSend { comm } => {
+                self.control.push_back(Control::Closed(comm, true));
+                self.offered.remove(&comm);
+                if self.receives.contains_key(&comm) {
+                    self.events.push_back(Event::Failed {
+                        comm,
+                        side: Side::Receive,
+                        why: Why::PeerClosed,
+                    });
+                }
+            }
+            Frame::CloseReceive { comm } => {
+                self.control.push_back(Control::Closed(comm, false));
+                if self.sends.contains_key(&comm) {
+                    self.events.push_back(Event::Failed {
+                        comm,
+                        side: Side::Send,
+                        why: Why::PeerClosed,
+                    });
+                }
+            }
+            Frame::Closed { comm, of_send } => {
+                let side = if of_send { Side::Send } else { Side::Receive };
+                self.closing.remove(&(side, comm));
+            }
+            Frame::Ping { stamp } => {
+                if let Some(path) = self.paths.get_mut(&id) {
+                    path.own.push_back(Frame::Pong { stamp });
+                }
+            }
+            Frame::Pong { stamp } => {
+                if let Some(path) = self.paths.get_mut(&id)
+                    && path.on_pong(stamp, now)
+                {
+                    self.events.push_back(Event::Recovered(id));
+                }
+            }
+            Frame::Gone { path } => {
+                let path = PathId(path);
+                if self.paths.contains_key(&path) {
+                    self.events.push_back(Event::Died(path));
+                    self.path_down(path, now);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the bytes of a chunk belong now. Ask before each read.
+    pub fn place(&self, comm: u64, message: u64) -> Place {
+        self.receives
+            .get(&comm)
+            .map_or(Place::Nowhere, |receive| receive.place(message))
+    }
+
+    /// All bytes of a chunk are where [`Lane::place`] said.
+    pub fn filled(&mut self, comm: u64, message: u64, offset: u64, length: u32) {
+        if let Some(receive) = self.receives.get_mut(&comm) {
+            let outcome = receive.filled(message, offset, length);
+            self.settle(comm, message, outcome);
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! One path of a lane: alive, suspect or dead, and how large a chunk it should take.
+//!
+//! Silence means nothing on a path that owes nothing, so time counts only while something that was
+//! sent is unconfirmed. Two things confirm: the answer to a ping, and the driver's own knowledge
+//! (for TCP the kernel's: [`Report`]). Data that comes the other way does not: a fabric may lose one
+//! direction only.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::wire::Frame;
+
+/// A path's number: chosen at random by the side that opened it, the same on both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PathId(pub u64);
+
+/// What a path is good for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PathState {
+    /// Takes chunks.
+    Live,
+    /// Nothing was confirmed for a while: used only where no path is live.
+    Suspect,
+}
+
+/// What the driver knows of a path by other means than frames.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Report {
+    /// Bytes were sent that the far kernel has not acknowledged.
+    pub unconfirmed: bool,
+    /// Some were acknowledged since the last report.
+    pub advanced: bool,
+    /// Smoothed round trip, where known.
+    pub rtt: Option<Duration>,
+    /// Delivered bytes a second while there was something to deliver, where known.
+    pub rate: Option<f64>,
+}
+
+/// Between two pings of a path that owes a confirmation.
+pub const HEARTBEAT: Duration = Duration::from_millis(10);
+/// An idle path is asked this often whether it still leads anywhere.
+const IDLE: Duration = Duration::from_secs(1);
+/// Unconfirmed for this long, and four round trips: suspect.
+const SUSPECT: Duration = Duration::from_millis(60);
+/// Suspect for this long, and sixteen round trips: dead.
+const DEAD: Duration = Duration::from_millis(1000);
+/// A chunk should keep its path busy for about this long, seconds.
+const CHUNK_TIME: f64 = 1.5e-3;
+const CHUNK_FIRST: u32 = 128 << 10;
+const CHUNK_LEAST: f64 = 64.0 * 1024.0;
+const CHUNK_MOST: f64 = 512.0 * 1024.0;
+
+#[derive(Debug)]
+pub(crate) struct Path {
+    pub state: PathState,
+    pub chunk: u32,
+    pub rtt: Duration,
+    /// Frames that belong to this path and no other.
+    pub own: VecDeque<Frame>,
+    /// When the oldest unconfirmed frame was sent.
+    owes: Option<Duration>,
+    progress: Duration,
+    sent: Duration,
+    pinged: Duration,
+}
+
+/// What time did to a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Change {
+    Suspected,
+    Died,
+}
+
+impl Path {
+    pub fn new(now: Duration) -> Self {
+        Path {
+            state: PathState::Live,
+            chunk: CHUNK_FIRST,
+            rtt: Duration::ZERO,
+            own: VecDeque::new(),
+            owes: None,
+            progress: now,
+            sent: now,
+            pinged: now,
+        }
+    }
+
+    /// A frame is handed to the path: as it shall be sent.
+    pub fn on_sent(&mut self, frame: Frame, now: Duration) -> Frame {
+        if matches!(frame, Frame::Pong { .. }) {
+            // Needs no confirmation itself, or two idle peers would ping each other for ever.
+            return frame;
+        }
+        self.sent = now;
+        if self.owes.is_none() {
+            self.owes = Some(now);
+            self.progress = now;
+        }
+        match frame {
+            // Its own time, not that at which it was queued: it confirms all that went before it.
+            Frame::Ping { .. } => Frame::Ping {
+                stamp: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
+            },
+            other => other,
+        }
+    }
+
+    /// A ping came back. Whether the path was suspect.
+    pub fn on_pong(&mut self, stamp: u64, now: Duration) -> bool {
+        let at = Duration::from_nanos(stamp).min(now);
+        let sample = now - at;
+        self.rtt = if self.rtt.is_zero() {
+            sample
+        } else {
+            (self.rtt * 7 + sample) / 8
+        };
+        if at >= self.sent {
+            self.owes = None;
+        }
+        self.confirm(now)
+    }
+
+    /// The driver's knowledge. Whether the path was suspect and is no longer.
+    pub fn on_report(&mut self, report: &Report, now: Duration) -> bool {
+        if let Some(rtt) = report.rtt {
+            self.rtt = rtt;
+        }
+        if let Some(rate) = report.rate {
+            let bytes = (rate * CHUNK_TIME).clamp(CHUNK_LEAST, CHUNK_MOST);
+            self.chunk = bytes as u32 / 4096 * 4096;
+        }
+        if !report.unconfirmed {
+            self.owes = None;
+            return self.confirm(now);
+        }
+        report.advanced && self.confirm(now)
+    }
+
+    fn confirm(&mut self, now: Duration) -> bool {
+        self.progress = now;
+        std::mem::replace(&mut self.state, PathState::Live) == PathState::Suspect
+    }
+
+    /// Whether something that was sent is unconfirmed.
+    pub fn owes(&self) -> bool {
+        self.owes.is_some()
+    }
+
+    /// Lets time pass: pings, and what silence means.
+    pub fn on_time(&mut self, now: Duration) -> Option<Change> {
+        let (suspect, dead) = (SUSPECT.max(self.rtt * 4), DEAD.max(self.rtt * 16));
+        let silent = now.saturating_sub(self.progress);
+        if self.owes.is_some() && silent >= dead {
+            return Some(Change::Died);
+        }
+        let every = if self.owes() { HEARTBEAT } else { IDLE };
+        let last = self.pinged.max(if self.owes() {
+            self.progress
+        } else {
+            self.sent
+        });
+        if now >= last + every {
+            self.pinged = now;
+            if self.own.is_empty() {
+                self.own.push_back(Frame::Ping { stamp: 0 });
+            }
+        }
+        if self.owes() && silent >= suspect && self.state == PathState::Live {
+            self.state = PathState::Suspect;
+            return Some(Change::Suspected);
+        }
+        None
+    }
+
+    /// When [`Path::on_time`] has something to do.
+    pub fn deadline(&self) -> Duration {
+        if self.owes() {
+            self.pinged.max(self.progress) + HEARTBEAT
+        } else {
+            self.pinged.max(self.sent) + IDLE
+        }
+    }
+}

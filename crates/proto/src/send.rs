@@ -1,0 +1,232 @@
+//! The sending half of a comm in one lane: messages between `isend` and the peer's acknowledgement.
+//!
+//! A message is *granted* once it may be sent: its credit is there, or it is small and an eager slot
+//! is free. A granted message has bytes that were never sent (from `next` on) and pieces that must
+//! go again (`again`); what was pulled by a path and is not acknowledged is in `out`.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::path::PathId;
+use crate::wire::{MAX_CHUNK, WHOLE};
+
+/// Messages of one comm and lane that may be unfinished at a time.
+pub const WINDOW: u64 = 64;
+/// Splits are multiples of this, so that a line of LL128 never crosses one.
+const ALIGN: u64 = 128;
+
+/// Bytes `offset..offset + length` of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub offset: u64,
+    pub length: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    pub total: u64,
+    pub done: bool,
+    granted: bool,
+    eager: bool,
+    next: u64,
+    again: Vec<Piece>,
+    out: Vec<(PathId, Piece)>,
+}
+
+impl Outgoing {
+    fn new(total: u64) -> Self {
+        Outgoing {
+            total,
+            done: false,
+            granted: false,
+            eager: false,
+            next: 0,
+            // A message without bytes is one chunk without bytes.
+            again: if total == 0 {
+                vec![Piece {
+                    offset: 0,
+                    length: 0,
+                }]
+            } else {
+                Vec::new()
+            },
+            out: Vec::new(),
+        }
+    }
+
+    pub fn pending(&self) -> bool {
+        self.granted && !self.done && (!self.again.is_empty() || self.next < self.total)
+    }
+
+    /// Bytes that wait for a path.
+    pub fn backlog(&self) -> u64 {
+        if self.granted && !self.done {
+            self.total - self.next + self.again.iter().map(|p| u64::from(p.length)).sum::<u64>()
+        } else {
+            0
+        }
+    }
+
+    /// The next piece, of about `limit` bytes, for `path`.
+    pub fn take(&mut self, path: PathId, limit: u32) -> Option<Piece> {
+        if !self.pending() {
+            return None;
+        }
+        let piece = if let Some(piece) = self.again.pop() {
+            piece
+        } else {
+            let left = self.total - self.next;
+            let whole = self.total <= WHOLE || left <= u64::from(limit) + u64::from(limit) / 4;
+            let length = if whole {
+                left
+            } else {
+                (u64::from(limit) / ALIGN * ALIGN).max(ALIGN)
+            };
+            let length = length.min(left).min(u64::from(MAX_CHUNK)) as u32;
+            let piece = Piece {
+                offset: self.next,
+                length,
+            };
+            self.next += u64::from(length);
+            piece
+        };
+        self.out.push((path, piece));
+        Some(piece)
+    }
+
+    /// What `path` carried goes again. Whether there was any.
+    pub fn give_back(&mut self, path: PathId) -> bool {
+        let before = self.again.len();
+        let again = &mut self.again;
+        self.out.retain(|(carrier, piece)| {
+            if *carrier == path {
+                again.push(*piece);
+            }
+            *carrier != path
+        });
+        self.again.len() > before
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct SendComm {
+    /// Number of `messages[0]`.
+    pub base: u64,
+    pub messages: VecDeque<Outgoing>,
+    /// Credits that came before their message.
+    credits: BTreeMap<u64, u64>,
+    eager_slots: usize,
+    eager_bytes: u64,
+    eager_used: usize,
+    /// The listener, until the peer has answered.
+    pub opening: Option<u64>,
+}
+
+impl SendComm {
+    pub fn new(eager_slots: usize, eager_bytes: u64, opening: Option<u64>) -> Self {
+        SendComm {
+            base: 0,
+            messages: VecDeque::new(),
+            credits: BTreeMap::new(),
+            eager_slots,
+            eager_bytes,
+            eager_used: 0,
+            opening,
+        }
+    }
+
+    pub fn get(&mut self, message: u64) -> Option<&mut Outgoing> {
+        let index = message.checked_sub(self.base)?;
+        self.messages.get_mut(usize::try_from(index).ok()?)
+    }
+
+    /// Takes a message; its number, or `None` where the window is full.
+    pub fn push(&mut self, total: u64) -> Option<u64> {
+        if self.messages.len() as u64 >= WINDOW {
+            return None;
+        }
+        let number = self.base + self.messages.len() as u64;
+        self.messages.push_back(Outgoing::new(total));
+        if let Some(room) = self.credits.remove(&number) {
+            self.grant(number, room);
+        } else if total <= self.eager_bytes && self.eager_used < self.eager_slots {
+            self.eager_used += 1;
+            let message = self.messages.back_mut()?;
+            message.granted = true;
+            message.eager = true;
+        }
+        Some(number)
+    }
+
+    fn grant(&mut self, number: u64, room: u64) {
+        if let Some(message) = self.get(number)
+            && !message.granted
+        {
+            message.granted = true;
+            if room < message.total {
+                // Nothing of it fits: say how long it is, and let the receiver refuse.
+                message.next = message.total;
+                message.again = vec![Piece {
+                    offset: 0,
+                    length: 0,
+                }];
+            }
+        }
+    }
+
+    /// A credit came. Whether the message can be sent now and could not before.
+    pub fn credit(&mut self, number: u64, room: u64) -> bool {
+        if number < self.base {
+            return false;
+        }
+        match self.get(number) {
+            Some(message) if message.done || message.granted => false,
+            Some(_) => {
+                self.grant(number, room);
+                true
+            }
+            None => {
+                if number < self.base + WINDOW {
+                    self.credits.insert(number, room);
+                }
+                false
+            }
+        }
+    }
+
+    /// The peer has everything below `floor` and what `beyond` names. The messages that this
+    /// completes, and those that an eager slot is free for now.
+    pub fn acknowledged(&mut self, floor: u64, beyond: u64) -> (Vec<(u64, u64)>, Vec<u64>) {
+        let (mut complete, base) = (Vec::new(), self.base);
+        for (index, message) in self.messages.iter_mut().enumerate() {
+            let number = base + index as u64;
+            let known = number < floor
+                || (number > floor
+                    && number - floor <= 64
+                    && beyond >> (number - floor - 1) & 1 == 1);
+            if known && !message.done {
+                message.done = true;
+                message.out.clear();
+                message.again.clear();
+                self.eager_used -= usize::from(message.eager);
+                complete.push((number, message.total));
+            }
+        }
+        while self.messages.front().is_some_and(|message| message.done) {
+            self.messages.pop_front();
+            self.base += 1;
+        }
+        let mut granted = Vec::new();
+        for (index, message) in self.messages.iter_mut().enumerate() {
+            if self.eager_used >= self.eager_slots {
+                break;
+            }
+            if !message.granted && message.total <= self.eager_bytes {
+                self.eager_used += 1;
+                message.granted = true;
+                message.eager = true;
+                granted.push(self.base + index as u64);
+            }
+        }
+        (complete, granted)
+    }
+}

@@ -1,0 +1,113 @@
+"""`evener bench net`: options in, a table and JSON out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from evener.bench.net import drive
+from evener.bench.net.drive import Job, Rows
+from evener.errors import UsageError
+from evener.lab import Lab, Spec
+from evener.net import plugin_path
+
+
+def _show_size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024 or unit == "MiB":
+            break
+        size /= 1024
+    return f"{size:g} {unit}"
+
+
+@click.command()
+@click.option(
+    "--lab",
+    "lab_spec",
+    metavar="SPEC",
+    help="Between two simulated nodes: 2x1@2gbit,paths=4 (see evener lab). Default: loopback.",
+)
+@click.option(
+    "--sizes",
+    default="8,65536,1048576",
+    show_default=True,
+    help="Bytes of a message, separated by commas. NCCL's rings send 1 MiB.",
+)
+@click.option("--comms", type=click.IntRange(1, 64), default=2, show_default=True, help="Each way.")
+@click.option(
+    "--depth", type=click.IntRange(1, 32), default=4, show_default=True, help="Messages in flight."
+)
+@click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True)
+@click.option(
+    "--plugin",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Another NCCL net plug-in (interface version 11). Default: Evener's.",
+)
+@click.option("--verify", is_flag=True, help="Compare every byte that arrives.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures.")
+def net(
+    lab_spec: str | None,
+    sizes: str,
+    comms: int,
+    depth: int,
+    seconds: float,
+    plugin: Path | None,
+    verify: bool,
+    json_path: Path | None,
+) -> None:
+    """A single TCP stream a communicator, as NCCL does by default, against Evener.
+
+    Two processes drive the plug-in as NCCL's threads would, both directions at once, without a GPU.
+    """
+    if not all(one.strip().isdecimal() and int(one) > 0 for one in sizes.split(",")):
+        raise UsageError(
+            f"--sizes {sizes!r} is not a list of byte counts", "like --sizes 8,1048576"
+        )
+    count = len(sizes.split(","))
+    timeout = 60 + count * (10 + 8 * seconds)
+    path = plugin or plugin_path()
+    base = Job("", comms, depth, sizes, seconds, verify)
+    jobs = {"streams": base, path.stem: Job(str(path), comms, depth, sizes, seconds, verify)}
+    results: dict[str, Rows] = {}
+    spec = Spec.parse(lab_spec) if lab_spec else None
+    if spec is not None and spec.world_size != 2:
+        raise UsageError(f"--lab {lab_spec} has {spec.world_size} slots", "two: 2x1@...")
+    for name, job in jobs.items():
+        click.echo(f"measuring {name} ...", err=True)
+        if spec is None:
+            results[name] = drive.local(job, timeout)
+        else:
+            with Lab(spec) as lab:
+                results[name] = drive.in_lab(lab, job, timeout)
+    _print(results)
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"lab": str(spec) if spec else None, "job": base.text(), "results": results}
+        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        click.echo(str(json_path))
+
+
+def _print(results: dict[str, Rows]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("message", "transport")
+    for name in ("Gb/s each way", "ratio", "us", "cpu s/GB", "stall ms"):
+        table.add_column(name, justify="right")
+    names = list(results)
+    for place, first in enumerate(results[names[0]]):
+        for name in names:
+            row = results[name][place]
+            table.add_row(
+                _show_size(row["size"]) if name == names[0] else "",
+                name,
+                f"{row['bandwidth'] * 8 / 1e9:.2f}",
+                f"{row['bandwidth'] / first['bandwidth']:.2f}",
+                f"{row['latency_us']:.0f}",
+                f"{row['cpu_per_gb']:.2f}",
+                f"{row['stall'] * 1e3:.0f}",
+                end_section=name == names[-1],
+            )
+    Console().print(table)

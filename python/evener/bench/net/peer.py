@@ -1,0 +1,41 @@
+"""One of the two processes of a measurement: `python -m evener.bench.net.peer JSON`.
+
+The argument is a `Job` as JSON; the answer is one line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from evener import _native
+
+
+def measure(job: dict[str, object], rank: int, address: str, port: int) -> list[dict[str, float]]:
+    """Run this side; rows with size, messages, seconds, bandwidth (bytes/s in each direction),
+    latency_us, cpu_seconds and stall (seconds)."""
+    rows = _native.net_bench(
+        rank,
+        f"{address}:{port}",
+        str(job["plugin"]),
+        int(str(job["comms"])),
+        int(str(job["depth"])),
+        [int(size) for size in str(job["sizes"]).split(",")],
+        float(str(job["seconds"])),
+        bool(job["verify"]),
+    )
+    names = ("size", "messages", "seconds", "bandwidth", "latency_us", "cpu_seconds", "stall")
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def main() -> None:
+    """Read the job and the launcher's variables, measure, print."""
+    job = json.loads(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    rows = measure(job, rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    sys.stdout.write(json.dumps({"rank": rank, "rows": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
