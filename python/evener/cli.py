@@ -12,6 +12,7 @@ from evener._click import LazyGroup, run
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
+    "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
