@@ -58,7 +58,7 @@ def limits(_: Path) -> Iterator[Line]:
         ("locked memory", resource.RLIMIT_MEMLOCK, 1 << 30, "ulimit -l unlimited"),
         ("open files", resource.RLIMIT_NOFILE, 4096, "ulimit -n 65536"),
     ):
-        soft, _ = resource.getrlimit(which)
+        soft, _hard = resource.getrlimit(which)
         if soft == resource.RLIM_INFINITY or soft >= least:
             shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
             yield Line("kernel", name, "good", shown)
