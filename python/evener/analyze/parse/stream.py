@@ -26,6 +26,9 @@ _MAX_DOCUMENT = 256 << 20
 _INFO = b" NCCL INFO "
 _WARN = b" NCCL WARN "
 
+# What a line that is not NCCL's may start with, if it is a table's or matrix's or behind a prefix.
+_FIRST = frozenset(b"0123456789#[ \t\x1bNG")
+
 # First words of lines that are understood and say nothing that a finding needs. What is not here
 # and has no parser is counted as unknown.
 _PLAIN = frozenset(
@@ -148,7 +151,7 @@ class _Log:
                     if _WARN in line:
                         nccl += 1
                         self.warn(line, where)
-                    elif line:
+                    elif line and (line[0] in _FIRST or self.matrix is not None):
                         self.other(line, where)
                     continue
                 nccl += 1
@@ -174,6 +177,8 @@ class _Log:
                     if record is not None:
                         sink_hop(by, record, where)
                         continue
+                elif message.find(b": opCount ", 0, 40) > 0:
+                    continue  # one line a call of a collective: the many of subsystem COLL
                 self.info(by, message, where)
         sink.lines(where - self.base, nccl)
 
@@ -182,8 +187,6 @@ class _Log:
         sink = self.sink
         message = message.strip()
         word = message[: message.find(b" ")] if b" " in message else message
-        if word.endswith(b":") and b": opCount " in message:
-            return None
         if word == b"Channel":
             if ring := rings.channel(message):
                 return sink.ring(by, ring, where)
