@@ -21,6 +21,9 @@ from evener.analyze.parse.prefix import Source, source, strip_launcher
 from evener.errors import UsageError
 
 MAX_LINE = 1 << 20
+# NCCL formats into 1024 bytes; what is longer is no line of its, and could cost an expression that
+# looks back much time.
+MAX_NCCL = 2048
 _BLOCK = 1 << 20
 _MAX_DOCUMENT = 256 << 20
 _INFO = b" NCCL INFO "
@@ -122,9 +125,8 @@ def _lines(read: object, block: int) -> Iterator[list[bytes]]:
         data = rest + data
         lines = data.split(b"\n")
         rest = lines.pop()
-        if len(rest) > MAX_LINE:
-            lines.append(rest)
-            rest = b""
+        # What of a line is over the limit goes, the line stays one: numbers of lines are evidence.
+        rest = rest[:MAX_LINE]
         yield lines
     if rest:
         yield [rest]
@@ -151,10 +153,13 @@ class _Log:
                     if _WARN in line:
                         nccl += 1
                         self.warn(line, where)
-                    elif line and (line[0] in _FIRST or self.matrix is not None):
+                    elif line and (line[0] in _FIRST or self.matrix) and len(line) < 4096:
                         self.other(line, where)
                     continue
                 nccl += 1
+                if len(line) > MAX_NCCL:
+                    sink.unknown(_show(line), where)
+                    continue
                 # The source is the last two words before NCCL.
                 start = line.rfind(b" ", 0, line.rfind(b" ", 0, at)) + 1
                 key = line[start:at]
@@ -244,7 +249,7 @@ class _Log:
         elif first == b"G" and (matrix := smi.head(text)):
             self.matrix = matrix
             self.sink.matrix(matrix, where)
-        elif self.matrix is not None and len(text) < 4096:
+        elif self.matrix is not None:
             smi.row(text, self.matrix)
 
 
