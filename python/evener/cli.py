@@ -13,6 +13,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
+    "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),

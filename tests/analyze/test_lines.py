@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_logs import VERSIONS, Job, job, published_case
 
@@ -324,6 +324,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(line)
 
 
+@settings(deadline=None)  # machines are busy
 @given(mutated())
 def test_no_line_makes_a_parser_raise(line: bytes) -> None:
     message = line.partition(b"NCCL INFO ")[2] or line
@@ -332,6 +333,7 @@ def test_no_line_makes_a_parser_raise(line: bytes) -> None:
         parser(message)
 
 
+@settings(deadline=None)  # machines are busy
 @given(st.lists(mutated(), max_size=30), st.booleans())
 def test_no_file_makes_the_whole_raise(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], crlf: bool
@@ -362,6 +364,24 @@ def test_lines_that_are_not_understood_are_counted(tmp_path: Path) -> None:
     run = collect([path])
     assert (run.unknown, run.nccl_lines, run.lines) == (2, 2, 2)
     assert run.cite(run.unknown_samples[1][1]) == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"n:1:2 [0] NCCL INFO Channel 00/02 : 0 1" + b" " * (1 << 20) + b"x",
+        b"a" * (1 << 20) + b" [0] NCCL INFO Whatever",
+        b"#  Rank  0 Pid 1 on" + b" " * (1 << 20) + b"x",
+        b"1 " * (1 << 19),
+        b"n:1:2 [0] NCCL INFO Trees " + b"[0] 1/" * 200_000,
+        b"GPU0 " * 200_000,
+    ],
+)
+def test_a_line_made_to_be_slow_is_not(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes((line + b"\n") * 20)
+    run = collect([path])  # the test's time limit is the assertion
+    assert run.lines == 20
 
 
 def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:

@@ -37,12 +37,12 @@ def falls_with_size(picture: Picture) -> Iterator[Finding]:
     drop = 1 - best / found.peak
     if drop < FALLS:
         return
-    figures = " and ".join(f"{side.busbw:.2f} {words}" for words, side in last)
+    figures = " and ".join(f"{side.busbw:.4g} {words}" for words, side in last)
     yield Finding(
         "bandwidth.falls-with-size",
         "warning",
         f"{drop:.0%} slower at {size(row.size)} than at {size(found.peak_row.size)}",
-        f"{figures} GB/s against a peak of {found.peak:.2f} GB/s. A path that is free of "
+        f"{figures} GB/s against a peak of {found.peak:.4g} GB/s. A path that is free of "
         "congestion holds its peak: here queues build up when messages last longer, which links "
         "shared by several flows do.",
         "measured",
@@ -129,9 +129,9 @@ def far_from_line_rate(picture: Picture) -> Iterator[Finding]:
     yield Finding(
         "bandwidth.below-line-rate",
         "problem",
-        f"peak {found.peak:.1f} GB/s of {rate:.0f} GB/s line rate ({found.peak / rate:.0%})",
+        f"peak {found.peak:.3g} GB/s of {rate:.3g} GB/s line rate ({found.peak / rate:.0%})",
         f"The line rate is that of {picture.line_rate_from}. A sample of median bus bandwidth over "
-        f"{size(LARGE)}: {_median(picture):.1f} GB/s.",
+        f"{size(LARGE)}: {_median(picture):.3g} GB/s.",
         "inferred",
         (found.peak_where,),
         "Follow the findings on the fabric and the network; they say where it is lost.",

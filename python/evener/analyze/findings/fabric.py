@@ -130,7 +130,7 @@ def one_link(picture: Picture) -> Iterator[Finding]:
             "fabric.one-link",
             "problem",
             f"the peak is about {count(whole, 'link')} out of {use.count} ({use.name})",
-            f"{found.peak:.2f} GB/s is {peak / (use.speed * whole):.0%} of "
+            f"{found.peak:.4g} GB/s is {peak / (use.speed * whole):.0%} of "
             f"{gigabytes(use.speed * whole)}, the rate of {count(whole, 'link')}; evenly used, "
             f"{use.count} would carry {gigabytes(use.speed * use.count / use.weight)}. Suspected: "
             "hash polarisation (flows of few addresses hash onto one link), or one effective "
@@ -163,7 +163,7 @@ def rewire(picture: Picture) -> Iterator[Finding]:
     yield Finding(
         "fabric.rewire",
         "problem",
-        f"put the cards of one rail on one switch: about {payload:.0f} GB/s",
+        f"put the cards of one rail on one switch: about {payload:.3g} GB/s",
         f"{count(len(traffic.moves), 'cable')} of {count(hosts, 'host')} move: "
         + ", ".join(f"{m.host}/{m.card} from {m.before} to {m.after}" for m in traffic.moves[:8])
         + f". Then {traffic.after.crossing_share:.0%} in place of "
@@ -172,6 +172,6 @@ def rewire(picture: Picture) -> Iterator[Finding]:
         tuple(pair.where for pair in picture.pairs[:2]),
         "Wire by rail: card k of every host on the same switch.",
         "evener analyze FILES --map map.yaml --html report.html    # draws both cablings",
-        f"About {payload:.0f} GB/s of {after / 1e9:.0f} GB/s line rate, at "
-        f"{fabric.mtu} bytes a packet, against {today / 1e9:.1f} GB/s today.",
+        f"About {payload:.3g} GB/s of {after / 1e9:.3g} GB/s line rate, at "
+        f"{fabric.mtu} bytes a packet, against {today / 1e9:.3g} GB/s today.",
     )

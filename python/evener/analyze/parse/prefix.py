@@ -17,9 +17,12 @@ _LAUNCHER = re.compile(rb"^(?:\[\d+,\d+\](?:<std\w+>)?:|\[[a-z]+\d+\]:|\d+: )")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """The thread that wrote a line. `host` is empty where NCCL could not find its name."""
+    """The thread that wrote a line. `host` is empty where NCCL could not find its name.
+
+    Compared by identity: the reader makes one of each, and looks it up once a line.
+    """
 
     host: str
     pid: int

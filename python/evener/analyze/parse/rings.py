@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_CHANNEL = re.compile(rb"Channel (\d{1,4})/(\d{1,4}) :((?:\s+\d{1,7})+)(\s*)(\.\.\.)?\s*$")
+_CHANNEL = re.compile(rb"Channel (\d{1,4})/(\d{1,4}) :((?:\s+\d{1,7})+)(?:(\s*)(\.\.\.))?$")
 _RING = re.compile(rb"Ring (\d{1,4}) : (-?\d{1,7}) -> (\d{1,7}) -> (-?\d{1,7})\s*$")
 SILENT_CUT = 20
 
@@ -38,7 +38,7 @@ class RingPlace:
 
 def channel(message: bytes) -> RingLine | None:
     """The ring of a `Channel cc/NN :` line, None where it is none."""
-    found = _CHANNEL.match(message)
+    found = _CHANNEL.match(message.rstrip())
     if not found:
         return None
     ranks = [int(r) for r in found[3].split()]

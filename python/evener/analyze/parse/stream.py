@@ -21,10 +21,16 @@ from evener.analyze.parse.prefix import Source, source, strip_launcher
 from evener.errors import UsageError
 
 MAX_LINE = 1 << 20
+# NCCL formats into 1024 bytes; what is longer is no line of its, and could cost an expression that
+# looks back much time.
+MAX_NCCL = 2048
 _BLOCK = 1 << 20
 _MAX_DOCUMENT = 256 << 20
 _INFO = b" NCCL INFO "
 _WARN = b" NCCL WARN "
+
+# What a line that is not NCCL's may start with, if it is a table's or matrix's or behind a prefix.
+_FIRST = frozenset(b"0123456789#[ \t\x1bNG")
 
 # First words of lines that are understood and say nothing that a finding needs. What is not here
 # and has no parser is counted as unknown.
@@ -119,9 +125,8 @@ def _lines(read: object, block: int) -> Iterator[list[bytes]]:
         data = rest + data
         lines = data.split(b"\n")
         rest = lines.pop()
-        if len(rest) > MAX_LINE:
-            lines.append(rest)
-            rest = b""
+        # What of a line is over the limit goes, the line stays one: numbers of lines are evidence.
+        rest = rest[:MAX_LINE]
         yield lines
     if rest:
         yield [rest]
@@ -148,10 +153,13 @@ class _Log:
                     if _WARN in line:
                         nccl += 1
                         self.warn(line, where)
-                    elif line:
+                    elif line and (line[0] in _FIRST or self.matrix) and len(line) < 4096:
                         self.other(line, where)
                     continue
                 nccl += 1
+                if len(line) > MAX_NCCL:
+                    sink.unknown(_show(line), where)
+                    continue
                 # The source is the last two words before NCCL.
                 start = line.rfind(b" ", 0, line.rfind(b" ", 0, at)) + 1
                 key = line[start:at]
@@ -174,6 +182,8 @@ class _Log:
                     if record is not None:
                         sink_hop(by, record, where)
                         continue
+                elif message.find(b": opCount ", 0, 40) > 0:
+                    continue  # one line a call of a collective: the many of subsystem COLL
                 self.info(by, message, where)
         sink.lines(where - self.base, nccl)
 
@@ -182,8 +192,6 @@ class _Log:
         sink = self.sink
         message = message.strip()
         word = message[: message.find(b" ")] if b" " in message else message
-        if word.endswith(b":") and b": opCount " in message:
-            return None
         if word == b"Channel":
             if ring := rings.channel(message):
                 return sink.ring(by, ring, where)
@@ -241,7 +249,7 @@ class _Log:
         elif first == b"G" and (matrix := smi.head(text)):
             self.matrix = matrix
             self.sink.matrix(matrix, where)
-        elif self.matrix is not None and len(text) < 4096:
+        elif self.matrix is not None:
             smi.row(text, self.matrix)
 
 

@@ -59,7 +59,7 @@ def curve(picture: Picture) -> Markup | None:
         d = "M" + " L".join(f"{x(row.size):.1f},{y(side.busbw):.1f}" for row, side in points)
         parts.append(svg.path(d, class_))
         for row, side in points:
-            tip = f"{size(row.size)} {name.replace('_', ' ')}: {side.busbw:.2f} GB/s"
+            tip = f"{size(row.size)} {name.replace('_', ' ')}: {side.busbw:.4g} GB/s"
             px, py = x(row.size), y(side.busbw)
             if name == "out_of_place":
                 parts.append(svg.tag("circle", svg.title(tip), cx=px, cy=py, r=3, class_="dot out"))
@@ -79,10 +79,10 @@ def curve(picture: Picture) -> Markup | None:
     end = px > _WIDTH * 0.75
     parts.append(
         svg.text(
-            px, py - 9, f"peak {found.peak:.2f}", "end" if end else "middle", "small strong halo"
+            px, py - 9, f"peak {found.peak:.4g}", "end" if end else "middle", "small strong halo"
         )
     )
-    label = f"Bus bandwidth over message size, peak {found.peak:.2f} GB/s"
+    label = f"Bus bandwidth over message size, peak {found.peak:.4g} GB/s"
     return svg.figure(_WIDTH, _HEIGHT, label, parts)
 
 

@@ -223,7 +223,7 @@ def _fabric(picture: Picture) -> dict[str, Any] | None:
 
 def _load(load: Load, efficiency: float) -> dict[str, Any]:
     return {
-        "crossing_share": load.crossing,
+        "crossing_share": load.crossing_share,
         "bound": _finite(load.bound),
         "payload_bound": _finite(load.bound * efficiency),
         "one_link_bound": _finite(load.one_link),

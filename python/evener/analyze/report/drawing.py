@@ -49,7 +49,8 @@ class _Drawing:
         width = sum(widths.values()) + _SPACE * (len(self.hosts) + 1)
         wanted = 0.0
         if self.fabric:
-            wanted = len(self.fabric.switches) * (_SWITCH_WIDTH + _SPACE) + _SPACE
+            row = max(len(level) for level in self.levels())
+            wanted = row * (_SWITCH_WIDTH + 90)
         scale = max(width, wanted, 420.0)
         left = (scale - width) / 2 + _SPACE
         levels = self.switches(scale)
@@ -69,11 +70,7 @@ class _Drawing:
         fabric = self.fabric
         if fabric is None:
             return 0
-        leaves = [
-            s for s in fabric.switches if any(c.switch == s for c in self.cards(fabric.hosts))
-        ]
-        spines = [s for s in fabric.switches if s not in leaves]
-        rows = [row for row in (spines, leaves) if row]
+        rows = self.levels()
         for level, row in enumerate(rows):
             for number, switch in enumerate(row):
                 self.switch_at[switch] = (width * (number + 0.5) / len(row), 40 + level * 78)
@@ -119,6 +116,16 @@ class _Drawing:
             )
             self.parts.append(svg.text(x, y + 5, switch[:20], class_="strong"))
         return len(rows)
+
+    def levels(self) -> list[list[str]]:
+        """Switches without cards, then those with; empty levels are left out."""
+        fabric = self.fabric
+        if fabric is None:
+            return []
+        used = {card.switch for card in self.cards(fabric.hosts)}
+        spines = [switch for switch in fabric.switches if switch not in used]
+        leaves = [switch for switch in fabric.switches if switch in used]
+        return [row for row in (spines, leaves) if row]
 
     def load(self) -> dict[tuple[str, str], float]:
         traffic = self.picture.traffic

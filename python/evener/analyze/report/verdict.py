@@ -18,7 +18,7 @@ def verdict(picture: Picture, findings: list[Finding]) -> str:
     found = picture.bandwidth
     if rewire and found:
         cause = f"{link.title[0].upper()}{link.title[1:]}" if link else rewire.detail
-        return f"{cause}. To do: {rewire.title}, {found.peak:.1f} today."
+        return f"{cause}. To do: {rewire.title}, {found.peak:.3g} today."
     problems = sum(finding.severity == "problem" for finding in worst)
     counts = ", ".join(
         count(number, word)
@@ -50,11 +50,11 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
     if found is not None:
         what = found.collective or "collective not named"
         text = (
-            f"{what}: mean {found.mean:.2f} GB/s over {found.values} values, peak {found.peak:.2f} "
+            f"{what}: mean {found.mean:.4g} GB/s over {found.values} values, peak {found.peak:.4g} "
             f"{found.peak_side.replace('_', ' ')} at {size(found.peak_row.size)}"
         )
         if picture.line_rate:
-            text += f", line rate {picture.line_rate:.0f}"
+            text += f", line rate {picture.line_rate:.4g}"
         rows.append(("bandwidth", text))
     if world is not None and world.rings:
         orders = world.distinct_rings()

@@ -1,0 +1,146 @@
+"""What the kernel allows: buffers, limits, congestion control, AF_XDP, io_uring, huge pages."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from evener.doctor.line import Line, read
+
+_LEAST = {
+    "net.core.rmem_max": 64 << 20,
+    "net.core.wmem_max": 64 << 20,
+    "net.core.netdev_max_backlog": 30_000,
+}
+_LAST_OF_THREE = {"net.ipv4.tcp_rmem": 64 << 20, "net.ipv4.tcp_wmem": 64 << 20}
+_AF_XDP = 44
+_CAP_NET_RAW, _CAP_BPF, _CAP_SYS_ADMIN = 13, 39, 21
+
+
+def buffers(root: Path) -> Iterator[Line]:
+    """Socket buffers: a flow cannot exceed buffer / round trip."""
+    for name, least in (_LEAST | _LAST_OF_THREE).items():
+        text = read(root / "proc/sys" / name.replace(".", "/"))
+        if not text:
+            continue
+        value = int(text.split()[-1])
+        if value >= least:
+            yield Line("kernel", name, "good", text.replace("\t", " "))
+        else:
+            wanted = f"'4096 131072 {least}'" if name in _LAST_OF_THREE else str(least)
+            yield Line("kernel", name, "bad", text.replace("\t", " "), f"sysctl -w {name}={wanted}")
+
+
+def congestion(root: Path) -> Iterator[Line]:
+    """bbr without fq paces in software per socket; cubic is the safe choice in a cluster."""
+    control = read(root / "proc/sys/net/ipv4/tcp_congestion_control")
+    queue = read(root / "proc/sys/net/core/default_qdisc")
+    if not control:
+        return
+    if control == "bbr" and queue != "fq":
+        yield Line(
+            "kernel",
+            "congestion control",
+            "bad",
+            f"bbr with queue discipline {queue or '?'}",
+            "sysctl -w net.core.default_qdisc=fq, or net.ipv4.tcp_congestion_control=cubic",
+        )
+    else:
+        yield Line("kernel", "congestion control", "good", f"{control}, {queue or '?'}")
+
+
+def limits(_: Path) -> Iterator[Line]:
+    """Locked memory (pinned buffers, RDMA) and open files (sockets)."""
+    for name, which, least, fix in (
+        ("locked memory", resource.RLIMIT_MEMLOCK, 1 << 30, "ulimit -l unlimited"),
+        ("open files", resource.RLIMIT_NOFILE, 4096, "ulimit -n 65536"),
+    ):
+        soft, _hard = resource.getrlimit(which)
+        if soft == resource.RLIM_INFINITY or soft >= least:
+            shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+            yield Line("kernel", name, "good", shown)
+        else:
+            yield Line("kernel", name, "bad", str(soft), f"{fix} (limits.conf keeps it)")
+
+
+def shared_memory(root: Path) -> Iterator[Line]:
+    """/dev/shm: NCCL between ranks of a host, data loaders."""
+    path = root / "dev/shm"
+    if not path.is_dir():
+        yield Line("kernel", "/dev/shm", "bad", "not there", "mount -t tmpfs tmpfs /dev/shm")
+        return
+    stat = os.statvfs(path)
+    size = stat.f_blocks * stat.f_frsize
+    if size < 1 << 30:
+        yield Line(
+            "kernel",
+            "/dev/shm",
+            "bad",
+            f"{size >> 20} MiB",
+            "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm",
+        )
+    else:
+        yield Line("kernel", "/dev/shm", "good", f"{size >> 20} MiB")
+
+
+def af_xdp(root: Path) -> Iterator[Line]:
+    """Whether packets can bypass the kernel's network stack."""
+    try:
+        socket.socket(_AF_XDP, socket.SOCK_RAW).close()
+    except OSError as error:
+        yield Line(
+            "kernel",
+            "AF_XDP",
+            "info",
+            f"not available ({error.strerror}): Evener's net uses TCP or UDP, at more CPU a byte",
+            "run with CAP_NET_RAW and CAP_BPF on a kernel with CONFIG_XDP_SOCKETS",
+        )
+        return
+    status = read(root / "proc/self/status").splitlines()
+    held = next((line.split()[1] for line in status if line.startswith("CapEff")), "0")
+    bits = int(held, 16)
+    load = bits >> _CAP_BPF & 1 or bits >> _CAP_SYS_ADMIN & 1
+    if load and bits >> _CAP_NET_RAW & 1:
+        yield Line("kernel", "AF_XDP", "good", "available")
+    else:
+        yield Line(
+            "kernel",
+            "AF_XDP",
+            "info",
+            "the kernel has it, this process may not load a program",
+            "run with CAP_NET_RAW, CAP_NET_ADMIN and CAP_BPF",
+        )
+
+
+def io_uring(root: Path) -> Iterator[Line]:
+    """The file tier of memory needs it."""
+    text = read(root / "proc/sys/kernel/io_uring_disabled")
+    if text in ("", "0"):
+        found = "allowed" if text else "not told by this kernel"
+        yield Line("kernel", "io_uring", "good" if text else "info", found)
+    else:
+        yield Line("kernel", "io_uring", "bad", "disabled", "sysctl -w kernel.io_uring_disabled=0")
+
+
+def huge_pages(root: Path) -> Iterator[Line]:
+    """Fewer TLB misses for large pinned buffers; nothing fails without."""
+    text = read(root / "proc/sys/vm/nr_hugepages")
+    transparent = read(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    mode = transparent[transparent.find("[") + 1 : transparent.find("]")] if transparent else "?"
+    state = f"{text or '?'} reserved, transparent: {mode}"
+    if text not in ("", "0") or mode in ("always", "madvise"):
+        yield Line("kernel", "huge pages", "good", state)
+    else:
+        yield Line(
+            "kernel",
+            "huge pages",
+            "info",
+            state,
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+
+
+CHECKS = (buffers, congestion, limits, shared_memory, af_xdp, io_uring, huge_pages)

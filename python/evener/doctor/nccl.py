@@ -1,0 +1,61 @@
+"""NCCL and the network plug-in: found, loadable, of which interface versions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from evener.doctor.line import Line
+
+NAME = "libnccl-net-evener.so"
+VERSIONS = range(5, 13)
+
+
+def library(_: Path) -> Iterator[Line]:
+    """The NCCL that torch loads."""
+    import torch
+
+    if not torch.version.cuda:
+        yield Line("nccl", "NCCL", "info", "not in this torch (built for the CPU)")
+        return
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    yield Line("nccl", "NCCL", "good", version)
+
+
+def plugin(_: Path) -> Iterator[Line]:
+    """Evener's plug-in for NCCL, or another one that was asked for."""
+    asked = os.environ.get("NCCL_NET_PLUGIN", "")
+    import evener.errors
+
+    package = Path(evener.errors.__file__).parent
+    found = sorted(package.rglob("libnccl-net*.so"))
+    if not found:
+        yield Line(
+            "nccl",
+            "network plug-in",
+            "bad",
+            f"{NAME} is not in {package}",
+            "install evener from a wheel: it carries the plug-in",
+        )
+    for path in found:
+        yield examine_plugin(path)
+    if asked and asked not in ("evener", "none") and NAME not in asked:
+        yield Line("nccl", "NCCL_NET_PLUGIN", "info", f"{asked}: not Evener's plug-in")
+
+
+def examine_plugin(path: Path) -> Line:
+    """Load a plug-in and list the interface versions that it exports."""
+    name = f"plug-in {path.name}"
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        return Line("nccl", name, "bad", f"cannot be loaded: {error}", f"ldd {path}")
+    versions = [v for v in VERSIONS if hasattr(loaded, f"ncclNetPlugin_v{v}")]
+    if not versions:
+        return Line("nccl", name, "bad", "exports no ncclNetPlugin_v5 to v12", "install it anew")
+    return Line("nccl", name, "good", "interface " + ", ".join(f"v{v}" for v in versions))
+
+
+CHECKS = (library, plugin)

@@ -1,0 +1,74 @@
+"""Network cards: up, speed, MTU, RDMA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from evener.doctor.line import Line, read
+
+_VIRTUAL = ("lo", "docker", "virbr", "br-", "veth", "cni", "flannel", "cali", "tun", "tap")
+
+
+def ethernet(root: Path) -> Iterator[Line]:
+    """Interfaces with a link."""
+    up = []
+    folder = root / "sys/class/net"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(_VIRTUAL) or read(path / "operstate") not in ("up", "unknown"):
+            continue
+        speed, mtu = read(path / "speed"), read(path / "mtu")
+        rate = int(speed) if speed.lstrip("-").isdigit() else -1
+        up.append(path.name)
+        shown = f"{rate / 1000:g} Gb/s" if rate > 0 else "speed not told"
+        state = f"{shown}, MTU {mtu or '?'}"
+        if 0 < rate < 10_000:
+            yield Line(
+                "nics",
+                path.name,
+                "bad",
+                state,
+                "under 10 Gb/s: check cable and port, or name another card (NCCL_SOCKET_IFNAME)",
+            )
+        elif mtu.isdigit() and int(mtu) < 9000:
+            yield Line(
+                "nics",
+                path.name,
+                "info",
+                state,
+                f"ip link set {path.name} mtu 9000, where the switches allow it: fewer packets",
+            )
+        else:
+            yield Line("nics", path.name, "good", state)
+    if not up:
+        yield Line("nics", "interfaces", "bad", "none has a link", "ip link: bring one up")
+
+
+def rdma(root: Path) -> Iterator[Line]:
+    """RDMA devices, which NCCL prefers where it finds them."""
+    folder = root / "sys/class/infiniband"
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not names:
+        yield Line("nics", "RDMA", "info", "none: NCCL uses Evener's transport or its sockets")
+        return
+    yield Line("nics", "RDMA", "good", ", ".join(names))
+    if not (root / "sys/module/nvidia_peermem").exists() and (root / "proc/driver/nvidia").exists():
+        yield Line(
+            "nics",
+            "GPUDirect RDMA",
+            "bad",
+            "nvidia_peermem is not loaded",
+            "modprobe nvidia-peermem",
+        )
+    for name in names:
+        if any(other != name and other.startswith(name) for other in names):
+            yield Line(
+                "nics",
+                f"NCCL_IB_HCA={name}",
+                "info",
+                "would also match longer names",
+                f"write NCCL_IB_HCA=={name}",
+            )
+
+
+CHECKS = (ethernet, rdma)

@@ -1,0 +1,145 @@
+"""The checklist: a machine made of files, this machine, and a peer on loopback."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from evener.doctor import Line, examine, kernel, nccl, nics
+from evener.doctor.command import doctor
+from evener.doctor.peer import Server, examine_peer, flows, paths, rate
+
+
+def machine(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def states(lines: object) -> dict[str, str]:
+    return {line.name: line.state for line in lines}  # type: ignore[attr-defined]
+
+
+def test_cards(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        sys__class__net__eth0__operstate="up",
+        sys__class__net__eth0__speed="100000",
+        sys__class__net__eth0__mtu="9000",
+        sys__class__net__eth1__operstate="up",
+        sys__class__net__eth1__speed="1000",
+        sys__class__net__eth1__mtu="1500",
+        sys__class__net__eth2__operstate="down",
+        sys__class__net__docker0__operstate="up",
+        sys__class__net__eth3__operstate="up",
+        sys__class__net__eth3__speed="-1",
+        sys__class__net__eth3__mtu="1500",
+    )
+    found = list(nics.ethernet(root))
+    assert states(found) == {"eth0": "good", "eth1": "bad", "eth3": "info"}
+    assert "mtu 9000" in next(line.fix for line in found if line.name == "eth3")
+
+
+def test_no_card_at_all(tmp_path: Path) -> None:
+    assert [line.state for line in nics.ethernet(tmp_path)] == ["bad"]
+
+
+def test_small_buffers_are_named_with_the_value_that_helps(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        proc__sys__net__core__rmem_max="212992",
+        proc__sys__net__core__wmem_max=str(1 << 30),
+        proc__sys__net__ipv4__tcp_rmem="4096\t131072\t6291456",
+    )
+    found = {line.name: line for line in kernel.buffers(root)}
+    assert found["net.core.rmem_max"].fix == "sysctl -w net.core.rmem_max=67108864"
+    assert found["net.core.wmem_max"].state == "good"
+    assert found["net.ipv4.tcp_rmem"].fix.endswith("'4096 131072 67108864'")
+
+
+@pytest.mark.parametrize(
+    ("control", "queue", "state"),
+    [("cubic", "fq_codel", "good"), ("bbr", "fq", "good"), ("bbr", "pfifo_fast", "bad")],
+)
+def test_congestion_control(control: str, queue: str, state: str, tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        proc__sys__net__ipv4__tcp_congestion_control=control,
+        proc__sys__net__core__default_qdisc=queue,
+    )
+    assert [line.state for line in kernel.congestion(root)] == [state]
+
+
+def test_io_uring(tmp_path: Path) -> None:
+    root = machine(tmp_path, proc__sys__kernel__io_uring_disabled="2")
+    assert [line.state for line in kernel.io_uring(root)] == ["bad"]
+
+
+def test_a_plugin_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "libnccl-net-evener.so"
+    path.write_bytes(b"no library")
+    assert nccl.examine_plugin(path).state == "bad"
+
+
+def test_a_library_without_the_interface() -> None:
+    import ctypes.util
+
+    name = ctypes.util.find_library("c")
+    assert name is not None
+    line = nccl.examine_plugin(Path(name))
+    assert (line.state, line.found) == ("bad", "exports no ncclNetPlugin_v5 to v12")
+
+
+def test_this_machine() -> None:
+    found = examine()
+    assert {line.subject for line in found} == {"gpu", "nccl", "nics", "kernel"}
+    assert all(line.found for line in found)
+    assert all(line.fix or "cannot be told" in line.found for line in found if line.state == "bad")
+
+
+def test_text_and_json() -> None:
+    assert Line("nics", "eth0", "bad", "1 Gb/s", "buy a card").text() == (
+        "[ ] eth0: 1 Gb/s\n      fix: buy a card"
+    )
+    shown = CliRunner().invoke(doctor, ["--json"])
+    document = json.loads(shown.output)
+    assert document["good"] == (shown.exit_code == 0)
+    assert set(document["lines"][0]) == {"subject", "name", "state", "found", "fix"}
+
+
+@pytest.fixture
+def server() -> object:
+    one = Server("127.0.0.1")
+    thread = threading.Thread(target=one.serve, args=(10,), daemon=True)
+    thread.start()
+    yield one
+    one.close()
+
+
+def test_a_peer_on_loopback(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener.doctor.peer._SECONDS", 0.05)
+    assert rate("127.0.0.1", server.port, 2, 0.05) > 0
+    found = examine_peer("127.0.0.1", server.port)
+    assert [line.name for line in found] == ["flows", "paths"]
+    assert "by number of flows: 1:" in found[0].found
+
+
+def test_several_flows_that_gain_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener.doctor.peer.rate", lambda _host, _port, n: min(n, 4) * 1e9)
+    line = next(iter(flows("node-b", 1)))
+    assert line.state == "bad"
+    assert "one flow gets 1/4.0 of what 4 get" in line.found
+
+
+def test_a_peer_that_is_not_there() -> None:
+    closed = Server("127.0.0.1")
+    closed.close()
+    assert next(iter(flows("127.0.0.1", closed.port))).state == "bad"
+
+
+def test_paths_to_a_name_that_is_none() -> None:
+    assert next(iter(paths("no-such-host.invalid"))).state == "info"
