@@ -1,3 +1,33 @@
 def topk_with_feedback(
     gradient: int, residual: int, elements: int, values: int, indices: int, k: int
 ) -> None: ...
+
+_Tensor = tuple[str, int]
+_How = tuple[int, str | None, int, int, int]
+
+def adam_step(
+    elements: int,
+    master: tuple[str, int, int],
+    gradient: _Tensor,
+    first: _Tensor,
+    second: _Tensor,
+    output: _Tensor,
+    hyper: list[float],
+    decoupled: bool,
+    number: int,
+    how: _How,
+) -> None: ...
+def sgd_step(
+    elements: int,
+    master: tuple[str, int, int],
+    gradient: _Tensor,
+    first: _Tensor,
+    output: _Tensor,
+    hyper: list[float],
+    nesterov: bool,
+    number: int,
+    how: _How,
+) -> None: ...
+def sum_of_squares(elements: int, gradient: _Tensor, threads: int) -> float: ...
+def instruction_sets() -> list[str]: ...
+def optimizer_threads() -> int: ...

@@ -10,6 +10,8 @@
     reason = "addresses come from Python; each use says why it holds"
 )]
 
+mod optimizer;
+
 use evener_kernels::topk;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -75,6 +77,10 @@ fn topk_with_feedback(
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::optimizer::{
+        adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
+    };
     #[pymodule_export]
     use super::topk_with_feedback;
 }
