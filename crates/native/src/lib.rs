@@ -10,6 +10,7 @@
     reason = "addresses come from Python; each use says why it holds"
 )]
 
+mod arena;
 mod optimizer;
 
 use evener_kernels::topk;
@@ -77,6 +78,8 @@ fn topk_with_feedback(
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::arena::HostArena;
     #[pymodule_export]
     use super::optimizer::{
         adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
