@@ -11,3 +11,43 @@ def net_bench(
     seconds: float,
     verify: bool,
 ) -> list[tuple[int, int, float, float, float, float, float]]: ...
+
+_Tensor = tuple[str, int]
+_How = tuple[int, str | None, int, int, int]
+
+def adam_step(
+    elements: int,
+    master: tuple[str, int, int],
+    gradient: _Tensor,
+    first: _Tensor,
+    second: _Tensor,
+    output: _Tensor,
+    hyper: list[float],
+    decoupled: bool,
+    number: int,
+    how: _How,
+) -> None: ...
+def sgd_step(
+    elements: int,
+    master: tuple[str, int, int],
+    gradient: _Tensor,
+    first: _Tensor,
+    output: _Tensor,
+    hyper: list[float],
+    nesterov: bool,
+    number: int,
+    how: _How,
+) -> None: ...
+def sum_of_squares(elements: int, gradient: _Tensor, threads: int) -> float: ...
+def instruction_sets() -> list[str]: ...
+def optimizer_threads() -> int: ...
+
+class HostArena:
+    def __init__(self, size: int, page: int, threads: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def page(self) -> int: ...
+    def usage(self) -> tuple[int, int, int]: ...
+    def take(self, size: int) -> tuple[int, int]: ...
+    def give_back(self, offset: int, length: int) -> None: ...

@@ -1,4 +1,12 @@
 //! CPU kernels of Evener. Each is a plain function over slices: no allocation that the caller
-//! cannot see, no thread of its own, no unsafe code.
+//! cannot see, and no thread but those of a [`pool::Pool`]. The only unsafe code is in [`isa`], which
+//! chooses the instructions at run time.
 
+pub mod adam;
+pub mod formats;
+pub mod isa;
+pub mod norm;
+pub mod pool;
+pub mod sgd;
+pub mod state;
 pub mod topk;

@@ -10,6 +10,9 @@
     reason = "addresses come from Python; each use says why it holds"
 )]
 
+mod arena;
+mod optimizer;
+
 use evener_drive::bench::{self, Scenario};
 use evener_kernels::topk;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -125,7 +128,13 @@ fn net_bench(
 #[pymodule]
 mod _native {
     #[pymodule_export]
+    use super::arena::HostArena;
+    #[pymodule_export]
     use super::net_bench;
+    #[pymodule_export]
+    use super::optimizer::{
+        adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
+    };
     #[pymodule_export]
     use super::topk_with_feedback;
 }

@@ -275,6 +275,11 @@ def _figures(
     _guard(results, plan, taken, list(groups.values()))
 
 
+# cuDNN picks algorithms by timing, and TF32 keeps 10 bits: with equal weights and data, two runs
+# of DDP itself were up to 0.07 apart (ResNet-18). A rank that keeps its own gradients is near 1.
+_GPU_TOLERANCE = 0.25
+
+
 def _guard(
     results: Results, plan: Plan, taken: RunResult, groups: Sequence[Sequence[dict[str, Any]]]
 ) -> None:
@@ -290,6 +295,8 @@ def _guard(
         return
     taken.distance = guard.distance(update, reference)
     allowed = plan.column(taken.column).tolerance
+    if results.settings["device"] == "cuda":
+        allowed = max(allowed, _GPU_TOLERANCE)
     if not taken.distance <= allowed:
         taken.reason = (
             f"wrong result: its first update is {taken.distance:.3g} from DDP's, "

@@ -1,0 +1,217 @@
+//! The number formats of optimizer states, as loops over blocks that every compiler vectorises:
+//! integer arithmetic on bit patterns, no branch, no table.
+//!
+//! - **bf16** is the upper half of an f32. Rounded to nearest even, or stochastically: up with the
+//!   probability of the part that is cut off, so that the mean over many steps is right even where
+//!   one step is smaller than half a unit in the last place.
+//! - **split**: an f32 in two 16-bit halves. The upper half is the f32 *rounded* to bf16 (half away
+//!   from zero), the lower half is the rest as a signed number, so that `upper << 16 + lower` is the
+//!   f32 again, bit for bit. The upper half is what the accelerator computes with: a master copy
+//!   costs 2 bytes more than the weights alone, and not 4. NaN is kept as one quiet pattern.
+//! - **f16** for fp16 training: gradients in, weights out.
+//!
+//! Random bits are a hash of (key, index), no generator state: the same step gives the same bits on
+//! any number of threads (the mixing function is lowbias32 by C. Wellons, "Prospecting for hash
+//! functions", 2018).
+
+/// Elements of one block: what is staged in the first-level cache at a time.
+pub const BLOCK: usize = 256;
+
+const INFINITY: u32 = 0x7f80_0000;
+const QUIET_NAN: u32 = 0x7fc0_0000;
+
+/// A hash of 32 bits in which every input bit changes each output bit about half of the time.
+#[inline(always)]
+pub fn mix(mut x: u32) -> u32 {
+    x ^= x >> 16;
+    x = x.wrapping_mul(0x7feb_352d);
+    x ^= x >> 15;
+    x = x.wrapping_mul(0x846c_a68b);
+    x ^ (x >> 16)
+}
+
+/// The key of the random bits of one tensor in one step.
+pub fn key(seed: u64, step: u64, stream: u32) -> u32 {
+    let mut key = mix(stream ^ 0x9e37_79b9);
+    for word in [
+        seed as u32,
+        (seed >> 32) as u32,
+        step as u32,
+        (step >> 32) as u32,
+    ] {
+        key = mix(key ^ word).wrapping_add(0x9e37_79b9);
+    }
+    key
+}
+
+/// f32 to bf16, to nearest, ties to even.
+#[inline(always)]
+pub fn to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let nan = (bits >> 16) | 0x40;
+    (if bits & 0x7fff_ffff > INFINITY {
+        nan
+    } else {
+        rounded
+    }) as u16
+}
+
+/// bf16 to f32, exact.
+#[inline(always)]
+pub fn from_bf16(x: u16) -> f32 {
+    f32::from_bits(u32::from(x) << 16)
+}
+
+/// f32 to bf16, up or down by 16 random bits in the low half of `random`.
+#[inline(always)]
+pub fn to_bf16_stochastic(x: f32, random: u32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(random & 0xffff) >> 16;
+    let special = (bits >> 16)
+        | if bits & 0x7fff_ffff > INFINITY {
+            0x40
+        } else {
+            0
+        };
+    (if bits & 0x7fff_ffff >= INFINITY {
+        special
+    } else {
+        rounded
+    }) as u16
+}
+
+/// The two halves of an f32; see the head of this file.
+#[inline(always)]
+pub fn split(x: f32) -> (u16, u16) {
+    let bits = x.to_bits();
+    let bits = if bits & 0x7fff_ffff > INFINITY {
+        QUIET_NAN
+    } else {
+        bits
+    };
+    ((bits.wrapping_add(0x8000) >> 16) as u16, bits as u16)
+}
+
+/// The f32 that was [`split`].
+#[inline(always)]
+pub fn join(upper: u16, lower: u16) -> f32 {
+    let lower = i32::from(lower as i16) as u32;
+    f32::from_bits((u32::from(upper) << 16).wrapping_add(lower))
+}
+
+/// f16 to f32, exact (subnormals by a multiplication with a power of two).
+#[inline(always)]
+pub fn from_f16(x: u16) -> f32 {
+    let magnitude = u32::from(x & 0x7fff) << 13;
+    let scaled = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000); // 2^112
+    let special = magnitude | INFINITY;
+    let bits = if magnitude >= 0x0f80_0000 {
+        special
+    } else {
+        scaled.to_bits()
+    };
+    f32::from_bits(bits | (u32::from(x & 0x8000) << 16))
+}
+
+/// f32 to f16, to nearest, ties to even; what is too large becomes infinite.
+#[inline(always)]
+pub fn to_f16(x: f32) -> u16 {
+    let sign = (x.to_bits() >> 16) & 0x8000;
+    let magnitude = x.to_bits() & 0x7fff_ffff;
+    // Below the smallest normal f16, adding 0.5 lets the adder round at the right place.
+    let small = (f32::from_bits(magnitude) + 0.5)
+        .to_bits()
+        .wrapping_sub(0x3f00_0000);
+    let odd = (magnitude >> 13) & 1;
+    let normal = magnitude
+        .wrapping_sub(0x3800_0000)
+        .wrapping_add(0xfff + odd)
+        >> 13;
+    let large = if magnitude > INFINITY { 0x7e00 } else { 0x7c00 };
+    let finite = if magnitude < 0x3880_0000 {
+        small
+    } else {
+        normal
+    };
+    (sign
+        | if magnitude >= 0x4780_0000 {
+            large
+        } else {
+            finite
+        }) as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_split_number_comes_back_bit_for_bit(bits in any::<u32>()) {
+            let x = f32::from_bits(bits);
+            let (upper, lower) = split(x);
+            if x.is_nan() {
+                prop_assert!(join(upper, lower).is_nan() && from_bf16(upper).is_nan());
+            } else {
+                prop_assert_eq!(join(upper, lower).to_bits(), bits);
+                // The upper half is a nearest bf16: within half a unit in its last place.
+                let next = from_bf16(upper);
+                if next.is_finite() {
+                    let ulp = f64::from(from_bf16(upper & 0x7fff).max(f32::MIN_POSITIVE)) / 128.0;
+                    prop_assert!((f64::from(next) - f64::from(x)).abs() <= ulp);
+                }
+            }
+        }
+
+        #[test]
+        fn stochastic_rounding_takes_a_neighbour(bits in any::<u32>(), random in any::<u32>()) {
+            let x = f32::from_bits(bits);
+            let rounded = to_bf16_stochastic(x, random);
+            if x.is_nan() {
+                prop_assert!(from_bf16(rounded).is_nan());
+            } else {
+                let down = (bits >> 16) as u16;
+                prop_assert!(rounded == down || rounded == down.wrapping_add(1));
+                prop_assert!(bits & 0xffff != 0 || rounded == down);
+            }
+        }
+
+        #[test]
+        fn f16_rounds_to_nearest(bits in any::<u32>()) {
+            let x = f32::from_bits(bits);
+            let got = to_f16(x);
+            if x.is_nan() {
+                prop_assert!(from_f16(got).is_nan());
+            } else if x.abs() < 65520.0 {
+                let value = f64::from(from_f16(got));
+                let error = (value - f64::from(x)).abs();
+                // No other f16 is nearer.
+                for other in [got.wrapping_add(1), got.wrapping_sub(1)] {
+                    let other = f64::from(from_f16(other));
+                    prop_assert!(!other.is_finite() || error <= (other - f64::from(x)).abs());
+                }
+            } else {
+                prop_assert_eq!(got & 0x7fff, 0x7c00);
+            }
+        }
+    }
+
+    #[test]
+    fn every_f16_comes_back() {
+        for bits in 0..=u16::MAX {
+            let x = from_f16(bits);
+            assert!(x.is_nan() || to_f16(x) == bits, "{bits:#x} -> {x}");
+        }
+    }
+
+    #[test]
+    fn stochastic_rounding_is_right_on_the_mean() {
+        let x = 1.0 + 1.0 / 512.0; // a quarter of the way to the next bf16
+        let ups = (0..100_000u32)
+            .filter(|i| to_bf16_stochastic(x, mix(*i)) != to_bf16_stochastic(x, 0))
+            .count();
+        assert!((24_000..26_000).contains(&ups), "{ups}");
+    }
+}

@@ -1,0 +1,29 @@
+"""Train a model larger than the GPU: weights, gradients and states over GPU and host memory,
+planned from what this machine measures.
+
+    plan = evener.zero.plan(model, budget={"gpu": "24GB", "host": "110GB"})
+    engine, optimizer, _, scheduler = evener.zero.initialize(model=model, config="ds_config.json")
+    loss = engine(x); engine.backward(loss); engine.step()
+"""
+
+from evener.zero.api import NoFitError, ZeroOptimizer, initialize, plan
+from evener.zero.budget import Budget
+from evener.zero.config import Config, ConfigError
+from evener.zero.engine import Engine
+from evener.zero.planner import Machine, Plan
+from evener.zero.probe import Probe, probe
+
+__all__ = [
+    "Budget",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "Machine",
+    "NoFitError",
+    "Plan",
+    "Probe",
+    "ZeroOptimizer",
+    "initialize",
+    "plan",
+    "probe",
+]

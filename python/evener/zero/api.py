@@ -1,0 +1,257 @@
+"""`plan` and `initialize`: the two doors of the package."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evener.errors import EvenerError, UsageError
+from evener.zero import budget as budgets
+from evener.zero import device as devices
+from evener.zero import schedule, shapes
+from evener.zero.config import Config, read
+from evener.zero.engine import Engine
+from evener.zero.planner import Machine, Plan, Work
+from evener.zero.planner import plan as pure_plan
+from evener.zero.probe import probe
+from evener.zero.scaler import LossScaler
+from evener.zero.store import Formats, Source, build, group_numbers
+from evener.zero.units import Unit, cut
+
+logger = logging.getLogger("evener.zero")
+
+
+class NoFitError(EvenerError):
+    """The model does not fit the budget; `plan` says by how much."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(
+            plan.problem,
+            "raise the budget, use moments=bf16, a smaller micro-batch, or more GPUs",
+        )
+        self.plan = plan
+
+
+def formats_of(config: Config) -> Formats:
+    """A gradient that is summed over micro-batches is summed in float32, unless asked otherwise."""
+    default = torch.float32 if config.accumulation > 1 else config.dtype
+    return Formats(config.dtype, config.moments, config.gradient or default)
+
+
+def plan_units(
+    units: list[Unit],
+    config: Config,
+    machine: Machine,
+    budget: budgets.Budget,
+    tokens: int,
+    ranks: int,
+) -> Plan:
+    """The plan of units that were cut."""
+    work = Work(
+        tokens=tokens,
+        activations=shapes.activations(units, tokens, config.dtype, config.checkpointing),
+        accumulation=config.accumulation,
+        checkpointing=config.checkpointing,
+        ranks=ranks,
+        depth=config.depth,
+        moments=config.rule.moments,
+    )
+    return pure_plan(shapes.parts_of(units), formats_of(config), work, machine, budget)
+
+
+def _budget(config: Config, device: torch.device, ranks_here: int) -> budgets.Budget:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    if not free and device.type == "cpu":
+        # The simulated accelerator is host memory: half of it each.
+        half = int(budgets.host_free() * budgets.KEEP) // (2 * ranks_here)
+        given = config.budget if isinstance(config.budget, Mapping) else {}
+        return budgets.resolve(
+            {"gpu": given.get("gpu", half), "host": given.get("host", half)}
+            if isinstance(config.budget, Mapping) or config.budget == "auto"
+            else config.budget
+        )
+    return budgets.resolve(config.budget, gpu_free=free, ranks_here=ranks_here)
+
+
+def plan(
+    model: nn.Module | Mapping[str, Any],
+    *,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    budget: str | Mapping[str, str | int] = "auto",
+    batch: tuple[int, int] | int = (1, 1024),
+    ranks: int = 1,
+    machine: Machine | None = None,
+) -> Plan:
+    """Whether a model fits, where each chunk will live and how long a step takes. Allocates nothing
+    of the model's size.
+
+    model: a module (best on the meta device), or a dict with the keys of Hugging Face's
+    config.json of a Llama. batch: (sequences, tokens a sequence) of a micro-batch, or tokens.
+    machine: measured here where it is None.
+    """
+    settings = read(config, ranks)
+    module = model if isinstance(model, nn.Module) else shapes.llama(model)
+    units = cut(module, small=settings.small)
+    device = devices.pick(settings.device).device
+    measured = machine or probe(device, settings.dtype, settings.moments).machine
+    settings.budget = budget if budget != "auto" else settings.budget
+    tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
+    return plan_units(units, settings, measured, _budget(settings, device, ranks), tokens, ranks)
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer with torch's face: groups, `step`, `zero_grad`, schedulers."""
+
+    def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, engine.rule.values())
+        self.engine = engine
+        engine.param_groups = self.param_groups
+        # Schedulers look for it, to warn of a loop that never steps; here engine.step() does.
+        self._opt_called = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights from the gradients of the backward passes since the last step."""
+        if closure is not None:
+            raise UsageError("a closure was given", "call backward() before step()")
+        self.engine.update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients leave the parameters as they come: there is nothing to clear after a step."""
+        self.engine.zero_grad()
+
+
+def _groups(
+    model: nn.Module, parameters: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None
+) -> list[dict[str, Any]]:
+    if optimizer is not None:
+        return [dict(group) for group in optimizer.param_groups]
+    given: list[Any] = list(parameters if parameters is not None else model.parameters())
+    if not given or not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        members = group["params"]
+        members = [members] if isinstance(members, nn.Parameter) else list(members)
+        groups.append({**group, "params": [p for p in members if p.requires_grad]})
+    return groups
+
+
+def _rule_of(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    from evener.zero.hyper import Rule
+
+    kind = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}.get(type(optimizer).__name__)
+    if kind is None:
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} has no fused kernel",
+            "use torch.optim.AdamW, Adam or SGD, or name one in the configuration",
+        )
+    names = Rule(kind).values()
+    defaults = optimizer.defaults
+    for name in ("amsgrad", "maximize"):
+        if defaults.get(name):
+            raise UsageError(f"{type(optimizer).__name__}({name}=True)", "leave it out")
+    config.rule = Rule(kind, {name: defaults[name] for name in names})
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    batch: tuple[int, int] | int = (1, 1024),
+    machine: Machine | None = None,
+    weights: Source | None = None,
+    resident: set[str] | None = None,
+) -> tuple[Engine, ZeroOptimizer, None, Any]:
+    """Move `model` under the engine; returns (engine, optimizer, None, scheduler).
+
+    The model's own parameters are taken over: afterwards they hold values only while their unit
+    runs. Uses the default process group where there is one. `batch`: of a micro-batch, for the
+    plan. `resident`: names of the chunks on the accelerator, in place of the plan's choice.
+    Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    settings = read(config, ranks)
+    if optimizer is not None:
+        _rule_of(optimizer, settings)
+    device = devices.pick(settings.device)
+    groups = _groups(model, model_parameters, optimizer)
+    listed = {id(p) for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in listed:
+            raise UsageError(
+                f"parameter {name} is trained and in no optimizer group",
+                "give it to model_parameters, or set requires_grad=False",
+            )
+    numbers = group_numbers([group["params"] for group in groups])
+    units = cut(model, numbers, small=settings.small)
+    formats = formats_of(settings)
+    if resident is None:
+        measured = machine or probe(device.device, settings.dtype, settings.moments).machine
+        tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
+        budget = _budget(settings, device.device, ranks)
+        made = plan_units(units, settings, measured, budget, tokens, ranks)
+        if not made.fits:
+            raise NoFitError(made)
+        resident = made.resident if device.device.type == "cuda" or budget.gpu else set()
+        logger.info(
+            "%.2f GB on %s, %.2f GB on the host, bound by %s",
+            made.gpu_bytes / 1e9,
+            device.device,
+            made.host_bytes / 1e9,
+            made.bound,
+        )
+    if settings.ignored:
+        logger.info("taken and not needed: %s", ", ".join(settings.ignored))
+    process_groups = None
+    if ranks > 1:
+        process_groups = (dist.new_group(), dist.new_group())
+    store = build(
+        model,
+        units,
+        formats,
+        settings.rule,
+        device,
+        resident=resident,
+        stage=settings.stage,
+        group=process_groups[0] if process_groups else None,
+        source=weights,
+    )
+    engine = Engine(
+        model,
+        store,
+        settings.rule,
+        device,
+        accumulation=settings.accumulation,
+        clipping=settings.clipping,
+        checkpointing=settings.checkpointing,
+        depth=settings.depth,
+        stage=settings.stage,
+        scaler=_scaler(settings),
+        process_groups=process_groups,
+        seed=settings.seed,
+    )
+    front = ZeroOptimizer(engine, groups)
+    scheduler = lr_scheduler(front) if lr_scheduler is not None else None
+    if scheduler is None and settings.scheduler is not None:
+        scheduler = schedule.make(front, *settings.scheduler)
+    engine.scheduler = scheduler
+    return engine, front, None, scheduler
+
+
+def _scaler(config: Config) -> LossScaler | None:
+    if config.dtype != torch.float16:
+        return None
+    if config.loss_scale > 0:
+        return LossScaler(config.loss_scale, 0)
+    return LossScaler(
+        config.initial_scale, config.scale_window, config.smallest_scale, config.hysteresis
+    )

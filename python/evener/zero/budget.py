@@ -1,0 +1,122 @@
+"""How much memory and how many CPUs this process may use: cgroup limits and the affinity mask,
+never the machine's total alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from evener.errors import UsageError
+from evener.settings import parse_size
+
+KEEP = 0.95
+"""Share of the free host memory that `auto` takes: the rest is for the interpreter and files."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of accelerator memory (each GPU) and of host memory (this process)."""
+
+    gpu: int
+    host: int
+
+
+def size(text: str | int | float, name: str) -> int:
+    """Bytes from `24GB`, `110GiB` (powers of 1024 both) or a number. Raises UsageError."""
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        value = int(text)
+    else:
+        try:
+            value = parse_size(str(text))
+        except ValueError:
+            raise UsageError(
+                f"budget {name}={text!r} is not a size", 'give bytes, or text as "24GB"'
+            ) from None
+    if value < 0:
+        raise UsageError(f"budget {name}={text!r} is below 0", "give 0 or more")
+    return value
+
+
+def cgroup_free(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
+    """Bytes that the tightest memory cgroup above this process leaves; None without a limit.
+
+    Version 2 and version 1 of the interface; page cache that the kernel can drop counts as free.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    tightest: int | None = None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit = root / "memory", "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
+        else:
+            continue
+        place = base / path.lstrip("/")
+        for folder in [place, *place.parents]:
+            left = _left(folder, limit, usage)
+            if left is not None:
+                tightest = left if tightest is None else min(tightest, left)
+            if folder == base:
+                break
+    return tightest
+
+
+def _left(folder: Path, limit: str, usage: str) -> int | None:
+    try:
+        allowed = (folder / limit).read_text().strip()
+        if allowed == "max" or int(allowed) >= 1 << 60:
+            return None
+        used = int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    figures = dict(zip(stat[::2], stat[1::2], strict=False))
+    cache = int(figures.get("inactive_file", figures.get("total_inactive_file", 0)))
+    return max(0, int(allowed) - used + cache)
+
+
+def host_free(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
+    """Bytes of host memory that this process can still get."""
+    free = 0
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit = cgroup_free(root, proc)
+    return free if limit is None else min(free, limit)
+
+
+def cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def resolve(
+    budget: str | Mapping[str, str | int] | Budget = "auto",
+    *,
+    gpu_free: int | None = None,
+    ranks_here: int = 1,
+) -> Budget:
+    """A budget in bytes. `auto` (the whole, or either entry): what is free now; host memory is
+    shared by the `ranks_here` processes of this node."""
+    if isinstance(budget, Budget):
+        return budget
+    given = {} if budget == "auto" else budget
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"budget {budget!r} is not known", 'give "auto" or {"gpu": "24GB", "host": "110GB"}'
+        )
+    if unknown := set(given) - {"gpu", "host"}:
+        raise UsageError(f"budget has no entry {', '.join(sorted(unknown))}", "it has gpu and host")
+    gpu, host = given.get("gpu", "auto"), given.get("host", "auto")
+    free = gpu_free or 0
+    return Budget(
+        free if gpu == "auto" else size(gpu, "gpu"),
+        int(host_free() * KEEP) // ranks_here if host == "auto" else size(host, "host"),
+    )

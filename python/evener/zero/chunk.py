@@ -1,0 +1,72 @@
+"""A chunk: the parameters of one unit and one optimizer group in one flat buffer.
+
+This rank holds 1/N of the chunk's weights, gradient and optimizer states, in host memory or (where
+the plan says so) on the accelerator. The whole weights exist on the accelerator between `load` and
+`free`, in a buffer whose storage is emptied and filled again: views that autograd saved in the
+forward pass (`weight.t()` of a linear layer) share the storage, so they are right again when the
+backward pass has it filled. While it is empty, parameters are views of one NaN with the right
+shape: whoever reads them gets NaN and no crash.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from evener.zero.device import Event
+from evener.zero.hyper import States
+from evener.zero.units import Group
+
+
+@dataclass
+class Chunk:
+    """See the head of this file. `index`: its place in the model, and its random stream."""
+
+    index: int
+    group: Group
+    states: States
+    gradient: torch.Tensor | None
+    flat: torch.Tensor
+    resident: bool
+    keeps: bool
+    """The weights stay on the accelerator even where the states are on the host."""
+    placeholder: torch.Tensor
+    loaded: bool = False
+    requested: bool = False
+    stale: bool = True
+    filled: bool = False
+    """`gradient` holds something since the last step."""
+    touched: bool = False
+    norms: torch.Tensor | None = None
+    steps: int = 0
+    gradient_event: Event | None = None
+    load_event: Event | None = None
+    error: BaseException | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    updated: threading.Event = field(default_factory=threading.Event)
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.updated.set()
+        self.bytes = self.flat.numel() * self.flat.element_size()
+
+    def bind(self) -> None:
+        """Parameters become views of the flat buffer."""
+        for piece in self.group.pieces:
+            end = piece.offset + piece.numel
+            piece.parameter.data = self.flat[piece.offset : end].view(piece.shape)
+
+    def unbind(self) -> None:
+        """Parameters become NaN without memory."""
+        for piece in self.group.pieces:
+            piece.parameter.data = self.placeholder.expand(piece.shape)
+
+    def allocate(self) -> None:
+        """Room for the whole weights."""
+        self.flat.untyped_storage().resize_(self.bytes)
+
+    def empty(self) -> None:
+        """Give the room back."""
+        self.flat.untyped_storage().resize_(0)

@@ -1,0 +1,276 @@
+"""The configuration: a dataclass, and DeepSpeed's JSON read into it.
+
+Every key is known or refused: a misspelt key that is passed over in silence trains another model
+than the one that was meant. Keys that ask for something Evener decides itself (bucket sizes, buffer
+counts, pinning) are taken and listed in `ignored`, so that existing files work as they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evener.errors import UsageError
+from evener.zero.hyper import Rule
+
+
+class ConfigError(UsageError):
+    """A key or a value of the configuration cannot be."""
+
+
+@dataclass
+class Config:
+    """What `initialize` takes. Sizes of batches are in samples, as in DeepSpeed.
+
+    moments: float32, or bfloat16 rounded stochastically. depth: chunks fetched ahead. small: units
+    of at most so many elements stay on the accelerator.
+    """
+
+    stage: int = 3
+    dtype: torch.dtype = torch.float32
+    moments: torch.dtype = torch.float32
+    rule: Rule = field(default_factory=Rule)
+    micro_batch: int | None = None
+    accumulation: int = 1
+    clipping: float = 0.0
+    loss_scale: float = 0.0
+    initial_scale: float = 65536.0
+    scale_window: int = 1000
+    hysteresis: int = 2
+    smallest_scale: float = 1.0
+    scheduler: tuple[str, dict[str, Any]] | None = None
+    budget: str | Mapping[str, str | int] = "auto"
+    offload: bool = True
+    checkpointing: bool = False
+    depth: int = 2
+    small: int = 100_000
+    gradient: torch.dtype | None = None
+    seed: int = 0
+    device: str = "auto"
+    ignored: list[str] = field(default_factory=list)
+
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+_PASSED_OVER_ZERO = {
+    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
+    "reduce_bucket_size", "contiguous_gradients", "sub_group_size", "round_robin_gradients",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+    "stage3_gather_16bit_weights_on_model_save", "load_from_fp32_weights",
+    "stage3_gather_fp16_weights_on_model_save", "cpu_offload_use_pin_memory",
+    "memory_efficient_linear", "ignore_unused_parameters",
+}  # fmt: skip
+_PASSED_OVER_OFFLOAD = {
+    "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "pipeline_read",
+    "pipeline_write", "pipeline",
+}  # fmt: skip
+_PASSED_OVER = {
+    "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer",
+    "prescale_gradients", "memory_breakdown", "zero_force_ds_cpu_optimizer",
+}  # fmt: skip
+_TOP = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization",
+    "data_types", "activation_checkpointing", "seed", "evener",
+}  # fmt: skip
+_ZERO = {
+    "stage", "offload_optimizer", "offload_param", "stage3_param_persistence_threshold",
+}  # fmt: skip
+_FP16 = {
+    "enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+    "min_loss_scale", "auto_cast", "consecutive_hysteresis",
+}  # fmt: skip
+_EVENER = {"budget", "moments", "depth", "device", "checkpointing"}
+
+
+def _refuse(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+    for key in given:
+        if key in known:
+            continue
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        path = f"{where}.{key}" if where else key
+        fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+        raise ConfigError(f"configuration key {path!r} is not known", fix)
+
+
+def _section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = given.get(name, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} = {value!r} is not a section", "give an object {...}")
+    return value
+
+
+def _auto(value: Any, default: Any) -> Any:
+    return default if value is None or value == "auto" else value
+
+
+def _whole(given: Mapping[str, Any], name: str, default: int | None, low: int = 1) -> int | None:
+    value = _auto(given.get(name), default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} = {value!r} is not a whole number", f"give {low} or more")
+    return value
+
+
+def _real(given: Mapping[str, Any], name: str, default: float, low: float = 0.0) -> float:
+    value = _auto(given.get(name), default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
+        raise ConfigError(f"{name} = {value!r} is not a number", f"give {low:g} or more")
+    return float(value)
+
+
+def _dtype(name: str, key: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigError(f"{key} = {name!r} is not a dtype", "use fp32, bf16 or fp16")
+    return _DTYPES[name]
+
+
+def _optimizer(section: Mapping[str, Any]) -> Rule:
+    _refuse("optimizer", section, {"type", "params"})
+    kind = str(section.get("type", "AdamW")).lower()
+    params = dict(_section(section, "params"))
+    for key in ("torch_adam", "fused", "foreach", "bias_correction"):
+        if params.pop(key, True) is False and key == "bias_correction":
+            raise ConfigError("optimizer.params.bias_correction = false", "leave it on")
+    adam_w = params.pop("adam_w_mode", None)
+    if kind in ("adam", "deepspeedcpuadam", "fusedadam", "cpuadam"):
+        # DeepSpeed's Adam is AdamW unless adam_w_mode says otherwise.
+        kind = "adam" if adam_w is False else "adamw"
+    if kind not in ("adamw", "adam", "sgd"):
+        raise ConfigError(f"optimizer.type = {section['type']!r}", "use AdamW, Adam or SGD")
+    params = {k: v for k, v in params.items() if v != "auto"}
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    rule = Rule(kind, params)
+    rule.values()
+    return rule
+
+
+def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1) -> Config:
+    """A `Config` from DeepSpeed's JSON (a path or a dict). Raises ConfigError naming the key."""
+    if isinstance(source, Config):
+        return source
+    if source is None:
+        return Config()
+    if not isinstance(source, Mapping):
+        try:
+            source = json.loads(Path(source).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"configuration {source}: {error}", "give a JSON file") from None
+        if not isinstance(source, Mapping):
+            raise ConfigError("the configuration is not an object", "give {...}")
+    _refuse("", source, _TOP | _PASSED_OVER)
+    config = Config(ignored=sorted(set(source) & _PASSED_OVER))
+    _read_zero(config, _section(source, "zero_optimization"))
+    _read_precision(config, source)
+    if "optimizer" in source:
+        config.rule = _optimizer(_section(source, "optimizer"))
+    if "scheduler" in source:
+        section = _section(source, "scheduler")
+        _refuse("scheduler", section, {"type", "params"})
+        config.scheduler = (str(section.get("type")), dict(_section(section, "params")))
+    config.clipping = _real(source, "gradient_clipping", 0.0)
+    config.seed = _whole(source, "seed", 0, 0) or 0
+    _read_batches(config, source, ranks)
+    own = _section(source, "evener")
+    _refuse("evener", own, _EVENER)
+    config.budget = own.get("budget", config.budget)
+    if "moments" in own:
+        config.moments = _dtype(own["moments"], "evener.moments")
+        if config.moments == torch.float16:
+            raise ConfigError("evener.moments = 'fp16'", "use fp32 or bf16")
+    config.depth = _whole(own, "depth", 2) or 2
+    config.device = own.get("device", "auto")
+    config.checkpointing = bool(own.get("checkpointing", False))
+    if "activation_checkpointing" in source:
+        section = _section(source, "activation_checkpointing")
+        config.ignored += [f"activation_checkpointing.{key}" for key in section]
+        config.checkpointing = True
+    return config
+
+
+def _read_zero(config: Config, zero: Mapping[str, Any]) -> None:
+    _refuse("zero_optimization", zero, _ZERO | _PASSED_OVER_ZERO)
+    config.ignored += [f"zero_optimization.{key}" for key in zero if key in _PASSED_OVER_ZERO]
+    stage = zero.get("stage", 3)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ConfigError(f"zero_optimization.stage = {stage!r}", "give 1, 2 or 3")
+    if stage == 0:
+        raise ConfigError("zero_optimization.stage = 0", "use 1 to 3; without ZeRO use evener.ddp")
+    config.stage = stage
+    config.small = _whole(zero, "stage3_param_persistence_threshold", 100_000, 0) or 0
+    for name in ("offload_optimizer", "offload_param"):
+        section = _section(zero, name) if zero.get(name) is not None else {}
+        _refuse(f"zero_optimization.{name}", section, {"device", "nvme_path", "ratio"}
+                | _PASSED_OVER_OFFLOAD)  # fmt: skip
+        where = section.get("device", "cpu")
+        if where == "nvme":
+            raise ConfigError(
+                f"zero_optimization.{name}.device = 'nvme'", "the SSD tier is planned; use cpu"
+            )
+        if where not in ("cpu", "none"):
+            raise ConfigError(f"zero_optimization.{name}.device = {where!r}", "use cpu or none")
+        if name == "offload_param" and section and where == "cpu" and stage != 3:
+            raise ConfigError(
+                f"zero_optimization.offload_param contradicts stage {stage}", "use stage 3"
+            )
+        config.ignored += [f"zero_optimization.{name}.{key}" for key in section if key != "device"]
+
+
+def _read_precision(config: Config, source: Mapping[str, Any]) -> None:
+    fp16 = _section(source, "fp16")
+    bf16 = {**_section(source, "bfloat16"), **_section(source, "bf16")}
+    _refuse("fp16", fp16, _FP16)
+    _refuse("bf16", bf16, {"enabled", "immediate_grad_update", "check_grad_overflow"})
+    on16, onb = _auto(fp16.get("enabled"), False), _auto(bf16.get("enabled"), False)
+    if on16 and onb:
+        raise ConfigError("fp16.enabled and bf16.enabled contradict each other", "choose one")
+    config.dtype = torch.float16 if on16 else torch.bfloat16 if onb else torch.float32
+    config.loss_scale = _real(fp16, "loss_scale", 0.0)
+    config.initial_scale = 2.0 ** _real(fp16, "initial_scale_power", 16)
+    config.scale_window = _whole(fp16, "loss_scale_window", 1000) or 1000
+    config.hysteresis = _whole(fp16, "hysteresis", 2) or 2
+    config.smallest_scale = _real(fp16, "min_loss_scale", 1.0)
+    types = _section(source, "data_types")
+    _refuse("data_types", types, {"grad_accum_dtype"})
+    if types.get("grad_accum_dtype") is not None:
+        config.gradient = _dtype(types["grad_accum_dtype"], "data_types.grad_accum_dtype")
+
+
+def _read_batches(config: Config, source: Mapping[str, Any], ranks: int) -> None:
+    total = _whole(source, "train_batch_size", None)
+    micro = _whole(source, "train_micro_batch_size_per_gpu", None)
+    steps = _whole(source, "gradient_accumulation_steps", None)
+    if total is not None and micro is not None:
+        wanted, rest = divmod(total, micro * ranks)
+        if rest or wanted == 0 or (steps is not None and steps != wanted):
+            raise ConfigError(
+                f"train_batch_size = {total} is not train_micro_batch_size_per_gpu = {micro} x "
+                f"gradient_accumulation_steps = {steps or 1} x {ranks} ranks",
+                "leave one of them out, or make them agree",
+            )
+        steps = wanted
+    elif total is not None:
+        steps = steps or 1
+        micro, rest = divmod(total, steps * ranks)
+        if rest or micro == 0:
+            raise ConfigError(
+                f"train_batch_size = {total} does not divide by {steps} accumulation steps and "
+                f"{ranks} ranks",
+                "choose a multiple",
+            )
+    config.micro_batch, config.accumulation = micro, steps or 1

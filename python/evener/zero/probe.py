@@ -1,0 +1,144 @@
+"""What this machine does, measured in about two seconds: copies in each direction, the fused CPU
+optimizer alone and while copies go on, matrix products. Nothing is assumed from a data sheet."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from evener import _optimizers
+from evener.zero.host import HostMemory
+from evener.zero.hyper import Rule, States, update_on_device
+from evener.zero.planner import Machine
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Figures by name: bytes/s, parameters/s, FLOP/s."""
+
+    machine: Machine
+    host_adam_alone: float
+    device: str
+    threads: int
+    instructions: str
+
+    def lines(self) -> list[str]:
+        """For people."""
+        m = self.machine
+        busy = m.host_adam / self.host_adam_alone
+        return [
+            f"accelerator      {self.device}, {m.flops / 1e12:.2f} TFLOP/s in matrix products",
+            f"host to device   {m.h2d / 1e9:.1f} GB/s",
+            f"device to host   {m.d2h / 1e9:.1f} GB/s",
+            f"host optimizer   {self.host_adam_alone / 1e9:.2f} G parameters/s on {self.threads} "
+            f"threads ({self.instructions}), {busy:.0%} of it while copies go on",
+        ]
+
+
+def _median(call: Callable[[], None], repeats: int = 5) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times), 1e-9)
+
+
+def probe(
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    moments: torch.dtype = torch.float32,
+    elements: int = 8 << 20,
+    threads: int = 0,
+) -> Probe:
+    """Measure. On the CPU the simulated device is measured: its copies are copies in memory."""
+    cuda = device.type == "cuda"
+
+    def sync() -> None:
+        if cuda:
+            torch.cuda.synchronize(device)
+
+    # Each tensor takes whole pages of its own: one page more than its size is always enough.
+    room = 4 * (elements * 4 + (4 << 20)) + elements * 4
+    host = HostMemory(room, pin=cuda)
+    n = elements
+    weights, lower = host.tensor(n, torch.bfloat16), host.tensor(n, torch.int16)
+    first, second = host.tensor(n, moments), host.tensor(n, moments)
+    gradient = host.tensor(n, torch.bfloat16)
+    there = torch.zeros(n, dtype=torch.bfloat16, device=device)
+
+    def copy_in() -> None:
+        there.copy_(gradient, non_blocking=True)
+        sync()
+
+    def copy_out() -> None:
+        gradient.copy_(there, non_blocking=True)
+        sync()
+
+    def adam() -> None:
+        run = _optimizers.Run(threads=threads)
+        _optimizers.adam((weights, lower), gradient, first, second, step=1, lr=1e-6, run=run)
+
+    there_states = States(
+        there.clone(),
+        torch.zeros(n, dtype=torch.int16, device=device),
+        None,
+        torch.zeros(n, device=device),
+        torch.zeros(n, device=device),
+    )
+    hyper = Rule("adamw").values()
+
+    def on_device() -> None:
+        update_on_device("adamw", there_states, there, hyper, 1, 1.0)
+        sync()
+
+    size = 4096 if cuda else 384
+    a = torch.randn(size, size, device=device, dtype=dtype)
+
+    def product() -> None:
+        for _ in range(4):
+            torch.mm(a, a)
+        sync()
+
+    h2d, d2h = n * 2 / _median(copy_in), n * 2 / _median(copy_out)
+    alone = n / _median(adam)
+    stop = threading.Event()
+
+    def copies() -> None:
+        other = torch.zeros(n, dtype=torch.bfloat16, device=device)
+        target = torch.empty(n, dtype=torch.bfloat16)
+        while not stop.is_set():
+            other.copy_(target, non_blocking=True)
+            target.copy_(other, non_blocking=True)
+            sync()
+
+    beside = threading.Thread(target=copies, daemon=True)
+    beside.start()
+    try:
+        together = n / _median(adam)
+    finally:
+        stop.set()
+        beside.join()
+    flops = 4 * 2 * size**3 / _median(product)
+    # Model code reaches a part of what large square products do.
+    machine = Machine(
+        flops=0.6 * flops,
+        h2d=h2d,
+        d2h=d2h,
+        host_adam=min(alone, together),
+        device_adam=n / _median(on_device),
+        reserve=(600 << 20) if cuda else 0,
+    )
+    return Probe(
+        machine,
+        alone,
+        torch.cuda.get_device_name(device) if cuda else "simulated in host memory",
+        threads or _optimizers.threads(),
+        _optimizers.instruction_sets()[0],
+    )

@@ -1,0 +1,92 @@
+"""A plan's input from a model (best on the meta device) or from a configuration of a
+Llama-shaped model, and an estimate of its activations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from evener.errors import UsageError
+from evener.zero.planner import Part
+from evener.zero.units import Unit
+
+
+def parts_of(units: list[Unit]) -> list[Part]:
+    """One part a chunk."""
+    return [
+        Part(group.name, group.numel, group.trainable, unit.module is None)
+        for unit in units
+        for group in unit.groups
+    ]
+
+
+def widths(units: list[Unit]) -> tuple[int, int, int]:
+    """(hidden width, widest output of a repeated unit's layers summed, vocabulary) from shapes."""
+    inner = [p.shape for u in units if u.repeated for g in u.groups for p in g.pieces]
+    outer = [p.shape for u in units if not u.repeated for g in u.groups for p in g.pieces]
+    matrices = [shape for shape in inner or outer if len(shape) == 2]
+    if not matrices:
+        return 0, 0, 0
+    hidden = Counter(min(shape) for shape in matrices).most_common(1)[0][0]
+    blocks = max(1, sum(u.repeated for u in units))
+    spread = sum(shape[0] for shape in matrices) // blocks
+    vocabulary = max((shape[0] for shape in outer if len(shape) == 2), default=0)
+    return hidden, spread, vocabulary
+
+
+def activations(units: list[Unit], tokens: int, dtype: torch.dtype, checkpointing: bool) -> int:
+    """Bytes of activations at their peak, an estimate: each layer's outputs twice (once more for
+    what pointwise operations save), one block's at a time where it is recomputed, and the logits
+    with their float32 copies for the loss."""
+    hidden, spread, vocabulary = widths(units)
+    blocks = sum(u.repeated for u in units)
+    one = tokens * (2 * spread + 4 * hidden) * dtype.itemsize
+    inputs = tokens * hidden * dtype.itemsize
+    logits = tokens * vocabulary * (dtype.itemsize + 8)
+    if checkpointing:
+        return blocks * inputs + max(2 * one, logits)
+    return blocks * one + logits
+
+
+class Llama(nn.Module):
+    """The shapes of a Llama (no forward pass): what a plan needs of a configuration."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config` with the keys of Hugging Face's config.json."""
+        super().__init__()
+        try:
+            width = int(config["hidden_size"])
+            layers = int(config["num_hidden_layers"])
+            vocabulary = int(config["vocab_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"the model's configuration lacks {error}",
+                "give hidden_size, num_hidden_layers and vocab_size, as Hugging Face's config.json",
+            ) from None
+        inner = int(config.get("intermediate_size") or 4 * width)
+        heads = int(config.get("num_attention_heads") or max(1, width // 128))
+        keys = int(config.get("num_key_value_heads") or heads) * (width // heads)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            shapes = [(width, width), (width, keys), (width, keys), (width, width)]
+            shapes += [(width, inner), (width, inner), (inner, width)]
+            block = nn.Module()
+            for number, (a, b) in enumerate(shapes):
+                block.add_module(str(number), nn.Linear(a, b, bias=False))
+            block.norms = nn.Parameter(torch.empty(2 * width))
+            self.layers.append(block)
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if config.get("tie_word_embeddings"):
+            self.head.weight = self.embed.weight
+
+
+def llama(config: Mapping[str, Any]) -> nn.Module:
+    """The shapes on the meta device: no memory."""
+    with torch.device("meta"):
+        return Llama(config)

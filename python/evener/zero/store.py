@@ -1,0 +1,232 @@
+"""All chunks of a model on one rank: made from its units, each tensor where the plan put it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evener.errors import UsageError
+from evener.zero.chunk import Chunk
+from evener.zero.device import Device
+from evener.zero.host import HostMemory, pages
+from evener.zero.hyper import Rule, States
+from evener.zero.units import Group, Unit
+
+ALIGN = 8
+_SMALL = 1 << 20
+"""Tensors below a quarter of a page share torch's own allocator: a page each would be waste."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """dtypes: what the model computes with, the optimizer's moments, and gradient sums."""
+
+    compute: torch.dtype = torch.bfloat16
+    moments: torch.dtype = torch.float32
+    gradient: torch.dtype = torch.bfloat16
+
+    def host_bytes(self, moments: int = 2) -> int:
+        """Bytes of host memory a trainable parameter, gradient included."""
+        master = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 6}[self.compute]
+        return master + moments * self.moments.itemsize + self.gradient.itemsize
+
+    def device_bytes(self, moments: int = 2) -> int:
+        """Bytes of accelerator memory a resident trainable parameter: its moments are float32."""
+        master = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 6}[self.compute]
+        return master + moments * 4 + self.gradient.itemsize
+
+
+@dataclass
+class Store:
+    """Units with their chunks. `parameter_order`: (chunk, place in it) of every trainable
+    parameter, in the order of `model.parameters()`."""
+
+    units: list[tuple[Unit, list[Chunk]]]
+    formats: Formats
+    host: HostMemory
+    parameter_order: list[tuple[int, int]]
+    whole_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes with."""
+        return self.formats.compute
+
+
+def share_of(numel: int, world: int) -> int:
+    """Elements of one rank's share of a chunk."""
+    step = world * ALIGN
+    return -(-numel // step) * ALIGN
+
+
+def host_need(
+    groups: Iterable[Group], formats: Formats, rule: Rule, world: int, resident: set[str]
+) -> int:
+    """Bytes of the host arena."""
+    total = 0
+    for group in groups:
+        if group.name in resident:
+            continue
+        share = share_of(group.numel, world)
+        for dtype in _host_dtypes(group, formats, rule):
+            if share * dtype.itemsize >= _SMALL:
+                total += pages(share, dtype.itemsize)
+    return total
+
+
+def _host_dtypes(group: Group, formats: Formats, rule: Rule) -> list[torch.dtype]:
+    dtypes = [formats.compute]
+    if not group.trainable:
+        return dtypes
+    if formats.compute == torch.bfloat16:
+        dtypes.append(torch.int16)
+    elif formats.compute == torch.float16:
+        dtypes.append(torch.float32)
+    return [*dtypes, *[formats.moments] * rule.moments, formats.gradient]
+
+
+Source = Callable[[str, nn.Parameter], torch.Tensor]
+"""Gives the initial value of a parameter by its name."""
+
+
+def build(
+    model: nn.Module,
+    units: list[Unit],
+    formats: Formats,
+    rule: Rule,
+    device: Device,
+    *,
+    resident: set[str],
+    stage: int = 3,
+    group: dist.ProcessGroup | None = None,
+    pin: bool = True,
+    source: Source | None = None,
+) -> Store:
+    """Move `model` into chunks, one at a time: its parameters' own memory is given back on the way.
+
+    `resident`: names of the groups whose states are on the accelerator. Unit 0 always is. With
+    several ranks, rank 0's values are taken by all.
+    """
+    world = dist.get_world_size(group) if group is not None else 1
+    rank = dist.get_rank(group) if group is not None else 0
+    resident = resident | {g.name for g in units[0].groups}
+    everything = [g for unit in units for g in unit.groups]
+    host = HostMemory(host_need(everything, formats, rule, world, resident), pin=pin)
+    built: list[tuple[Unit, list[Chunk]]] = []
+    index = 0
+    places: dict[nn.Parameter, tuple[int, int]] = {}
+    placeholder = torch.full((1,), torch.nan, dtype=formats.compute, device=device.device)
+    for number, unit in enumerate(units):
+        chunks = []
+        for part in unit.groups:
+            stays = part.name in resident
+            chunk = _chunk(part, index, formats, rule, device, host, stays, world)
+            chunk.keeps = number == 0 or stage <= 2 or (stays and world == 1)
+            chunk.placeholder = placeholder
+            _fill(chunk, device, rank, world, group, source)
+            if chunk.keeps:
+                if stays and world == 1:
+                    chunk.states.weights, old = chunk.flat, chunk.states.weights
+                    chunk.flat.copy_(old)
+                    chunk.stale = False
+                chunk.bind()
+            else:
+                chunk.empty()
+                chunk.unbind()
+            for place, piece in enumerate(part.pieces):
+                places[piece.parameter] = (index, place)
+            chunks.append(chunk)
+            index += 1
+        built.append((unit, chunks))
+    _move_buffers(model, device.device)
+    order = [places[p] for p in model.parameters() if p.requires_grad]
+    return Store(built, formats, host, order)
+
+
+def _chunk(
+    group: Group,
+    index: int,
+    formats: Formats,
+    rule: Rule,
+    device: Device,
+    host: HostMemory,
+    resident: bool,
+    world: int,
+) -> Chunk:
+    share = share_of(group.numel, world)
+
+    def make(dtype: torch.dtype) -> torch.Tensor:
+        if resident:
+            return torch.zeros(share, dtype=dtype, device=device.device)
+        if share * dtype.itemsize < _SMALL:
+            tensor = torch.zeros(share, dtype=dtype)
+            return tensor.pin_memory() if device.device.type == "cuda" else tensor
+        return host.tensor(share, dtype)
+
+    trainable = group.trainable
+    moments = torch.float32 if resident else formats.moments
+    states = States(
+        weights=make(formats.compute),
+        lower=make(torch.int16) if trainable and formats.compute == torch.bfloat16 else None,
+        master=make(torch.float32) if trainable and formats.compute == torch.float16 else None,
+        first=make(moments) if trainable else None,
+        second=make(moments) if trainable and rule.moments == 2 else None,
+    )
+    flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
+    gradient = make(formats.gradient) if trainable else None
+    return Chunk(index, group, states, gradient, flat, resident, False, flat[:1])
+
+
+@torch.no_grad()
+def _fill(
+    chunk: Chunk,
+    device: Device,
+    rank: int,
+    world: int,
+    group: dist.ProcessGroup | None,
+    source: Source | None,
+) -> None:
+    dtype = torch.float32 if chunk.group.trainable else chunk.flat.dtype
+    whole = torch.zeros(chunk.flat.numel(), dtype=dtype)
+    for piece in chunk.group.pieces:
+        given = piece.parameter if source is None else source(piece.name, piece.parameter)
+        if given.is_meta:
+            raise UsageError(
+                f"parameter {piece.name} is on the meta device and has no value",
+                "give `weights=` (a safetensors directory), or make the model on the CPU",
+            )
+        if given.shape != piece.shape:
+            raise UsageError(
+                f"{piece.name} has shape {tuple(given.shape)}, expected {tuple(piece.shape)}",
+                "give the weights of this model",
+            )
+        whole[piece.offset : piece.offset + piece.numel].copy_(given.detach().reshape(-1))
+        # Its own memory goes now, so that the model is never there twice.
+        piece.parameter.data = torch.empty(0, dtype=chunk.flat.dtype, device=device.device)
+    if world > 1:
+        over = whole.to(device.device)
+        dist.broadcast(over, group_src=0, group=group)
+        whole = over.cpu()
+    share = chunk.states.weights.numel()
+    mine = whole[rank * share : (rank + 1) * share].to(chunk.states.weights.device)
+    chunk.states.store(mine)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                raise UsageError(
+                    f"buffer {name} of {type(module).__name__} is on the meta device",
+                    "make the model on the CPU, or fill its buffers first",
+                )
+            module._buffers[name] = buffer.to(device)
+
+
+def group_numbers(groups: list[list[nn.Parameter]]) -> Mapping[nn.Parameter, int]:
+    """Optimizer group by parameter."""
+    return {parameter: number for number, group in enumerate(groups) for parameter in group}

@@ -1,0 +1,130 @@
+"""How a model is cut: units that are fetched and freed together, in the order of the model.
+
+A unit is an entry of an outermost ModuleList or Sequential (a transformer block), or else the
+module that holds parameters itself (an embedding, a head). Inside a unit, the parameters of one
+optimizer group form a chunk, and the frozen ones another. Parameters that are small, tied
+(reached by two names) or held by a container stay on the accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+FROZEN = -1
+
+
+@dataclass
+class Piece:
+    """One parameter in its chunk's flat buffer."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+
+@dataclass
+class Group:
+    """The parameters of one chunk."""
+
+    name: str
+    group: int
+    pieces: list[Piece] = field(default_factory=list)
+    numel: int = 0
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has optimizer states."""
+        return self.group != FROZEN
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        """Append a parameter. Offsets are multiples of 8 elements: aligned for vector loads."""
+        self.pieces.append(Piece(name, parameter, parameter.shape, self.numel))
+        self.numel += -(-parameter.numel() // 8) * 8
+
+
+@dataclass
+class Unit:
+    """What is fetched together. `module` is None for the unit that always stays."""
+
+    name: str
+    module: nn.Module | None
+    groups: list[Group]
+    repeated: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements, with padding."""
+        return sum(group.numel for group in self.groups)
+
+
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
+    found: list[tuple[str, nn.Module, bool]] = []
+
+    def walk(name: str, module: nn.Module, repeated: bool) -> None:
+        if repeated:
+            found.append((name, module, True))
+            return
+        if next(module.parameters(recurse=False), None) is not None:
+            found.append((name, module, False))
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        for child, sub in module.named_children():
+            walk(f"{name}.{child}" if name else child, sub, listed)
+
+    walk("", model, False)
+    return found
+
+
+def cut(
+    model: nn.Module, groups: Mapping[nn.Parameter, int] | None = None, small: int = 0
+) -> list[Unit]:
+    """The units of `model`; the first is the one that stays. `groups`: optimizer group by
+    parameter (default: all in group 0). `small`: units of at most so many elements stay."""
+    group_of = groups or {}
+    owners: dict[nn.Parameter, set[str]] = {}
+    names: dict[nn.Parameter, str] = {}
+    entries = _modules(model)
+    for prefix, module, repeated in entries:
+        for name, parameter in module.named_parameters(
+            prefix=prefix, recurse=repeated, remove_duplicate=False
+        ):
+            names.setdefault(parameter, name)
+            owners.setdefault(parameter, set()).add(prefix)
+    stay = Unit("(stays)", None, [])
+    units = [stay]
+    taken: set[nn.Parameter] = set()
+
+    def put(unit: Unit, parameter: nn.Parameter) -> None:
+        number = group_of.get(parameter, 0) if parameter.requires_grad else FROZEN
+        for chunk in unit.groups:
+            if chunk.group == number:
+                break
+        else:
+            label = f"{unit.name}/{'frozen' if number == FROZEN else number}"
+            chunk = Group(label, number)
+            unit.groups.append(chunk)
+        chunk.add(names[parameter], parameter)
+
+    for prefix, module, repeated in entries:
+        unit = Unit(prefix, module, [], repeated)
+        mine = list(dict.fromkeys(module.parameters(recurse=repeated)))
+        container = not repeated and any(True for _ in module.children())
+        tiny = sum(p.numel() for p in mine) <= small
+        for parameter in mine:
+            if parameter in taken:
+                continue
+            taken.add(parameter)
+            tied = len(owners[parameter]) > 1
+            put(stay if tied or container or tiny else unit, parameter)
+        if unit.groups:
+            units.append(unit)
+    return units
