@@ -101,7 +101,7 @@ def measure(spec: str, variant: dict[str, str], sizes: list[int], timeout: float
             found["choices"][int(match[1])] = f"{match[2]} {match[3]} {match[4]}"
         elif match := USING.search(line):
             found["network"] = match[1]
-        elif stream == "stderr" and "Error" in line or "WARN" in line:
+        elif (stream == "stderr" and "Error" in line) or "WARN" in line:
             found["errors"].append(f"rank {rank}: {line.strip()[:300]}")
 
     env = {
