@@ -118,17 +118,39 @@ pub fn run(scenario: &Scenario) -> Result<Vec<Run>, DriveError> {
     let mut memory = Memory::new(scenario, most);
     let mut runs = Vec::new();
     for size in &scenario.sizes {
+        let began = Instant::now();
+        let phase = |name: &str| {
+            if std::env::var_os("EVENER_DRIVE_LOG").is_some() {
+                eprintln!("{size} bytes: {name} after {:.2?}", began.elapsed());
+            }
+        };
         let latency_us = latency(scenario, &mut net, &mut memory, *size, &mut control)?;
+        phase("latency measured");
         control.meet()?;
-        let trial = measure(scenario, &mut net, &mut memory, *size, scenario.depth * 2)?;
+        // Queues and token buckets take the first messages at once: the trial must outlast them.
+        let mut count = scenario.depth * 2;
+        let each = loop {
+            let (took, _) = measure(scenario, &mut net, &mut memory, *size, count)?;
+            let enough = if scenario.rank == 0 {
+                let enough = u64::from(took >= (scenario.seconds / 4.0).min(0.5));
+                control.say(enough)?;
+                enough
+            } else {
+                control.hear()?
+            };
+            if enough == 1 {
+                break took / count as f64;
+            }
+            count *= 3;
+        };
         let messages = if scenario.rank == 0 {
-            let each = trial.0 / (scenario.depth * 2) as f64;
             let wanted = (scenario.seconds / each.max(1e-7)).clamp(8.0, 1e7) as u64;
             control.say(wanted)?;
             wanted
         } else {
             control.hear()?
         };
+        phase("trial done");
         control.meet()?;
         let before = cpu_seconds();
         let (seconds, stall) = measure(scenario, &mut net, &mut memory, *size, messages as usize)?;
@@ -408,7 +430,7 @@ fn latency(
     size: usize,
     control: &mut Control,
 ) -> Result<f64, DriveError> {
-    let rounds = if size > 1 << 20 { 20 } else { 200 };
+    let rounds = if size >= 1 << 20 { 20 } else { 100 };
     control.meet()?;
     memory.turn = memory.turn.wrapping_add(1);
     let mut sides: [Progress; 2] = Default::default();

@@ -10,7 +10,7 @@ use evener_proto::PathId;
 use evener_proto::wire::HEADER;
 
 use crate::stats::PathStats;
-use crate::sys::{self, Memory};
+use crate::sys::{self, Memory, TcpInfo};
 
 /// Bytes of the buffer that headers (and what follows them) are read into.
 const STAGING: usize = 32 << 10;
@@ -84,6 +84,10 @@ pub struct Conn {
     pub stats: Arc<PathStats>,
     /// Acknowledged bytes at the last look.
     pub acknowledged: u64,
+    /// Segments that were sent again at the last look.
+    resent: u32,
+    low_water: u32,
+    paced: bool,
     /// The chunk that is arriving.
     pub arriving: Option<Arriving>,
     staging: Box<[u8]>,
@@ -112,6 +116,9 @@ impl Conn {
             hung_up: false,
             stats,
             acknowledged: 0,
+            resent: 0,
+            low_water: 0,
+            paced: false,
             arriving: None,
             staging: vec![0; STAGING].into_boxed_slice(),
             start: 0,
@@ -119,6 +126,26 @@ impl Conn {
             out: VecDeque::new(),
             queued: 0,
         }
+    }
+
+    /// Adapts to what the kernel says: room for about 2 ms of what the path delivers, and no bursts
+    /// once it has lost something.
+    pub fn adapt(&mut self, info: &TcpInfo) {
+        let fd = self.fd.as_raw_fd();
+        if info.delivery_rate > 0 {
+            let wanted = (info.delivery_rate / 500).clamp(16 << 10, 512 << 10) as u32;
+            if wanted.abs_diff(self.low_water) > self.low_water / 4
+                && sys::set_unsent_low_water(fd, wanted).is_ok()
+            {
+                self.low_water = wanted;
+            }
+        }
+        if !self.paced && info.retransmits > self.resent {
+            self.paced = true;
+            // Where the kernel refuses, things stay as they are.
+            let _ = sys::set_paced(fd);
+        }
+        self.resent = info.retransmits;
     }
 
     // ---- in ----

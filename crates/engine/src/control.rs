@@ -39,8 +39,8 @@ const UNSERVED: Duration = Duration::from_secs(2);
 const MEASURE: Duration = Duration::from_millis(100);
 /// A peer without comms is dialled for this long after it was first heard of.
 const FRESH: Duration = Duration::from_secs(5);
-/// Unsent bytes in the kernel under which a connection has room.
-const LOW_WATER: u32 = 256 << 10;
+/// Unsent bytes in the kernel under which a new connection has room; its worker adapts it.
+const LOW_WATER: u32 = 64 << 10;
 const PORTS: std::ops::Range<u64> = 20_000..60_000;
 
 const WAKER: u64 = u64::MAX;

@@ -279,6 +279,23 @@ pub fn set_unsent_low_water(fd: RawFd, bytes: u32) -> io::Result<()> {
     )
 }
 
+/// Spreads what the congestion control allows over the round trip, in place of a burst: the kernel
+/// does it for every socket that has any limit of its rate, here one that is never reached.
+pub fn set_paced(fd: RawFd) -> io::Result<()> {
+    let limit = 1u64 << 40;
+    // SAFETY: eight bytes are read from `limit`.
+    check(unsafe {
+        libc::setsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_MAX_PACING_RATE,
+            (&raw const limit).cast(),
+            size_of::<u64>() as libc::socklen_t,
+        )
+    })?;
+    Ok(())
+}
+
 /// A port is chosen when the socket connects, so that one port can serve several peers.
 pub fn set_late_port(fd: RawFd) -> io::Result<()> {
     set_option(fd, libc::SOL_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1)

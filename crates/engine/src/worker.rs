@@ -841,7 +841,7 @@ impl Worker {
         let mut any = false;
         for _ in 0..8 {
             let mut moved = false;
-            let mut broken = Vec::new();
+            let (mut broken, mut used) = (Vec::new(), Vec::new());
             let Some(Some(state)) = self.lanes.get_mut(index) else {
                 return any;
             };
@@ -853,10 +853,12 @@ impl Worker {
                 if !conn.writable {
                     continue;
                 }
+                let mut chunks = 0;
                 while conn.queued() < PULL && conn.frames() < sys::PIECES / 2 {
                     let Some(frame) = state.lane.transmit(conn.path, now) else {
                         break;
                     };
+                    chunks += usize::from(frame.payload() > 0);
                     let chunk = match frame {
                         Frame::Chunk {
                             comm,
@@ -871,6 +873,9 @@ impl Worker {
                 }
                 if conn.frames() == 0 {
                     continue;
+                }
+                if chunks > 0 {
+                    used.push(number);
                 }
                 let want = conn.queued();
                 let result =
@@ -888,6 +893,8 @@ impl Worker {
                     Err(error) => broken.push((number, error.to_string())),
                 }
             }
+            // Who took a chunk has its next turn after the others.
+            state.conns.sort_by_key(|number| used.contains(number));
             for (number, why) in broken {
                 self.lose(number, &why);
             }
@@ -929,6 +936,7 @@ impl Worker {
                     continue;
                 };
                 conn.stats.looked(&info);
+                conn.adapt(&info);
                 let report = Report {
                     unconfirmed: info.unacknowledged > 0 || info.unsent > 0 || conn.queued() > 0,
                     advanced: info.bytes_acknowledged != conn.acknowledged,
@@ -939,10 +947,16 @@ impl Worker {
                 state.lane.report(conn.path, &report, now);
             }
             let (conns, lane) = (&self.conns, &state.lane);
-            state.conns.sort_by_key(|number| {
+            let rtt = |number: &usize| {
                 let conn = conns.get(*number).and_then(Option::as_ref);
-                conn.map(|conn| lane.rtt(conn.path))
-            });
+                conn.map_or(Duration::ZERO, |conn| lane.rtt(conn.path))
+            };
+            // Paths that are about equally quick keep their turns.
+            let quickest = state.conns.iter().map(rtt).min().unwrap_or_default();
+            let class = (quickest * 2 + Duration::from_micros(50)).as_nanos();
+            state
+                .conns
+                .sort_by_key(|number| rtt(number).as_nanos() / class);
             state.lane.on_time(now);
             state.dirty = true;
             if let Some(deadline) = state.lane.deadline() {

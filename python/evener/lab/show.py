@@ -53,7 +53,7 @@ def as_text(plan: Plan) -> str:
         ("paths", _paths(plan)),
     ]
     if spec.flow_cap:
-        rows.append(("flow cap", f"{spec.flow_cap} (64 classes by source port / 2)"))
+        rows.append(("flow cap", f"{spec.flow_cap} (64 classes by both ports)"))
     if shape is not None:
         rows.append(("queue", f"{spec.queue} = {shape.limit:,} bytes a path, then packets drop"))
     total = as_json(plan)

@@ -66,8 +66,10 @@ class TrafficControl:
     def cap_flows(self, device: int, shape: Shape | None, cap: int, queue_ns: int) -> None:
         """Let out no more than `cap` bits a second of a flow, and no more than `shape` in all.
 
-        htb with 64 classes; a flow's class is its source port / 2 modulo 64, because the kernel's
-        connect() hands out even ports. Two flows of one class share a cap.
+        htb with 64 classes; a flow's class is (source port xor destination port) / 2 modulo 64,
+        because the kernel's connect() hands out even ports, and in one of a connection's two
+        directions all flows have the listener's port as their source. Two flows of one class
+        share a cap.
         """
         total = 100 * 10**9 if shape is None else shape.rate
         cap = min(cap, total)
@@ -89,6 +91,10 @@ class TrafficControl:
         program: list[Instruction] = [
             (0xB1, 0, 0, 14),  # X = length of the IP header that starts after 14 bytes
             (0x48, 0, 0, 14),  # A = the source port
+            (0x02, 0, 0, 0),  # M[0] = A
+            (0x48, 0, 0, 16),  # A = the destination port
+            (0x61, 0, 0, 0),  # X = M[0]
+            (0xAC, 0, 0, 0),  # A ^= X
             (0x74, 0, 0, 1),  # A >>= 1
             (0x54, 0, 0, FLOW_CLASSES - 1),
             (0x04, 0, 0, 1 << 16 | 1),  # A += 1:1

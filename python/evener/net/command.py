@@ -102,4 +102,7 @@ def show_stats(directory: Path | None, as_json: bool, prometheus: bool) -> None:
             str(row["retransmits"]),
             str(row["heals"]),
         )
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(table)

@@ -110,4 +110,7 @@ def _print(results: dict[str, Rows]) -> None:
                 f"{row['stall'] * 1e3:.0f}",
                 end_section=name == names[-1],
             )
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(table)
