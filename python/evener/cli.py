@@ -14,6 +14,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
+    "plan-memory": (
+        "evener.zero.command:plan_memory",
+        "Does a model fit, where will it live, how fast is a step.",
+    ),
 }
 
 
