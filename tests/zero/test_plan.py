@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,10 +17,10 @@ from evener.errors import UsageError
 from evener.zero import budget as budgets
 from evener.zero import shapes
 from evener.zero.budget import Budget
+from evener.zero.command import plan_memory
 from evener.zero.planner import Machine, Part, Work, plan, working_set
 from evener.zero.store import Formats, build
 from evener.zero.units import cut
-from tests.test_cli import evener
 from tests.zero.models import Model
 
 MACHINE = Machine(4e14, 5e10, 5e10, 4e9, 5e10, 1e11, 600 << 20)
@@ -164,14 +165,18 @@ def test_budgets_read_the_cgroup(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     shape = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    arguments = ["plan-memory", str(tmp_path), "--gpu", "4GB", "--host", "4GB"]
-    shown = evener(*arguments, "--json")
-    assert shown.returncode == 0, shown.stderr
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(plan_memory, [str(tmp_path), *arguments])
+
+    shown = run("--gpu", "4GB", "--host", "4GB", "--json")
+    assert shown.exit_code == 0, shown.output
     record = json.loads(shown.stdout)
     assert record["plan"]["fits"] and record["probe"]["machine"]["host_adam"] > 0
-    shown = evener(*arguments[:3], "1MB", "--host", "4GB")
-    assert shown.returncode == 1 and "does not fit" in shown.stdout
-    assert evener(*arguments, "--batch", "many").returncode == 2
+    shown = run("--gpu", "1MB", "--host", "4GB")
+    assert shown.exit_code == 1 and "does not fit" in shown.stdout
+    shown = run("--batch", "many")
+    assert isinstance(shown.exception, UsageError)
 
 
 def test_plans_go_to_json() -> None:
