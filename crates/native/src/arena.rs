@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Host memory in pages; see `evener_memory::arena`.
-#[pyclass(frozen)]
+#[pyclass(frozen, weakref)]
 pub struct HostArena(Mutex<Arena>);
 
 fn raise(error: ArenaError) -> PyErr {

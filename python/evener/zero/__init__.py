@@ -8,13 +8,18 @@ planned from what this machine measures.
 
 from evener.zero.api import NoFitError, ZeroOptimizer, initialize, plan
 from evener.zero.budget import Budget
+from evener.zero.checkpoint import CheckpointError
+from evener.zero.checkpoint import load as load_checkpoint
+from evener.zero.checkpoint import save as save_checkpoint
 from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
 from evener.zero.planner import Machine, Plan
 from evener.zero.probe import Probe, probe
+from evener.zero.tensors import export
 
 __all__ = [
     "Budget",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",
@@ -23,7 +28,10 @@ __all__ = [
     "Plan",
     "Probe",
     "ZeroOptimizer",
+    "export",
     "initialize",
+    "load_checkpoint",
     "plan",
     "probe",
+    "save_checkpoint",
 ]

@@ -14,7 +14,7 @@ from torch import nn
 from evener.errors import EvenerError, UsageError
 from evener.zero import budget as budgets
 from evener.zero import device as devices
-from evener.zero import schedule, shapes
+from evener.zero import schedule, shapes, tensors
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
 from evener.zero.planner import Machine, Plan, Work
@@ -168,14 +168,16 @@ def initialize(
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     batch: tuple[int, int] | int = (1, 1024),
     machine: Machine | None = None,
-    weights: Source | None = None,
+    weights: Source | str | Path | None = None,
     resident: set[str] | None = None,
 ) -> tuple[Engine, ZeroOptimizer, None, Any]:
     """Move `model` under the engine; returns (engine, optimizer, None, scheduler).
 
     The model's own parameters are taken over: afterwards they hold values only while their unit
     runs. Uses the default process group where there is one. `batch`: of a micro-batch, for the
-    plan. `resident`: names of the chunks on the accelerator, in place of the plan's choice.
+    plan. `weights`: a folder of safetensors, or a function (name, parameter) -> value: `model` may
+    then be on the meta device, and its weights are read chunk by chunk. `resident`: names of the
+    chunks on the accelerator, in place of the plan's choice.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -183,6 +185,13 @@ def initialize(
     if optimizer is not None:
         _rule_of(optimizer, settings)
     device = devices.pick(settings.device)
+    if any(p.is_meta for p in model.parameters()):
+        if weights is None:
+            raise UsageError(
+                "the model is on the meta device and has no values",
+                "give `weights=` (a safetensors directory), or make it on the CPU",
+            )
+        _leave_meta(model)
     groups = _groups(model, model_parameters, optimizer)
     listed = {id(p) for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
@@ -223,7 +232,7 @@ def initialize(
         resident=resident,
         stage=settings.stage,
         group=process_groups[0] if process_groups else None,
-        source=weights,
+        source=tensors.source(weights) if isinstance(weights, str | Path) else weights,
     )
     engine = Engine(
         model,
@@ -245,6 +254,18 @@ def initialize(
         scheduler = schedule.make(front, *settings.scheduler)
     engine.scheduler = scheduler
     return engine, front, None, scheduler
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Parameters on the meta device become views of one NaN: no memory, until they are filled."""
+    nothing = torch.full((1,), torch.nan)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None and old.is_meta:
+                if old not in made:
+                    made[old] = nn.Parameter(nothing.expand(old.shape), old.requires_grad)
+                module._parameters[name] = made[old]
 
 
 def _scaler(config: Config) -> LossScaler | None:

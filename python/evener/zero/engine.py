@@ -109,8 +109,8 @@ class Engine:
         self.param_groups: list[dict[str, Any]] = []
         self._norm: torch.Tensor | None = None
         self._groups = process_groups
-        self._world = dist.get_world_size(process_groups[0]) if process_groups else 1
-        self._rank = dist.get_rank(process_groups[0]) if process_groups else 0
+        self.world = dist.get_world_size(process_groups[0]) if process_groups else 1
+        self.rank = dist.get_rank(process_groups[0]) if process_groups else 0
         self._traces: dict[bool, list[int]] = {True: [], False: []}
         self._mode = True
         self._recording: list[int] = []
@@ -235,10 +235,10 @@ class Engine:
                 if not chunk.keeps:
                     chunk.allocate()
                 weights, size = chunk.states.weights, chunk.states.weights.numel()
-                if self._world == 1:
+                if self.world == 1:
                     chunk.flat.copy_(weights, non_blocking=True)
                 else:
-                    mine = chunk.flat[self._rank * size : (self._rank + 1) * size]
+                    mine = chunk.flat[self.rank * size : (self.rank + 1) * size]
                     mine.copy_(weights, non_blocking=True)
                     assert self._groups is not None
                     dist.all_gather_into_tensor(chunk.flat, mine, group=self._groups[0])
@@ -406,7 +406,7 @@ class Engine:
             piece = pieces[place]
             whole[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
         arrived.clear()
-        if self.stage == 1 and self._world > 1 and self.accumulation > 1:
+        if self.stage == 1 and self.world > 1 and self.accumulation > 1:
             # Stage 1 keeps the whole sum and reduces it once, in step().
             kept = self.store.whole_gradients.get(chunk.index)
             self.store.whole_gradients[chunk.index] = whole if kept is None else kept.add_(whole)
@@ -418,11 +418,11 @@ class Engine:
         """Reduce over ranks, add what is there, take the norm, bring it home."""
         assert chunk.gradient is not None
         share = whole
-        if self._world > 1:
+        if self.world > 1:
             assert self._groups is not None
             share = torch.empty(chunk.gradient.numel(), dtype=whole.dtype, device=whole.device)
             dist.reduce_scatter_tensor(share, whole, group=self._groups[1])
-            share /= self._world
+            share /= self.world
         if chunk.filled:
             share += self._fetch_gradient(chunk)
         chunk.filled = True
@@ -454,7 +454,7 @@ class Engine:
     def _measure(self, chunk: Chunk, share: torch.Tensor) -> None:
         """Norms on the accelerator, before the gradient leaves it. On one rank, of each parameter,
         so that the global norm is that of `torch.nn.utils.clip_grad_norm_` bit for bit."""
-        if self._world == 1:
+        if self.world == 1:
             views = [share[p.offset : p.offset + p.numel] for p in chunk.group.pieces]
         else:
             views = [share]
@@ -491,7 +491,7 @@ class Engine:
     def _global_norm(self, chunks: list[Chunk]) -> torch.Tensor:
         norms = {c.index: c.norms for c in chunks if c.norms is not None}
         order = self.store.parameter_order
-        if self._world == 1:
+        if self.world == 1:
             each = [norms[index][place] for index, place in order if index in norms]
             if not each:
                 return torch.zeros((), device=self.device.device)
@@ -551,7 +551,7 @@ class Engine:
                 update_on_device(
                     self.rule.kind, chunk.states, chunk.gradient, hyper, chunk.steps, scale
                 )
-                if self._world == 1:
+                if self.world == 1:
                     chunk.stale, chunk.loaded = False, True
                 else:
                     self.device.wait("h2d", self.device.record("compute"))
@@ -575,7 +575,7 @@ class Engine:
             if chunk.gradient_event is not None:
                 chunk.gradient_event.synchronize()
             assert chunk.gradient is not None
-            stream = chunk.index * self._world + self._rank
+            stream = chunk.index * self.world + self.rank
             update_on_host(
                 self.rule.kind,
                 chunk.states,

@@ -70,23 +70,27 @@ class Llama(nn.Module):
         inner = int(config.get("intermediate_size") or 4 * width)
         heads = int(config.get("num_attention_heads") or max(1, width // 128))
         keys = int(config.get("num_key_value_heads") or heads) * (width // heads)
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList()
-        for _ in range(layers):
-            shapes = [(width, width), (width, keys), (width, keys), (width, width)]
-            shapes += [(width, inner), (width, inner), (inner, width)]
-            block = nn.Module()
-            for number, (a, b) in enumerate(shapes):
-                block.add_module(str(number), nn.Linear(a, b, bias=False))
-            block.norms = nn.Parameter(torch.empty(2 * width))
-            self.layers.append(block)
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+
+        def holder(*shapes: tuple[int, ...]) -> nn.Module:
+            # Not nn.Linear: initialising even on the meta device takes seconds.
+            module = nn.Module()
+            for number, shape in enumerate(shapes):
+                value = torch.empty(shape, device="meta")
+                module.register_parameter(f"weight{number}", nn.Parameter(value))
+            return module
+
+        attention = [(width, width), (keys, width), (keys, width), (width, width)]
+        mlp = [(inner, width), (inner, width), (width, inner)]
+        self.embed = holder((vocabulary, width))
+        self.layers = nn.ModuleList(
+            holder(*attention, *mlp, (width,), (width,)) for _ in range(layers)
+        )
+        self.norm = holder((width,))
+        self.head = holder((vocabulary, width))
         if config.get("tie_word_embeddings"):
-            self.head.weight = self.embed.weight
+            self.head.weight0 = self.embed.weight0
 
 
 def llama(config: Mapping[str, Any]) -> nn.Module:
     """The shapes on the meta device: no memory."""
-    with torch.device("meta"):
-        return Llama(config)
+    return Llama(config)

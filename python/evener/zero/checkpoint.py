@@ -1,0 +1,286 @@
+"""Checkpoints under the parameters' own names, whole or not there at all.
+
+`torch.distributed.checkpoint` writes them: each parameter's float32 weights (or their halves) and
+moments are entries of their own, flat, in the pieces that the ranks hold, so another number of
+ranks and another budget read them. A checkpoint is written into a folder with a name of its own,
+synced, and renamed when it is whole; then `latest` is replaced. Whatever kills the job in between,
+the last whole checkpoint stays the last. The sizes of all files are in `meta.json`: a file that was
+cut short is found before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as read_all
+from torch.distributed.checkpoint.state_dict_saver import save as write_all
+
+from evener.errors import EvenerError
+from evener.zero.chunk import Chunk
+from evener.zero.engine import Engine
+
+VERSION = 1
+
+
+class CheckpointError(EvenerError):
+    """A checkpoint cannot be written or read."""
+
+
+class Piece(torch.Tensor):
+    """This rank's part [start, start + n) of a flat tensor of `whole` elements, as
+    torch.distributed.checkpoint asks such objects to describe themselves."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    part: torch.Tensor
+    place: ChunkStorageMetadata
+    whole: torch.Size
+
+    @staticmethod
+    def of(part: torch.Tensor, start: int, whole: int) -> Piece:
+        """A view that knows its place."""
+        piece = part.as_subclass(Piece)
+        piece.part = part
+        piece.place = ChunkStorageMetadata(torch.Size([start]), torch.Size([part.numel()]))
+        piece.whole = torch.Size([whole])
+        return piece
+
+    def size(self, *_: Any) -> Any:
+        """Of the whole tensor."""
+        return self.whole
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
+        data = TensorWriteData(
+            chunk=self.place,
+            properties=TensorProperties(dtype=self.part.dtype),
+            size=self.whole,
+        )
+        index = MetadataIndex(fqn, self.place.offsets)
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self.place]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> torch.Tensor:
+        return self.part
+
+
+def _pieces(engine: Engine) -> dict[str, Any]:
+    """Views of everything that this rank holds. What a rank has nothing of is not in it."""
+    found: dict[str, Any] = {}
+    for chunk in engine.chunks():
+        tensors = chunk.states.tensors()
+        share = chunk.states.weights.numel()
+        begin = engine.rank * share
+        for piece in chunk.group.pieces:
+            low = max(piece.offset, begin)
+            high = min(piece.offset + piece.numel, begin + share)
+            if low >= high:
+                continue
+            for kind, tensor in tensors.items():
+                view = tensor[low - begin : high - begin]
+                found[f"{piece.name}.{kind}"] = Piece.of(view, low - piece.offset, piece.numel)
+    return found
+
+
+def _random_states() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _barrier(engine: Engine) -> None:
+    if engine.world > 1:
+        dist.barrier()
+
+
+def save(engine: Engine, folder: str | Path, extra: Any = None) -> Path:
+    """Write a checkpoint below `folder`; returns its path. `extra`: what JSON can hold (the place
+    of the sampler, ...). All ranks call it. Raises CheckpointError, with the last one untouched."""
+    engine.drain()
+    folder = Path(folder)
+    name = f"step-{engine.global_steps:08d}"
+    work, final = folder / f".{name}.writing", folder / name
+    try:
+        if engine.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob(".step-*.writing"):
+                shutil.rmtree(stale)
+            work.mkdir()
+        _barrier(engine)
+        write_all(
+            _pieces(engine),
+            storage_writer=FileSystemWriter(work, sync_files=True),
+            no_dist=engine.world == 1,
+        )
+        torch.save(_random_states(), work / f"random-{engine.rank}.pt")
+        _sync(work / f"random-{engine.rank}.pt")
+        _barrier(engine)
+        if engine.rank == 0:
+            _finish(engine, work, final, extra)
+        _barrier(engine)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {final} was not written: {error}",
+            "make room or choose another folder; the last checkpoint is as it was",
+        ) from error
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"checkpoint {final} was not written: {error}",
+            "see the error of each rank; the last checkpoint is as it was",
+        ) from error
+    return final
+
+
+def _finish(engine: Engine, work: Path, final: Path, extra: Any) -> None:
+    meta = {
+        "version": VERSION,
+        "step": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "micro_steps": engine.micro_steps,
+        "ranks": engine.world,
+        "kind": engine.rule.kind,
+        "chunk_steps": {c.group.name: c.steps for c in engine.chunks()},
+        "groups": [
+            {k: v for k, v in group.items() if k != "params"} for group in engine.param_groups
+        ],
+        "scaler": vars(engine.scaler) if engine.scaler else None,
+        "scheduler": engine.scheduler.state_dict() if engine.scheduler else None,
+        "extra": extra,
+        "files": {f.name: f.stat().st_size for f in work.iterdir()},
+    }
+    (work / "meta.json").write_text(json.dumps(meta, indent=1, default=str), encoding="utf-8")
+    _sync(work / "meta.json")
+    _sync(work)
+    if final.exists():
+        shutil.rmtree(final)
+    work.rename(final)
+    mark = final.parent / ".latest.writing"
+    mark.write_text(final.name, encoding="utf-8")
+    _sync(mark)
+    mark.replace(final.parent / "latest")
+    _sync(final.parent)
+
+
+def find(folder: str | Path) -> Path | None:
+    """The last whole checkpoint below `folder`, None where there is none."""
+    whole = sorted(p for p in Path(folder).glob("step-*") if (p / "meta.json").exists())
+    return whole[-1] if whole else None
+
+
+def load(engine: Engine, path: str | Path) -> Any:
+    """Load a checkpoint, or the last one of a folder; returns its `extra`. All ranks call it.
+
+    Another number of ranks and another budget are fine. Raises CheckpointError before anything is
+    changed where it is not whole or of another model.
+    """
+    engine.drain()
+    engine.flush()
+    path = Path(path)
+    if not (path / "meta.json").exists():
+        found = find(path)
+        if found is None:
+            raise CheckpointError(
+                f"{path} holds no checkpoint", "give the folder that was saved to"
+            )
+        path = found
+    meta = _check(path, engine)
+    wanted = _pieces(engine)
+    try:
+        read_all(wanted, storage_reader=FileSystemReader(path), no_dist=engine.world == 1)
+    except (CheckpointException, RuntimeError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be loaded: {error}", "load an earlier one"
+        ) from error
+    for chunk in engine.chunks():
+        chunk.steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
+        _refresh(chunk)
+    engine.global_steps, engine.skipped_steps = meta["step"], meta["skipped"]
+    engine.micro_steps = meta["micro_steps"]
+    for group, saved in zip(engine.param_groups, meta["groups"], strict=True):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    if engine.scaler and meta["scaler"]:
+        vars(engine.scaler).update(meta["scaler"])
+    if engine.scheduler and meta["scheduler"]:
+        engine.scheduler.load_state_dict(meta["scheduler"])
+    states = path / f"random-{engine.rank}.pt"
+    if states.exists() and meta["ranks"] == engine.world:
+        _restore_random(torch.load(states, weights_only=True))
+    return meta["extra"]
+
+
+def _refresh(chunk: Chunk) -> None:
+    """What is on the accelerator is old now, unless it is the states themselves."""
+    if chunk.states.weights.data_ptr() == chunk.flat.data_ptr() and chunk.keeps:
+        return
+    chunk.stale, chunk.loaded = True, False
+
+
+def _check(path: Path, engine: Engine) -> dict[str, Any]:
+    try:
+        meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        version = meta["version"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}/meta.json: {error}", "load an earlier checkpoint") from None
+    if version != VERSION:
+        raise CheckpointError(f"{path} is of version {version}", f"this Evener reads {VERSION}")
+    for name, size in meta["files"].items():
+        file = path / name
+        there = file.stat().st_size if file.exists() else 0
+        if there != size:
+            raise CheckpointError(
+                f"{file} has {there} bytes, it was written with {size}",
+                "the checkpoint is damaged: load an earlier one",
+            )
+    if meta["kind"] != engine.rule.kind:
+        raise CheckpointError(
+            f"{path} was trained with {meta['kind']}, this run uses {engine.rule.kind}",
+            "use the same optimizer",
+        )
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, piece in _pieces(engine).items():
+        other = saved.get(name)
+        if other is None:
+            raise CheckpointError(f"{path} has no {name}", "load a checkpoint of this model")
+        size = getattr(other, "size", None)
+        if size is not None and tuple(size) != tuple(piece.whole):
+            raise CheckpointError(
+                f"{name} has {size[0]} elements in {path}, {piece.whole[0]} in the model",
+                "load a checkpoint of this model",
+            )
+    return meta

@@ -1,0 +1,144 @@
+"""`evener plan-memory`: does it fit, where will it live, how fast, and what bounds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from evener.errors import UsageError
+from evener.zero import shapes
+from evener.zero.api import plan
+from evener.zero.config import Config
+from evener.zero.device import pick
+from evener.zero.planner import Plan
+from evener.zero.probe import probe
+from evener.zero.units import cut
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _model(given: str) -> dict[str, Any]:
+    path = Path(given)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}", "give a config.json, or its directory") from None
+    if not isinstance(read, dict):
+        raise UsageError(f"{path} is not a model's configuration", "give a config.json")
+    return read
+
+
+def _batch(text: str) -> tuple[int, int]:
+    try:
+        rows, length = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise UsageError(f"batch {text!r} is not known", "write it as 8x1024") from None
+    if rows < 1 or length < 1:
+        raise UsageError(f"batch {text!r} is empty", "write it as 8x1024")
+    return rows, length
+
+
+def _show(made: Plan, console: Console) -> None:
+    word = "[green]fits[/]" if made.fits else f"[red]does not fit[/]: {made.problem}"
+    console.print(word)
+    where = Table(box=None)
+    for title in ("where", "chunks", "parameters", "memory", "budget"):
+        where.add_column(title, justify="left" if title == "where" else "right")
+    for tier, total, limit in (
+        ("gpu", made.gpu_bytes, made.budget.gpu),
+        ("host", made.host_bytes, made.budget.host),
+    ):
+        places = [p for p in made.places if p.where == tier]
+        count = sum(p.numel for p in places)
+        where.add_row(
+            tier,
+            str(len(places)),
+            f"{count / 1e6:,.1f} M",
+            f"{total / 1e9:.2f} GB",
+            f"{limit / 1e9:.2f} GB",
+        )
+    console.print(where)
+    times = Table(box=None)
+    times.add_column("of a step")
+    times.add_column("seconds", justify="right")
+    for name, seconds in made.times.items():
+        times.add_row(name, f"{seconds:.4f}")
+    times.add_row("[bold]step[/]", f"[bold]{made.step_seconds:.4f}[/]")
+    console.print(times)
+    console.print(
+        f"{made.tokens_per_second:,.0f} tokens/s expected, bound by {made.bound} "
+        "(a prediction from the probe, not a measurement)"
+    )
+
+
+@click.command("plan-memory")
+@click.argument("model", type=click.Path(exists=True))
+@click.option("--gpu", default="auto", help="Budget of each GPU, as 24GB. auto: what is free.")
+@click.option("--host", default="auto", help="Budget of host memory, as 110GB. auto: what is free.")
+@click.option("--batch", default="1x1024", show_default=True, help="Micro-batch: rows x tokens.")
+@click.option("--accumulation", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="GPUs.")
+@click.option("--dtype", default="bf16", show_default=True, type=click.Choice(sorted(_DTYPES)))
+@click.option("--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
+@click.option("--checkpointing/--no-checkpointing", default=True, show_default=True)
+@click.option("--chunks", is_flag=True, help="List every chunk.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def plan_memory(
+    model: str,
+    gpu: str,
+    host: str,
+    batch: str,
+    accumulation: int,
+    ranks: int,
+    dtype: str,
+    moments: str,
+    checkpointing: bool,
+    chunks: bool,
+    as_json: bool,
+) -> None:
+    """Whether MODEL fits, where it will live, and how long a step takes.
+
+    MODEL is Hugging Face's config.json of a Llama-shaped model, or its directory. This machine is
+    probed first (copies, the CPU optimizer, both at once). Exit status 1: it does not fit.
+    """
+    shape = _model(model)
+    config = Config(
+        dtype=_DTYPES[dtype],
+        moments=_DTYPES[moments],
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+    )
+    found = probe(pick().device, config.dtype, config.moments)
+    limits = {name: text for name, text in (("gpu", gpu), ("host", host)) if text != "auto"}
+    made = plan(
+        shape,
+        config=config,
+        budget=limits or "auto",
+        batch=_batch(batch),
+        ranks=ranks,
+        machine=found.machine,
+    )
+    if as_json:
+        record = {"plan": made.to_dict(), "probe": dataclasses.asdict(found)}
+        click.echo(json.dumps(record, indent=2))
+    else:
+        console = Console()
+        units = cut(shapes.llama(shape), small=config.small)
+        total = sum(unit.numel for unit in units)
+        console.print(f"[bold]{total / 1e9:.2f} B parameters[/] in {len(made.places)} chunks")
+        for line in found.lines():
+            console.print(f"  {line}", highlight=False)
+        _show(made, console)
+        if chunks:
+            for place in made.places:
+                click.echo(f"  {place.where:5} {place.numel / 1e6:10.1f} M  {place.name}")
+    if not made.fits:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,178 @@
+"""Checkpoints: resumed bit for bit, whole after a kill at any stage, clear where they are not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener import zero
+from evener.errors import UsageError
+from evener.zero import checkpoint
+from tests.zero.models import Model, batches, loss_of
+from tests.zero.test_engine import start, weights
+
+
+def train(engine: zero.Engine, data: list[torch.Tensor]) -> list[float]:
+    losses = []
+    for tokens in data:
+        loss = loss_of(engine, tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_resume_is_bitwise_on_another_budget(tmp_path: Path, kind: str) -> None:
+    changes: dict[str, Any] = {} if kind == "fp32" else {kind: {"enabled": True}}
+    data = batches(6)
+    torch.manual_seed(0)
+    first = start(Model(), {"layers.0/0"}, **changes)
+    train(first, data[:3])
+    zero.save_checkpoint(first, tmp_path, extra={"row": 3})
+    want, end = train(first, data[3:]), weights(first)
+    torch.manual_seed(7)
+    second = start(Model(), {"layers.2/0", "head/0"}, **changes)
+    assert zero.load_checkpoint(second, tmp_path) == {"row": 3}
+    assert train(second, data[3:]) == want
+    got = weights(second)
+    assert all(torch.equal(got[name], end[name]) for name in end)
+    assert second.global_steps == first.global_steps
+    first.close()
+    second.close()
+
+
+KILLED = """
+import os, signal, sys, torch
+from evener import zero
+from tests.zero.models import Model, batches
+from tests.zero.test_checkpoint import start, train
+torch.set_num_threads(1)
+
+def child(folder, stage):
+    torch.manual_seed(0)
+    engine = start(Model())
+    train(engine, batches(1))
+    zero.save_checkpoint(engine, folder)
+    train(engine, batches(1))
+    calls = 0
+    def count(event, arguments):
+        nonlocal calls
+        interesting = event in ("open", "os.rename", "os.mkdir", "os.remove")
+        if interesting and folder in str(arguments[0]):
+            calls += 1
+            if calls == stage:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(count)
+    zero.save_checkpoint(engine, folder)
+
+# Once before, so that no child imports anything; its threads end with it.
+torch.manual_seed(0)
+engine = start(Model())
+train(engine, batches(1))
+zero.save_checkpoint(engine, sys.argv[1] + "/first")
+engine.close()
+for stage in map(int, sys.argv[2:]):
+    pid = os.fork()
+    if not pid:
+        child(f"{sys.argv[1]}/{stage}", stage)
+        os._exit(0)
+    print(stage, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_kill_at_any_stage_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Every opening, renaming and making of a file in turn is the last thing that the job does."""
+    stages = [*range(1, 11), 99]
+    command = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, stages)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=150)
+    torch.manual_seed(0)
+    engine = start(Model())
+    ends, steps = [], []
+    for line in run.stdout.splitlines():
+        stage, status = line.split()
+        zero.load_checkpoint(engine, tmp_path / stage)
+        ends.append(int(status))
+        steps.append(engine.global_steps)
+    assert len(ends) == len(stages) and set(ends) == {0, -signal.SIGKILL}
+    assert ends[0] == -signal.SIGKILL and steps[0] == 1
+    assert ends[-1] == 0 and steps[-1] == 2 and steps == sorted(steps)
+    engine.close()
+
+
+def test_damage_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine = start(Model())
+    train(engine, batches(1))
+    path = zero.save_checkpoint(engine, tmp_path)
+    before = {name: value.clone() for name, value in weights(engine).items()}
+    train(engine, batches(1))
+    after = {name: value.clone() for name, value in weights(engine).items()}
+    data = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-100])
+    with pytest.raises(zero.CheckpointError, match=r"bytes, it was written with .*\n.*damaged"):
+        zero.load_checkpoint(engine, tmp_path)
+    assert all(torch.equal(after[n], v) for n, v in weights(engine).items())
+    data.write_bytes(whole)
+    zero.load_checkpoint(engine, tmp_path)
+    assert all(torch.equal(before[n], v) for n, v in weights(engine).items())
+    other = start(Model(width=16))
+    with pytest.raises(zero.CheckpointError, match=r"elements in .* in the model"):
+        zero.load_checkpoint(other, tmp_path)
+    with pytest.raises(zero.CheckpointError, match="holds no checkpoint"):
+        zero.load_checkpoint(other, tmp_path / "nothing")
+    other.close()
+    engine.close()
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    engine = start(Model())
+    train(engine, batches(1))
+    path = zero.save_checkpoint(engine, tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    train(engine, batches(1))
+    monkeypatch.setattr(checkpoint, "_sync", full)
+    with pytest.raises(zero.CheckpointError, match=r"No space left.*\n.*as it was"):
+        zero.save_checkpoint(engine, tmp_path)
+    assert checkpoint.find(tmp_path) == path
+    monkeypatch.undo()
+    assert checkpoint.find(tmp_path) != zero.save_checkpoint(engine, tmp_path).with_name("x")
+    assert not list(tmp_path.glob(".*"))
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_safetensors_out_and_in(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    engine = start(Model(tied=True))
+    train(engine, batches(2))
+    zero.export(engine, tmp_path, dtype)
+    want = weights(engine)
+    with torch.device("meta"):
+        empty = Model(tied=True)
+    config = zero.Config(device="cpu", small=0)
+    second, *_ = zero.initialize(model=empty, config=config, weights=tmp_path, resident=set())
+    got = weights(second)
+    assert all(torch.equal(got[n], want[n].to(dtype).float()) for n in want)
+    assert loss_of(second, batches(1)[0]).isfinite()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with torch.device("meta"):
+        empty = Model(tied=True)
+    with pytest.raises(UsageError, match="cut short"):
+        zero.initialize(model=empty, config=config, weights=tmp_path, resident=set())
+    engine.close()
+    second.close()

@@ -1,0 +1,92 @@
+"""DeepSpeed's JSON: what is read, what is passed over, what is refused and by which name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.zero.config import ConfigError, read
+
+EXAMPLE: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10,
+    "bf16": {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    },
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": 5e8,
+        "stage3_param_persistence_threshold": 1000,
+    },
+    "evener": {"budget": {"gpu": "24GB"}, "moments": "bf16", "depth": 3},
+}
+
+
+def test_a_file_that_exists_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(EXAMPLE))
+    config = read(path, ranks=2)
+    assert (config.stage, config.accumulation, config.micro_batch) == (3, 4, 4)
+    assert config.dtype == torch.bfloat16 and config.moments == torch.bfloat16
+    assert config.clipping == 1.0 and config.depth == 3 and config.small == 1000
+    assert config.rule.values()["betas"] == (0.9, 0.95) and config.rule.kind == "adamw"
+    assert "zero_optimization.overlap_comm" in config.ignored
+    assert "zero_optimization.offload_optimizer.pin_memory" in config.ignored
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"gradient_cliping": 1.0}, "'gradient_cliping' is not known\n.*'gradient_clipping'"),
+        ({"zero_optimization": {"stge": 3}}, r"'zero_optimization\.stge'.*\n.*'stage'"),
+        ({"zero_optimization": {"stage": 0}}, "stage = 0"),
+        ({"zero_optimization": {"stage": 4}}, "stage = 4"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "contradicts"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nvme.*\n.*planned"),
+        ({"fp16": {"enabled": True}}, "contradict each other"),
+        ({"fp16": {"enabled": "auto", "loss_scal": 1}}, r"fp16\.loss_scal.*\n.*'loss_scale'"),
+        ({"train_batch_size": 33}, "train_batch_size = 33"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps = 3"),
+        ({"gradient_clipping": -1}, "gradient_clipping = -1"),
+        ({"gradient_clipping": True}, "gradient_clipping = True"),
+        ({"optimizer": {"type": "Lion"}}, "Lion"),
+        ({"optimizer": {"type": "SGD", "params": {"beta": 1}}}, "sgd has no parameter beta"),
+        ({"evener": {"moments": "int8"}}, "int8"),
+        ({"evener": {"buget": 1}}, r"'evener\.buget'.*\n.*'budget'"),
+        ({"bf16": 1}, "bf16 = 1 is not a section"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(Exception, match=named) as refused:
+        read({**EXAMPLE, **changes}, ranks=2)
+    assert getattr(refused.value, "exit_code", None) == 2
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a JSON file"):
+        read(tmp_path / "missing.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not an object"):
+        read(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "want"),
+    [("Adam", None, "adamw"), ("Adam", False, "adam"), ("FusedAdam", None, "adamw")],
+)
+def test_deepspeeds_adam_is_adamw_unless_told(kind: str, mode: bool | None, want: str) -> None:
+    params = {} if mode is None else {"adam_w_mode": mode}
+    config = read({"optimizer": {"type": kind, "params": params}})
+    assert config.rule.kind == want

@@ -1,0 +1,185 @@
+"""The plan is arithmetic: never above a budget, never worse with a larger one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener import zero
+from evener.errors import UsageError
+from evener.zero import budget as budgets
+from evener.zero import shapes
+from evener.zero.budget import Budget
+from evener.zero.command import plan_memory
+from evener.zero.planner import Machine, Part, Work, plan, working_set
+from evener.zero.store import Formats, build
+from evener.zero.units import cut
+from tests.zero.models import Model
+
+MACHINE = Machine(4e14, 5e10, 5e10, 4e9, 5e10, 1e11, 600 << 20)
+
+parts = st.lists(
+    st.builds(
+        Part,
+        name=st.uuids().map(str),
+        numel=st.integers(1, 1 << 27).map(lambda n: n * 8),
+        trainable=st.sampled_from([True, True, True, False]),
+        stays=st.sampled_from([False, False, False, True]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+works = st.builds(
+    Work,
+    tokens=st.integers(1, 1 << 16),
+    activations=st.integers(0, 8 << 30),
+    accumulation=st.integers(1, 4),
+    checkpointing=st.booleans(),
+    ranks=st.sampled_from([1, 1, 2, 4]),
+    depth=st.integers(1, 4),
+    moments=st.sampled_from([1, 2]),
+)
+formats = st.builds(
+    Formats,
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+sizes = st.integers(0, 200 << 30)
+
+
+@given(parts, works, formats, sizes, sizes)
+def test_never_above_the_budget(
+    parts: list[Part], work: Work, formats: Formats, gpu: int, host: int
+) -> None:
+    made = plan(parts, formats, work, MACHINE, Budget(gpu, host))
+    need = working_set(parts, formats, work, MACHINE)
+    assert {p.name for p in made.places} == {p.name for p in parts}
+    moved = [p for p, part in zip(made.places, parts, strict=True) if not part.stays]
+    assert made.gpu_bytes == need + sum(p.bytes for p in moved if p.where == "gpu")
+    assert made.host_bytes == sum(p.bytes for p in moved if p.where == "host")
+    assert made.fits == (made.gpu_bytes <= gpu and made.host_bytes <= host)
+    assert bool(made.problem) != made.fits
+    if need <= gpu:
+        assert made.gpu_bytes <= gpu
+    assert made.step_seconds > 0 and made.bound in {"GPU", "PCIe", "host memory", "network"}
+
+
+@given(parts, works, formats, sizes, sizes, sizes)
+def test_more_memory_is_never_worse(
+    parts: list[Part], work: Work, formats: Formats, gpu: int, more: int, host: int
+) -> None:
+    # An accelerator that updates slower than the host is none.
+    small = plan(parts, formats, work, MACHINE, Budget(gpu, host))
+    large = plan(parts, formats, work, MACHINE, Budget(gpu + more, host))
+    assert small.resident <= large.resident
+    assert large.host_bytes <= small.host_bytes
+    assert large.fits or not small.fits
+
+
+@given(works, st.integers(1, 24))
+def test_the_time_is_at_least_each_of_its_parts(work: Work, blocks: int) -> None:
+    made = plan(
+        [Part(f"block {i}", 64 << 20) for i in range(blocks)],
+        Formats(),
+        work,
+        MACHINE,
+        Budget(0, 1 << 50),
+    )
+    t = made.times
+    assert made.step_seconds >= t["forward"] + t["backward"]
+    assert made.step_seconds >= t["backward"] + t["host optimizer"]
+    assert made.step_seconds >= t["gradients out"] + t["weights in"]
+
+
+def test_the_host_arena_is_what_the_plan_said() -> None:
+    """Large chunks: the small ones of tests are not in the arena."""
+    model = Model(width=512, blocks=2)
+    units = cut(model, small=100_000)
+    config = zero.Config(dtype=torch.bfloat16, device="cpu", small=100_000)
+    made = zero.plan(model, config=config, machine=MACHINE, budget={"gpu": "8GB", "host": "4GB"})
+    assert made.fits and not {p.where for p in made.places} - {"gpu", "host"}
+    device = zero.api.devices.SimulatedDevice()
+    store = build(model, units, Formats(), config.rule, device, resident=set(), pin=False)
+    nothing = plan(shapes.parts_of(units), Formats(), Work(1, 0), MACHINE, Budget(0, 1 << 40))
+    assert store.host.usage() == (nothing.host_bytes, nothing.host_bytes, nothing.host_bytes)
+
+
+def test_a_configuration_is_planned_without_memory() -> None:
+    shape = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+    }
+    assert sum(u.numel for u in cut(shapes.llama(shape))) == pytest.approx(6.74e9, rel=0.01)
+    config = zero.Config(dtype=torch.bfloat16, device="cpu", checkpointing=True)
+    made = zero.plan(shape, config=config, machine=MACHINE, budget={"gpu": "24GB", "host": "110GB"})
+    assert made.fits and made.bound == "host memory" and 0 < len(made.resident) < 34
+    tight = zero.plan(shape, config=config, machine=MACHINE, budget={"gpu": "24GB", "host": "20GB"})
+    assert not tight.fits and "the budget is 21.47 GB" in tight.problem
+    with pytest.raises(UsageError, match="lacks 'vocab_size'"):
+        zero.plan({"hidden_size": 8, "num_hidden_layers": 1}, config=config, machine=MACHINE)
+
+
+def test_units_of_a_model() -> None:
+    names = [u.name for u in cut(Model(blocks=3))]
+    assert names == ["(stays)", "embed", "layers.0", "layers.1", "layers.2", "norm", "head"]
+    tied = {u.name: u for u in cut(Model(blocks=3, tied=True))}
+    assert "head" not in tied and "embed" not in tied
+    assert [p.name for p in tied["(stays)"].groups[0].pieces] == ["embed.weight"]
+    model = Model()
+    model.layers[1].up.weight.requires_grad = False
+    groups = {g.name for u in cut(model) for g in u.groups}
+    assert {"layers.1/0", "layers.1/frozen"} <= groups
+
+
+def test_budgets_read_the_cgroup(tmp_path: Path) -> None:
+    root, proc = tmp_path / "cgroup", tmp_path / "proc"
+    inner = root / "a/b"
+    inner.mkdir(parents=True)
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 50000 kB\n")
+    (proc / "self/cgroup").write_text("0::/a/b\n")
+    assert budgets.host_free(root, proc) == 50000 * 1024
+    for folder, limit, used, cache in ((inner, "max", 5, 1), (root / "a", "9000000", 4000000, 7)):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(used))
+        (folder / "memory.stat").write_text(f"anon 3\ninactive_file {cache}\n")
+    assert budgets.host_free(root, proc) == 5000007
+    assert budgets.resolve({"gpu": "24GB", "host": 7}) == Budget(24 << 30, 7)
+    with pytest.raises(UsageError, match="gpu='lots' is not a size"):
+        budgets.resolve({"gpu": "lots"})
+    with pytest.raises(UsageError, match="no entry ssd"):
+        budgets.resolve({"ssd": 1})
+
+
+def test_the_command(tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(plan_memory, [str(tmp_path), *arguments])
+
+    shown = run("--gpu", "4GB", "--host", "4GB", "--json")
+    assert shown.exit_code == 0, shown.output
+    record = json.loads(shown.stdout)
+    assert record["plan"]["fits"] and record["probe"]["machine"]["host_adam"] > 0
+    shown = run("--gpu", "1MB", "--host", "4GB")
+    assert shown.exit_code == 1 and "does not fit" in shown.stdout
+    shown = run("--batch", "many")
+    assert isinstance(shown.exception, UsageError)
+
+
+def test_plans_go_to_json() -> None:
+    made = plan([Part("a", 8)], Formats(), Work(1, 0), MACHINE, Budget(1 << 40, 0))
+    assert json.loads(json.dumps(made.to_dict()))["places"][0]["where"] == "gpu"
+    assert dataclasses.is_dataclass(made)
