@@ -62,3 +62,8 @@ def train(rank: int, size: int, wire: str, ratio: float, seeds: list[int]) -> li
         found.append(100 * right.item())
         model.evener.close()
     return found
+
+
+def both(rank: int, size: int, seeds: list[int]) -> tuple[list[float], list[float]]:
+    """Exact and top-k 1%, on the same seeds."""
+    return train(rank, size, "exact", 1.0, seeds), train(rank, size, "topk", 0.01, seeds)
