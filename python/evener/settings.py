@@ -230,8 +230,8 @@ HOROVOD_CYCLE_TIME = _real(
     _COMM,
     "HOROVOD_CYCLE_TIME",
     1.0,
-    "Milliseconds that the Horovod door waits for further tensors before it fuses what it has. 0: "
-    "no waiting; it never spins.",
+    "Accepted for the sake of existing command lines. Upstream wakes up so often to fuse what was "
+    "submitted since; Evener starts a bucket when it is complete, and nothing polls.",
     allowed="a number of milliseconds, 0 or more",
     ok=lambda value: 0 <= value < float("inf"),
 )
