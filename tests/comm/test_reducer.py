@@ -100,10 +100,10 @@ def _train_all(rank: int, size: int, wire: str, cases: list[tuple[Any, ...]]) ->
     return described
 
 
-def topk_keeps_what_it_does_not_send(rank: int, size: int, half: bool) -> None:
+def topk_keeps_what_it_does_not_send(rank: int, size: int, half: bool, dtype: str = "fp32") -> None:
     """Over any number of steps: what was applied plus the mean residual is the sum of the means."""
     device = models.device()
-    model = torch.nn.Linear(64, 50, device=device)
+    model = torch.nn.Linear(64, 50, device=device, dtype=DTYPES[dtype])
     options = Options(wire="topk", ratio=0.05, topk_min_bytes=0, topk_fp16=half, bucket_bytes=4096)
     reducer = Reducer(model.named_parameters(), options)
     applied = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
@@ -111,7 +111,7 @@ def topk_keeps_what_it_does_not_send(rank: int, size: int, half: bool) -> None:
     for step in range(6):
         generator = torch.Generator().manual_seed(100 * step + rank)
         own = {
-            n: torch.randn(p.shape, generator=generator).to(device)
+            n: torch.randn(p.shape, generator=generator).to(device, DTYPES[dtype])
             for n, p in model.named_parameters()
         }
         model.zero_grad()
@@ -135,14 +135,16 @@ def topk_keeps_what_it_does_not_send(rank: int, size: int, half: bool) -> None:
             flat = applied[name].view(-1)
             flat[start : start + residual.numel()] += residual.double() * scale
     for name in wanted:
-        close(applied[name], wanted[name], "fp32")
+        close(applied[name], wanted[name], dtype)
     reducer.close()
 
 
-@pytest.mark.parametrize("shape", ["2x1", "2x2", "3x1"])
-@pytest.mark.parametrize("half", [False, True])
-def test_topk_with_error_feedback_loses_nothing(shape: str, half: bool) -> None:
-    worlds.run(SHAPES[shape], topk_keeps_what_it_does_not_send, half)
+@pytest.mark.parametrize("shape", ["2x1", "2x2", "3x1", "uneven"])
+@pytest.mark.parametrize(
+    ("half", "dtype"), [(False, "fp32"), (True, "fp32"), (False, "fp16"), (False, "bf16")]
+)
+def test_topk_with_error_feedback_loses_nothing(shape: str, half: bool, dtype: str) -> None:
+    worlds.run(SHAPES[shape], topk_keeps_what_it_does_not_send, half, dtype)
 
 
 def accumulate(rank: int, size: int) -> None:
