@@ -338,8 +338,8 @@ def test_what_fails_on_a_thread_is_raised_where_the_user_is(
     with pytest.raises(EvenerError, match="optimizer step on the host failed: no room"):
         engine.drain()
     monkeypatch.undo()
+    engine.flush()  # first: a prefetch that is still under way may need to allocate
     monkeypatch.setattr(Chunk, "allocate", broken)
-    engine.flush()
     with pytest.raises(EvenerError, match=r"could not be brought to cpu: no room"):
         loss_of(engine, tokens)
 
