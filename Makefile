@@ -17,7 +17,7 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python lint format docs wheel clean preflight constraints
+.PHONY: help setup demo test loom test-rust test-python lint format docs wheel clean preflight constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ test: lint test-rust test-python ## all checks and tests that need no GPU
 
 test-rust: $(STAMPS)/deps
 	cargo test --quiet --workspace --locked
+
+loom: $(STAMPS)/deps ## every interleaving of the engine's rings
+	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
 
 test-python: $(STAMPS)/native $(STAMPS)/plugin
 	$(BIN)/python -m pytest

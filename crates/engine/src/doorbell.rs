@@ -5,10 +5,11 @@
 //!
 //! # Sleeping
 //! The worker says that it sleeps and then looks at the summary once more; the caller sets the
-//! summary and then looks whether the worker sleeps. Both pairs are sequentially consistent, so at
-//! least one of the two sees the other: no request is left behind a sleeping worker.
+//! summary and then looks whether the worker sleeps. Between the two steps of each lies a
+//! sequentially consistent fence, so at least one of the two sees the other: no request is left
+//! behind a sleeping worker.
 
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Ordering, fence};
 
 const WORDS: usize = if cfg!(loom) { 1 } else { 64 };
 /// Bits of a bell.
@@ -43,9 +44,10 @@ impl Doorbell {
     }
 
     /// Whether the worker sleeps and must be woken: true for one caller a sleep. Any thread's,
-    /// after it has made its news visible with a sequentially consistent write.
+    /// after it has written its news.
     #[must_use]
     pub fn must_wake(&self) -> bool {
+        fence(Ordering::SeqCst);
         self.asleep.load(Ordering::SeqCst) && self.asleep.swap(false, Ordering::SeqCst)
     }
 
@@ -72,6 +74,7 @@ impl Doorbell {
     /// there are any.
     pub fn sleep(&self) {
         self.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
     }
 
     /// The worker is awake.
