@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from evener.lab import Lab, Node
 
-# Answers each connection with the bytes that came, the seconds from first to last, and an end.
+# Answers each connection with the bytes that came and the moments of the first and the last.
 _SINK = """
 import socket, threading, time
 server = socket.create_server(("", 5000), backlog=200)
@@ -20,7 +20,7 @@ def serve(peer):
         first = first or time.monotonic()
         total += len(data)
         last = time.monotonic()
-    if first: peer.send(f"{total} {last - first}".encode())
+    if first: peer.send(f"{total} {first} {last}".encode())
     peer.close()
 while True:
     threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
@@ -135,10 +135,23 @@ def sink(node: Node) -> Iterator[None]:
 
 def send(node: Node, to: str, ports: list[int], *, seconds: float, most: int) -> list[float]:
     """Send from each of `ports` at once; bits a second that arrived, one a port."""
+    flows = _flows(node, to, ports, seconds, most)
+    return [total * 8 / max(last - first, 1e-9) for total, first, last in flows]
+
+
+def throughput(node: Node, to: str, ports: list[int], *, seconds: float, most: int) -> float:
+    """As `send`, for all flows together: from the first byte of any to the last byte of any."""
+    totals, firsts, lasts = zip(*_flows(node, to, ports, seconds, most), strict=True)
+    return float(sum(totals)) * 8 / max(max(lasts) - min(firsts), 1e-9)
+
+
+def _flows(
+    node: Node, to: str, ports: list[int], seconds: float, most: int
+) -> list[tuple[int, float, float]]:
     argv = [sys.executable, "-c", _SEND, to, str(seconds), str(most), *map(str, ports)]
     done = node.run(argv, timeout=60, check=True)
     answers = [line.split() for line in done.stdout.splitlines()]
-    return [int(total) * 8 / max(float(took), 1e-9) for total, took in answers]
+    return [(int(total), float(first), float(last)) for total, first, last in answers]
 
 
 def attempt(node: Node, to: str, ports: list[int], *, seconds: float = 1) -> dict[int, str]:

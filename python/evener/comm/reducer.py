@@ -250,13 +250,10 @@ class Reducer:
         for index, parameter in enumerate(self.parameters):
             if index not in unused:
                 parameter.grad = self.buckets.views[index]
-        order, self._measuring = self._order, False
+        order, first_step, self._measuring = self._order, self._measuring, False
         self._reset()
-        if self._first_step:
-            self._first_step = False
+        if first_step:
             self._settle(order)
-
-    _first_step = True
 
     def _unused(self) -> frozenset[int]:
         """Parameters that no rank used: those keep the gradient that they had."""
