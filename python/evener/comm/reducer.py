@@ -18,7 +18,7 @@ guess.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -32,6 +32,7 @@ from evener.comm.errors import CommError
 from evener.comm.groups import Communicators, Route
 from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
+from evener.comm.profile import Recorder
 from evener.comm.wires import CastWire, ExactWire, TopKWire, Wire, choose
 from evener.errors import UsageError
 
@@ -72,6 +73,7 @@ class Reducer:
         self.passes = 1
         self.on_backward_end: Callable[[], None] | None = None
         self.track_unused = track_unused
+        self.recorder: Recorder | None = None
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self._lanes: Lanes = (
@@ -94,7 +96,14 @@ class Reducer:
         self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size)
         self._routes = [self._route_of(bucket) for bucket in self.buckets]
         self._wires = self._make_wires()
+        self.sequence = tuple(range(len(self.buckets)))
         self._reset()
+
+    def resequence(self, sequence: Sequence[int]) -> None:
+        """Issue the buckets in this order from the next step on. The same on every rank."""
+        if sorted(sequence) != list(range(len(self.buckets))):
+            raise ValueError(f"{list(sequence)} is not an order of {len(self.buckets)} buckets")
+        self.sequence = tuple(sequence)
 
     def _route_of(self, bucket: Bucket) -> Route:
         if bucket.bytes > self.options.two_level_max_bytes:
@@ -131,7 +140,7 @@ class Reducer:
         self._here = [False] * len(self.parameters)
         self._order: list[int] = []
         self._next = 0
-        self._tickets: list[Ticket] = []
+        self._tickets: dict[int, Ticket] = {}
         self._callback_queued = False
 
     def set_passes(self, passes: int) -> None:
@@ -170,20 +179,27 @@ class Reducer:
         self._order.append(index)
         bucket = self.buckets.bucket_of[index]
         self._missing[bucket] -= 1
+        if self.recorder is not None and not self._missing[bucket]:
+            self.recorder.complete(bucket)
         self._issue_complete()
 
     def _issue_complete(self) -> None:
-        while self._next < len(self.buckets) and self._missing[self._next] == 0:
-            self.submit(self._next)
+        while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
+            self.submit(self.sequence[self._next])
 
     def submit(self, index: int) -> None:
         """Issue the next bucket; `index` must be its number, so that the order is explicit."""
-        if index != self._next:
-            raise ValueError(f"bucket {index} is out of order: bucket {self._next} comes next")
+        if index != self.sequence[self._next]:
+            raise ValueError(
+                f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
+            )
         bucket, route = self.buckets[index], self._routes[index]
         self._pack(bucket, route)
         name = f"bucket {index} ({self.names[bucket.slots[0].index]} ...)"
-        self._tickets.append(self._lanes.issue(name, self._stages(bucket, route)))
+        stages = self._stages(bucket, route)
+        if self.recorder is not None:
+            stages = self.recorder.submitted(index, stages)
+        self._tickets[index] = self._lanes.issue(name, stages)
         self._next += 1
 
     def _pack(self, bucket: Bucket, route: Route) -> None:
@@ -228,8 +244,8 @@ class Reducer:
 
     def flush(self) -> None:
         """Submit every bucket that is still open. What has no gradient counts as zeros."""
-        while self._next < len(self.buckets):
-            self.submit(self._next)
+        while self._next < len(self.sequence):
+            self.submit(self.sequence[self._next])
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
@@ -237,9 +253,22 @@ class Reducer:
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
         unused = self._unused() if self.track_unused else frozenset()
+        for index in list(self._tickets):
+            self.wait(index)
+        self._adopt(unused)
+        self.end_step()
+
+    def defer(self) -> None:
+        """In place of `apply`: results stay on their way, `p.grad` is where they will land.
+
+        Then `wait` for each bucket, and `end_step` once all have been waited for.
+        """
+        self._adopt(self._unused() if self.track_unused else frozenset())
+
+    def wait(self, index: int) -> None:
+        """Wait for one bucket that was submitted; as `apply`, on the current stream."""
         try:
-            for ticket in self._tickets:
-                ticket.wait()
+            self._tickets[index].wait()
         except Exception as error:
             self._failed = True
             raise CommError(
@@ -247,9 +276,19 @@ class Reducer:
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={self.options.timeout:g} s",
             ) from error
+
+    @property
+    def measuring(self) -> bool:
+        """Whether this is the first step, after which the buckets are laid out anew."""
+        return self._measuring
+
+    def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
             if index not in unused:
                 parameter.grad = self.buckets.views[index]
+
+    def end_step(self) -> None:
+        """All buckets were waited for: expect the next step's gradients."""
         order, first_step, self._measuring = self._order, self._measuring, False
         self._reset()
         if first_step:
