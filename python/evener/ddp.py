@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm.options import Algorithm, Options, Wire
 from evener.comm.overlap import StepOverlap, refusal, refuse_model
+from evener.comm.planner.live import Planner, Policy
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
@@ -93,6 +94,8 @@ def accelerate(
     wire: Wire | None = None,
     ratio: float | None = None,
     bucket_bytes: int | None = None,
+    mode: str | None = None,
+    floor: str = "fp16",
 ) -> DistributedDataParallel:
     """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
 
@@ -104,6 +107,11 @@ def accelerate(
     nodes with several ranks each. `wire`: what crosses between nodes: "exact" (the gradients'
     dtype), "fp16", "bf16", or "topk": the share `ratio` of largest magnitude, with error feedback.
     `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+
+    `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
+    choose for every bucket the algorithm and the mildest form behind which the network hides: with
+    "exact" lossless ones only, with "auto" down to `floor`. None: no planner, `algorithm` and
+    `wire` hold as given.
 
     `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
     updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
@@ -135,7 +143,12 @@ def accelerate(
     model.__class__ = AcceleratedDataParallel
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
     object.__setattr__(accelerated, "evener", reducer)
-    steps = Steps(reducer, _overlap(reducer, optimizer, model.module))
+    overlap = _overlap(reducer, optimizer, model.module)
+    planner = None
+    if mode is not None:
+        policy = Policy(mode, floor, options.algorithm, options.topk_min_bytes)
+        planner = Planner(reducer, policy, overlap=overlap is not None)
+    steps = Steps(reducer, overlap, planner)
     object.__setattr__(accelerated, "evener_steps", steps)
     reducer.on_backward_end = steps.backward_ended
     return accelerated

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from evener.comm.errors import CommError
 from evener.comm.groups import Communicators, Route
 from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
+from evener.comm.options import Wire as WireName
 from evener.comm.profile import Recorder
 from evener.comm.wires import CastWire, ExactWire, TopKWire, Wire, choose
 from evener.errors import UsageError
@@ -81,6 +83,8 @@ class Reducer:
         )
         self._measuring = True
         self._failed = False
+        self._choices: tuple[tuple[str, str], ...] | None = None
+        self._made: dict[tuple[int, str], Wire] = {}
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -95,6 +99,7 @@ class Reducer:
         size = len(self.communicators.route.levels.inner)
         self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size)
         self._routes = [self._route_of(bucket) for bucket in self.buckets]
+        self._made.clear()
         self._wires = self._make_wires()
         self.sequence = tuple(range(len(self.buckets)))
         self._reset()
@@ -105,28 +110,50 @@ class Reducer:
             raise ValueError(f"{list(sequence)} is not an order of {len(self.buckets)} buckets")
         self.sequence = tuple(sequence)
 
+    def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
+        """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
+
+        Between steps only, and the same on every rank. "flat" or "2d"; a form of `forms`.
+        """
+        self._choices = tuple(choices)
+        self._routes = [self._route_of(bucket) for bucket in self.buckets]
+        self._wires = self._make_wires()
+        self.resequence(sequence)
+
+    def forms(self) -> tuple[str, ...]:
+        """The names that `make_wire` knows."""
+        return get_args(WireName)
+
     def _route_of(self, bucket: Bucket) -> Route:
+        if self._choices is not None and self._choices[bucket.index][0] == "flat":
+            return self.communicators.flat()
         if bucket.bytes > self.options.two_level_max_bytes:
             return self.communicators.flat()
         return self.communicators.route
 
     def _make_wires(self) -> list[Wire]:
         """One wire a bucket; buckets of one route and form share it, and so its scratch memory."""
-        made: dict[tuple[int, str], Wire] = {}
+        made = self._made
         wires = []
         for bucket, route in zip(self.buckets, self._routes, strict=True):
-            form = choose(self.options, route, bucket)
+            form = self._form(bucket, route)
             if form == "topk" and self._measuring:
                 form = "exact"
             if bucket.buffer.dtype == _CASTS.get(form):
                 form = "exact"
             key = (id(route), form)
             if key not in made:
-                made[key] = self._make_wire(form, route)
+                made[key] = self.make_wire(form, route)
             wires.append(made[key])
         return wires
 
-    def _make_wire(self, form: str, route: Route) -> Wire:
+    def _form(self, bucket: Bucket, route: Route) -> str:
+        if self._choices is not None and route.levels.nodes > 1:
+            return self._choices[bucket.index][1]
+        return choose(self.options, route, bucket)
+
+    def make_wire(self, form: str, route: Route) -> Wire:
+        """A new wire of that form for buckets that take `route`."""
         if form == "topk":
             return TopKWire(route, self.options.ratio, self.options.topk_fp16)
         if form in _CASTS:
@@ -326,9 +353,7 @@ class Reducer:
         """One line: ranks, levels and why, buckets, forms on the wire."""
         route = self.communicators.route
         kind = "2-D" if route.levels.two_level else "flat"
-        forms = [
-            choose(self.options, r, b) for b, r in zip(self.buckets, self._routes, strict=True)
-        ]
+        forms = [self._form(b, r) for b, r in zip(self.buckets, self._routes, strict=True)]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
         return (

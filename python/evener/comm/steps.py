@@ -9,7 +9,6 @@ after    steps as decided, overlapped where there is an optimizer to defer
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch._compile import _disable_dynamo
 from evener import settings
 from evener.comm.overlap import StepOverlap
 from evener.comm.overlap.order import issue_order
+from evener.comm.planner.live import Planner
 from evener.comm.profile import Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
@@ -27,23 +27,20 @@ logger = logging.getLogger("evener.comm")
 
 _PROFILED = 1
 
-# Collective: given this rank's profile, agrees with the others and acts on it.
-# None where the profiled step was no whole one on this rank.
-Decide = Callable[[StepProfile | None], None]
-
 
 class Steps:
     """Conducts one reducer's steps. `profile` is the latest one, once there is one."""
 
-    def __init__(self, reducer: Reducer, overlap: StepOverlap | None, decide: Decide | None = None):
-        self.reducer, self.overlap = reducer, overlap
+    def __init__(
+        self, reducer: Reducer, overlap: StepOverlap | None = None, planner: Planner | None = None
+    ) -> None:
+        self.reducer, self.overlap, self.planner = reducer, overlap, planner
         self.profile: StepProfile | None = None
-        self._decide = decide
-        self._count = 0
+        self._count = self._begun = 0
         self._profile_at = _PROFILED
         self._recorder: Recorder | None = None
         self._path = settings.EVENER_PROFILE.get()
-        self._wanted = overlap is not None or decide is not None or bool(self._path)
+        self._wanted = overlap is not None or planner is not None or bool(self._path)
 
     @_disable_dynamo
     def forward_began(self, compiled: bool) -> None:
@@ -59,6 +56,10 @@ class Steps:
         if self._recorder is not None and "landed" in self._recorder.marks:
             self._recorder.mark("end")
             self._settle(self._recorder)
+        if self.planner is not None and self._begun < self._count:
+            self._begun = self._count
+            if self.planner.step_begins():
+                self._profile_at = self._count
         if self._wanted and self._count == self._profile_at:
             if self._recorder is None:
                 self._recorder = self.reducer.recorder = Recorder(self.reducer.device)
@@ -97,10 +98,6 @@ class Steps:
         if self.overlap is not None:
             self.overlap.finish(reason)
 
-    def profile_again(self) -> None:
-        """Profile the next step, and decide again. The same on every rank."""
-        self._profile_at = self._count + 1
-
     def _settle(self, recorder: Recorder) -> None:
         """The profiled step is over: agree on what follows."""
         self._recorder = self.reducer.recorder = None
@@ -109,8 +106,8 @@ class Steps:
             profile = self.profile = recorder.profile(self._describe())
             if self._path and self.reducer.communicators.rank == 0:
                 profile.save(Path(self._path))
-        if self._decide is not None:
-            self._decide(profile)
+        if self.planner is not None:
+            self.planner.decide(profile)
         elif self.overlap is not None:
             order = None if profile is None else _order(profile)
             control = self.reducer.communicators.control.handle
