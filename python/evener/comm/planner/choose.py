@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evener.comm.overlap.order import issue_order
 from evener.comm.planner.costs import LADDER, Costs
+from evener.comm.planner.sequence import best_sequence, first_sequence
 from evener.comm.planner.simulate import Played, play
 from evener.comm.profile import StepProfile
 from evener.errors import UsageError
@@ -78,11 +78,11 @@ def choose(
     forms = (forced,) if forced else ladder(floor, list(costs.exchange))
     search = _Search(profile, costs, forms, overlap, algorithm, keep_exact_below)
     exact = search.exact()
-    chosen, played = search.run()
+    chosen, sequence, played = search.run()
     choices = tuple(search.choice(b, level) for b, level in enumerate(chosen))
     return Decision(
         choices,
-        search.sequence(chosen),
+        sequence,
         overlap,
         profile.compute_ms,
         played.step_ms,
@@ -123,39 +123,46 @@ class _Search:
         faster = max(flat.stages_ms) < (1 - TOLERANCE) * max(two.stages_ms)
         return flat if faster else two
 
-    def sequence(self, levels: Sequence[int]) -> tuple[int, ...]:
-        buckets = self.profile.buckets
-        if not self.overlap:
-            return tuple(sorted(range(len(buckets)), key=lambda b: (buckets[b].ready_ms, b)))
-        return issue_order(
-            [b.ready_ms for b in buckets],
-            [b.need_ms for b in buckets],
-            [max(self.choice(b, level).stages_ms) for b, level in enumerate(levels)],
-        )
+    def stages(self, levels: Sequence[int]) -> list[tuple[float, float, float]]:
+        return [self.choice(b, level).stages_ms for b, level in enumerate(levels)]
 
-    def play(self, levels: Sequence[int]) -> Played:
-        stages = [self.choice(b, level).stages_ms for b, level in enumerate(levels)]
-        return play(self.profile, stages, self.sequence(levels), self.overlap)
+    def play(self, levels: Sequence[int], sequence: Sequence[int] | None = None) -> Played:
+        stages = self.stages(levels)
+        if sequence is None:
+            sequence = first_sequence(self.profile, stages, self.overlap)
+        return play(self.profile, stages, sequence, self.overlap)
+
+    def best(self, levels: Sequence[int]) -> tuple[int, ...]:
+        return best_sequence(self.profile, self.stages(levels), self.overlap)
 
     def exact(self) -> Played:
         forms, self.forms = self.forms, ["exact"]
         try:
-            return self.play([0] * len(self.profile.buckets))
+            levels = [0] * len(self.profile.buckets)
+            return self.play(levels, self.best(levels))
         finally:
             self.forms = forms
 
-    def run(self) -> tuple[list[int], Played]:
+    def run(self) -> tuple[list[int], tuple[int, ...], Played]:
         levels = [0] * len(self.profile.buckets)
-        played = self.play(levels)
-        best, best_levels = played, list(levels)
         goal = self.profile.compute_ms * (1 + TOLERANCE)
-        while best.step_ms > goal and (harsher := self._harsher(levels)) is not None:
+        best = self._ordered(levels)
+        while best[2].step_ms > goal and (harsher := self._harsher(levels)) is not None:
             levels[harsher[0]] = harsher[1]
             played = self.play(levels)
-            if played.step_ms < best.step_ms:
-                best, best_levels = played, list(levels)
-        hidden = best.step_ms <= goal
-        return self._milder(best_levels, goal if hidden else best.step_ms * (1 + TOLERANCE))
+            if played.step_ms < best[2].step_ms:
+                best = (
+                    list(levels),
+                    first_sequence(self.profile, self.stages(levels), self.overlap),
+                    played,
+                )
+        best = min(best, self._ordered(best[0]), key=lambda found: found[2].step_ms)
+        hidden = best[2].step_ms <= goal
+        return self._milder(*best, goal if hidden else best[2].step_ms * (1 + TOLERANCE))
+
+    def _ordered(self, levels: Sequence[int]) -> tuple[list[int], tuple[int, ...], Played]:
+        sequence = self.best(levels)
+        return list(levels), sequence, self.play(levels, sequence)
 
     def _harsher(self, levels: Sequence[int]) -> tuple[int, int] | None:
         """The step down the ladder that spares the longest lane most: (bucket, level)."""
@@ -170,16 +177,17 @@ class _Search:
                     break  # a harsher form that saves nothing is passed over
         return found
 
-    def _milder(self, levels: list[int], limit: float) -> tuple[list[int], Played]:
-        played = self.play(levels)
+    def _milder(
+        self, levels: list[int], sequence: tuple[int, ...], played: Played, limit: float
+    ) -> tuple[list[int], tuple[int, ...], Played]:
         order = sorted(
             range(len(levels)), key=lambda b: (-levels[b], self.profile.buckets[b].bytes)
         )
         for bucket in order:
             for level in range(levels[bucket]):
                 tried = [*levels[:bucket], level, *levels[bucket + 1 :]]
-                result = self.play(tried)
+                result = self.play(tried, sequence)
                 if result.step_ms <= limit:
                     levels, played = tried, result
                     break
-        return levels, played
+        return levels, sequence, played

@@ -81,13 +81,11 @@ class Probe:
         wire.exchange(Bucket(-shard.numel(), shard, ()), shard)
 
     def _curve(self, sizes: tuple[int, int], operation: Callable[[torch.Tensor], None]) -> Curve:
-        small = max(sizes[0], _LEAST_BYTES)
+        large = min(max(sizes[1], 4 * _LEAST_BYTES), _MOST_BYTES)
+        small = max(min(sizes[0], large // 4), _LEAST_BYTES)
         points = [(float(small), self._time(small, operation))]
-        large = min(max(sizes[1], 4 * small), _MOST_BYTES)
-        while large > small:
-            # What the small one says of the large one: latency makes it too much, never too little.
-            if points[0][1] * large / small <= MOST_MS or large <= 4 * small:
-                break
+        # What the small one says of the large one: latency makes it too much, never too little.
+        while large >= 8 * small and points[0][1] * large / small > MOST_MS:
             large //= 2
         points.append((float(large), self._time(large, operation)))
         middle = int((small * large) ** 0.5)
