@@ -193,7 +193,7 @@ def checkpoint(s: Script) -> None:
             torch.save({"m": s.model.state_dict(), "o": s.optimizer.state_dict()}, file)
         if step == 5:
             file.seek(0)
-            saved = torch.load(file)
+            saved = torch.load(file, map_location=models.device())
             s.model.load_state_dict(saved["m"])
             s.optimizer.load_state_dict(saved["o"])
 
@@ -267,7 +267,7 @@ def penalty(s: Script) -> None:
 
 def loss_scale(s: Script) -> None:
     """The scaler of AMP, on the CPU, with a step that it skips."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(models.device().type, init_scale=8.0, growth_interval=2)
     for step in range(STEPS):
         s.optimizer.zero_grad()
         loss = s.loss(step)

@@ -206,6 +206,7 @@ def planned(
     logging.getLogger("evener").setLevel(logging.INFO)
     torch.manual_seed(1)
     net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    net.to(models.device())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = accelerate(
         DistributedDataParallel(net), optimizer, bucket_bytes=20_000, mode="auto", floor="topk"
@@ -231,7 +232,7 @@ def planned(
     for step in range(steps):
         torch.manual_seed(10 * step + rank)
         optimizer.zero_grad()
-        model(torch.randn(4, 64)).square().mean().backward()
+        model(torch.randn(4, 64).to(models.device())).square().mean().backward()
         optimizer.step()
         if planner.decision is not None and planner.decision not in decisions:
             decisions.append(planner.decision)

@@ -122,7 +122,8 @@ class StepOverlap:
     def backward_ended(self, at_once: bool) -> None:
         """All gradients came and were submitted. `at_once`: take an ordinary step."""
         with self._lock:
-            if at_once or self.off or self.reducer.measuring:
+            capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+            if at_once or self.off or self.reducer.measuring or capturing:
                 self.reducer.apply()
                 return
             self.reducer.defer()
