@@ -14,14 +14,18 @@ import logging
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm.options import Algorithm, Options, Wire
+from evener.comm import wires
+from evener.comm.options import Algorithm, Options
 from evener.comm.reducer import Reducer
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
+
+MODES = wires.names()
 
 
 class AcceleratedDataParallel(DistributedDataParallel):
@@ -62,7 +66,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
         """Evener's reducer takes the place of communication hooks."""
         raise UsageError(
             "a communication hook has no effect after evener.ddp.accelerate()",
-            "choose with accelerate(wire=...), or leave accelerate out",
+            "choose with accelerate(mode=...), or leave accelerate out",
         )
 
     def _end_of_backward(self) -> None:
@@ -72,22 +76,37 @@ class AcceleratedDataParallel(DistributedDataParallel):
 
 def accelerate(
     model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
+    mode: str | None = None,
+    floor: str | None = None,
     algorithm: Algorithm | None = None,
-    wire: Wire | None = None,
     ratio: float | None = None,
+    warmup_steps: int | None = None,
+    momentum: float = 0.0,
+    scaler: GradScaler | None = None,
     bucket_bytes: int | None = None,
 ) -> DistributedDataParallel:
     """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
 
-    Collective: call it on every rank, with equal arguments, before the first backward. An argument
-    wins over its variable (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO), which wins
-    over the default, and the default is lossless.
+    Collective: call it on every rank, with equal arguments, before the first backward. A LIGHT_*
+    variable that is set wins over the argument, which wins over the default; the default is
+    lossless.
 
-    `algorithm`: "2d" (reduce inside the node first), "flat", or "auto": 2-D where there are several
-    nodes with several ranks each. `wire`: what crosses between nodes: "exact" (the gradients'
-    dtype), "fp16", "bf16", or "topk": the share `ratio` of largest magnitude, with error feedback.
-    `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+    `mode`: what crosses between nodes, one of `evener.ddp.MODES`: "exact" (the gradients' dtype),
+    "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or "topk-chunk" (the
+    same share of every 4,096); from int8 on with error feedback, norms and biases exact. "auto",
+    with its `floor`, is planned. `algorithm`: "2d" (reduce inside the node first), "flat", or
+    "auto": 2-D where there are several nodes with several ranks each. `bucket_bytes`: size up to
+    which gradients are fused; default: DDP's `bucket_cap_mb`.
+
+    For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
+    SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
+    velocity, so build the SGD without momentum, and `optimizer` tells this function to check that.
+    `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
+    residuals must follow.
+
+    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
@@ -99,16 +118,22 @@ def accelerate(
             "wrap the model first: DistributedDataParallel(model)",
         )
     _refuse_unsupported(model)
+    _check_mode(mode, floor)
     options = Options.resolve(
         algorithm=algorithm,
-        wire=wire,
+        wire=mode,
         ratio=ratio,
+        warmup_steps=warmup_steps,
+        momentum=momentum,
         bucket_bytes=int(model.bucket_bytes_cap) if bucket_bytes is None else bucket_bytes,
     )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
+    _check_optimizer(optimizer, options)
     named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
     reducer = Reducer(named, options, model.process_group, track_unused=may_be_unused)
+    if scaler is not None:
+        reducer.follow(scaler)
     # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
     model.__dict__.update(reducer=None, logger=None)
     model.__class__ = AcceleratedDataParallel
@@ -116,6 +141,34 @@ def accelerate(
     object.__setattr__(accelerated, "evener", reducer)
     reducer.on_backward_end = accelerated._end_of_backward
     return accelerated
+
+
+def _check_mode(mode: str | None, floor: str | None) -> None:
+    if mode == "auto":
+        raise UsageError(
+            "mode='auto' is planned: nothing chooses the compression by measurement yet",
+            f"choose one of {', '.join(MODES)}",
+        )
+    if floor is not None:
+        raise UsageError(
+            f"floor={floor!r} says how far mode='auto' may go, which is planned",
+            "leave it out, and choose a mode",
+        )
+    if mode is not None and mode not in MODES:
+        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(MODES)}")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Momentum must be applied once."""
+    if optimizer is None or not options.momentum:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") or "betas" in group:
+            raise UsageError(
+                f"momentum={options.momentum:g} is applied by the reducer, and "
+                f"{type(optimizer).__name__} applies its own",
+                "build torch.optim.SGD(momentum=0), or leave accelerate's momentum out",
+            )
 
 
 def _refuse_unsupported(model: DistributedDataParallel) -> None:

@@ -91,8 +91,7 @@ def _evener(
 
     wrapped = _ddp(model, device, column, options)
     given: dict[str, Any] = dict(column.options)
-    if given.get("wire") == "topk":
-        given["ratio"] = options.topk_ratio
+    given["ratio"] = options.topk_ratio
     return accelerate(wrapped, **given)
 
 
