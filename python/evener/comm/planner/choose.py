@@ -8,15 +8,14 @@ again, harshest first, as long as the step stays as short as the best that was r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evener.comm.planner.costs import LADDER, Costs
+from evener.comm.planner.costs import Costs
 from evener.comm.planner.sequence import best_sequence, first_sequence
 from evener.comm.planner.simulate import Played, play
 from evener.comm.profile import StepProfile
-from evener.errors import UsageError
 
 # A step this close to its compute time, or to the best one, counts as equal.
 TOLERANCE = 0.01
@@ -52,31 +51,21 @@ class Decision:
         return {**dataclasses.asdict(self), "hidden": self.hidden}
 
 
-def ladder(floor: str, known: Sequence[str]) -> tuple[str, ...]:
-    """The forms from "exact" to `floor`, of those that are `known` here. Raises UsageError."""
-    if floor not in known or floor not in LADDER:
-        allowed = [form for form in LADDER if form in known]
-        raise UsageError(f"floor={floor!r} cannot be", f"choose from {', '.join(allowed)}")
-    return tuple(f for f in LADDER[: LADDER.index(floor) + 1] if f in known)
-
-
 def choose(
     profile: StepProfile,
     costs: Costs,
+    forms: Sequence[str],
     *,
-    floor: str = "exact",
-    forced: str = "",
     overlap: bool = False,
     algorithm: str = "auto",
-    keep_exact_below: int = 0,
+    allowed: Callable[[int, str], bool] | None = None,
 ) -> Decision:
-    """The decision. `forced`: this form for all, in place of a choice down to `floor`.
+    """The decision. `forms`: from the mildest to the harshest that may be taken; one: forced.
 
-    `algorithm`: "2d" or "flat" where it is not free. `keep_exact_below`: buckets whose shard is
-    smaller, in bytes, stay exact.
+    `algorithm`: "2d" or "flat" where it is not free. `allowed(bucket, form)`: what is not stays
+    exact.
     """
-    forms = (forced,) if forced else ladder(floor, list(costs.exchange))
-    search = _Search(profile, costs, forms, overlap, algorithm, keep_exact_below)
+    search = _Search(profile, costs, forms, overlap, algorithm, allowed)
     exact = search.exact()
     chosen, sequence, played = search.run()
     choices = tuple(search.choice(b, level) for b, level in enumerate(chosen))
@@ -98,15 +87,17 @@ class _Search:
         forms: Sequence[str],
         overlap: bool,
         algorithm: str,
-        keep_exact_below: int,
+        allowed: Callable[[int, str], bool] | None,
     ) -> None:
         self.profile, self.costs, self.forms = profile, costs, list(forms)
         self.overlap, self.algorithm = overlap, algorithm
-        self.exact_only = [b.bytes / costs.per_node < keep_exact_below for b in profile.buckets]
+        self.allowed = allowed or (lambda *_: True)
         self._choices: dict[tuple[int, str], Choice] = {}
 
     def choice(self, bucket: int, level: int) -> Choice:
-        form = "exact" if self.exact_only[bucket] else self.forms[level]
+        form = self.forms[level]
+        if form != "exact" and not self.allowed(bucket, form):
+            form = "exact"
         key = (bucket, form)
         if key not in self._choices:
             self._choices[key] = self._best_algorithm(self.profile.buckets[bucket].bytes, form)

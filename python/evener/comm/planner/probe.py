@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from evener.comm.buckets import ALIGN, Bucket, padded
+from evener.comm.buckets import ALIGN, padded
 from evener.comm.groups import Communicators, Group
 from evener.comm.planner.costs import Costs, Curve
+from evener.comm.state import ShardState
 from evener.comm.wires import Wire
 
 logger = logging.getLogger("evener.comm")
@@ -77,8 +78,7 @@ class Probe:
         dist.all_gather_into_tensor(whole, shard, group=group.handle)
 
     def _exchange(self, shard: torch.Tensor, wire: Wire) -> None:
-        # A bucket a size, with a number that none of training's has: a wire may keep residuals.
-        wire.exchange(Bucket(-shard.numel(), shard, ()), shard)
+        wire.exchange(shard, ShardState(-1))
 
     def _curve(self, sizes: tuple[int, int], operation: Callable[[torch.Tensor], None]) -> Curve:
         large = min(max(sizes[1], 4 * _LEAST_BYTES), _MOST_BYTES)
