@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclMemAlloc": [_P, _S],
     "ncclMemFree": [_P],
     "ncclCommRegister": [_P, _P, _S, _P],
-    "ncclCommDeregister": [_P, _P],
+    "ncclCommWindowRegister": [_P, _P, _S, _P, _I],
     "ncclRedOpCreatePreMulSum": [_P, _P, _I, _I, _P],
     "ncclAllReduce": [_P, _P, _S, _I, _I, _P, _P],
     "ncclReduceScatter": [_P, _P, _S, _I, _I, _P, _P],
