@@ -96,7 +96,9 @@ def run(options: Options, processes: Processes, report: Report, device: torch.de
                 f"{number(row['alg_bw'], 6)}  {number(row['bus_bw'], 6)}  {wrong:>6}  {gain:>10}"
             )
         # What it came down to: a wire is used only where something crosses a network.
-        report.put(f"#   {text} at {report.algorithms[-1]['size']}: {report.algorithms[-1]['detail']}")
+        report.put(
+            f"#   {text} at {report.algorithms[-1]['size']}: {report.algorithms[-1]['detail']}"
+        )
 
 
 def _measure(
@@ -114,8 +116,10 @@ def _measure(
     item = TYPES[kind]
     count = max(size // item, 1)
     parameter = torch.nn.Parameter(torch.zeros(count, dtype=DTYPES[kind], device=device))
-    chosen = replace(CommOptions.resolve(), algorithm=algorithm, wire=wire, bucket_bytes=0)
-    reducer = Reducer([("gradient", parameter)], replace(chosen, average=options.op == "avg"))
+    # `parse` has checked both against what comm allows.
+    chosen: dict[str, Any] = {"algorithm": algorithm, "wire": wire, "bucket_bytes": 0}
+    chosen["average"] = options.op == "avg"
+    reducer = Reducer([("gradient", parameter)], replace(CommOptions.resolve(), **chosen))
     try:
         parameter.grad = torch.zeros_like(parameter)
 

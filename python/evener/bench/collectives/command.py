@@ -141,7 +141,10 @@ _OPTIONS = (
         default=2,
         help="Rounds of a sweep: between two, chance shows.",
     ),
-    *(click.option(*names, hidden=True, expose_value=False, callback=_refuse) for names in _REFUSED),
+    *(
+        click.option(*names, hidden=True, expose_value=False, callback=_refuse)
+        for names in _REFUSED
+    ),
 )
 
 

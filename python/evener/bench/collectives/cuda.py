@@ -52,6 +52,7 @@ class CudaCarrier:
         self._cuda = _runtime()
         self.streams = [self._stream(device) for device in devices]
         self._handles = [ctypes.c_void_p(stream.cuda_stream) for stream in self.streams]
+        self._pointers: list[ctypes.c_void_p] = []  # of ncclMemAlloc
         self.memory = [self._allocate(device) for device in devices]
         self._registered: list[ctypes.c_void_p] = []
         self._register()
@@ -90,8 +91,10 @@ class CudaCarrier:
                 continue
             self.check(self.nccl.ncclMemAlloc(ctypes.byref(pointer), size), "ncclMemAlloc")
             tensor = torch.as_tensor(_Memory(pointer.value or 0, size), device=f"cuda:{device}")
+            self._pointers.append(pointer)
             tensor.zero_()
             pair.append(tensor)
+        torch.cuda.synchronize(device)  # the collectives' streams do not wait for torch's
         return pair[0], pair[1]
 
     def _register(self) -> None:
@@ -103,7 +106,8 @@ class CudaCarrier:
         function = getattr(self.nccl, name, None)
         if function is None:
             raise NcclError(
-                f"-R {how}: NCCL {self.nccl.version()} has no {name}", "leave -R out, or update NCCL"
+                f"-R {how}: NCCL {self.nccl.version()} has no {name}",
+                "leave -R out, or update NCCL",
             )
         self.check(self.nccl.ncclGroupStart(), "ncclGroupStart")
         # NCCL writes the handles when the group ends.
@@ -333,10 +337,20 @@ class CudaCarrier:
         return total
 
     def close(self) -> None:
-        """Destroy graphs and communicators."""
+        """Destroy graphs and communicators, give memory back. The carrier is of no use after."""
         self._forget_graphs()
+        name = (
+            "ncclCommDeregister" if self.options.local_register == 1 else "ncclCommWindowDeregister"
+        )
+        owners = [comm for comm in self.comms for _ in range(2)]
+        for comm, handle in zip(owners, self._registered, strict=False):
+            self.check(getattr(self.nccl, name)(comm, handle), name)
         for comm in self.comms:
-            self.nccl.ncclCommDestroy(comm)
+            self.check(self.nccl.ncclCommDestroy(comm), "ncclCommDestroy")
+        self.buffers, self.memory = [], []
+        for pointer in self._pointers:
+            self.check(self.nccl.ncclMemFree(pointer), "ncclMemFree")
+        self._pointers = []
 
 
 def communicators(

@@ -205,7 +205,9 @@ class Report:
         self.put(f"# {'Out of bounds values':<20} : {self.failures} {state}")
         self.put(f"# {'Avg bus bandwidth':<20} : {self.mean:g} {verdict}")
         if self.memory:
-            parts = " | ".join(f"{name} {size / 2**20:.1f} MB" for name, size in self.memory.items())
+            parts = " | ".join(
+                f"{name} {size / 2**20:.1f} MB" for name, size in self.memory.items()
+            )
             self.put(f"# {'GPU memory usage':<20} : {parts}")
         self.put("#")
         self.put(f"# Collective test concluded: {self.collective}_perf")

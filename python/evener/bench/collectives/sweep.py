@@ -179,7 +179,9 @@ def _run(one: Tried, command: list[str]) -> None:
             one.error = f"did not end in {_LIMIT:g} s"
             return
         except OSError as error:
-            raise EvenerError(f"{command[0]}: {error.strerror}", "name a launcher that is there")
+            raise EvenerError(
+                f"{command[0]}: {error.strerror}", "name a launcher that is there"
+            ) from None
         try:
             found = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError):
@@ -263,7 +265,9 @@ def reason(best: Tried, base: Tried) -> str:
         sizes = sorted({row[0] for row in losses})
         text += f"; slower by 5% or more from {sizes[0]} to {sizes[-1]} bytes in {len(losses)} rows"
     if not _beyond_noise(best, base):
-        text += "; but it may be chance: the rounds overlap, or there is one only; try more --rounds"
+        text += (
+            "; but it may be chance: the rounds overlap, or there is one only; try more --rounds"
+        )
     return text
 
 
