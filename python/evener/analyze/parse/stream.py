@@ -142,7 +142,11 @@ class _Log:
         self.matrix: smi.Matrix | None = None
 
     def read(self, blocks: Iterator[list[bytes]]) -> None:
-        sink, sources = self.sink, {}  # type: ignore[var-annotated]
+        sink = self.sink
+        # By what precedes NCCL: the whole of it, which is one look-up where no time stands in it,
+        # and its last two words, which are the source.
+        prefixes: dict[bytes, Source] = {}
+        sources: dict[bytes, Source | None] = {}
         parse_hop, sink_hop, sink_local = hops.hop, sink.hop, sink.local
         where, nccl = self.base, 0
         for lines in blocks:
@@ -160,19 +164,21 @@ class _Log:
                 if len(line) > MAX_NCCL:
                     sink.unknown(_show(line), where)
                     continue
-                # The source is the last two words before NCCL.
-                start = line.rfind(b" ", 0, line.rfind(b" ", 0, at)) + 1
-                key = line[start:at]
-                try:
-                    by = sources[key]
-                except KeyError:
-                    by = source(key)
-                    if len(sources) < 200_000:
-                        sources[key] = by
-                message = line[at + 11 :]
+                by = prefixes.get(line[:at])
                 if by is None:
-                    sink.unknown(_show(line), where)
-                    continue
+                    key = line[line.rfind(b" ", 0, line.rfind(b" ", 0, at)) + 1 : at]
+                    try:
+                        by = sources[key]
+                    except KeyError:
+                        by = source(key)
+                        if len(sources) < 200_000:
+                            sources[key] = by
+                    if by is None:
+                        sink.unknown(_show(line), where)
+                        continue
+                    if len(prefixes) < 50_000:
+                        prefixes[line[:at]] = by
+                message = line[at + 11 :]
                 if message.startswith(b"Channel "):
                     via = message.find(b" via ")
                     if via > 0 and message.startswith((b"P2P/", b"SHM/"), via + 5):

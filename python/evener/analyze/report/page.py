@@ -46,6 +46,10 @@ def page(picture: Picture, findings: list[Finding]) -> str:
         proposed=drawing(picture, traffic.rewired, "The fabric wired by rail")
         if traffic and better
         else None,
+        trees=drawing(picture, picture.fabric, "The trees on the fabric", trees=True)
+        if picture.tree_pairs
+        else None,
+        tree_share=picture.tree_load.crossing_share if picture.tree_load else None,
         mapped=traffic is not None,
         hidden=max(hosts - MOST_HOSTS, 0),
         moves=traffic.moves if traffic and better else [],
