@@ -449,6 +449,21 @@ def _connect(contact: _Contact, ranks: Ranks, deadline: float, once: bool) -> An
         time.sleep(0.2)
 
 
+def own_place() -> tuple[str, list[str]]:
+    """Where this process can be reached, for `addresses_of`: a namespace, and addresses."""
+    return _namespace(), _own_addresses()
+
+
+def addresses_of(place: tuple[str, list[str]]) -> list[str]:
+    """By which addresses to try the process whose `own_place` that is, the best first."""
+    namespace, addresses = place
+    if namespace == _namespace():
+        return ["127.0.0.1", "::1"]
+    # By this one rank 0's store was reached.
+    joined = [_process.last_joined] if _process.last_joined else []
+    return [*joined, *(address for address in addresses if address not in joined)]
+
+
 def _own_addresses() -> list[str]:
     """Addresses by which other hosts may reach this one, the asked-for interface's first."""
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")

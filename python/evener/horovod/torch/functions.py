@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from evener.horovod.torch.mpi_ops import (
-    _check_set,
     allgather,
     broadcast_,
     broadcast_many,
     global_process_set,
     rank,
-    size,
 )
 
 
@@ -115,29 +113,32 @@ def broadcast_object(
 
     The object must be picklable. Only ranks of this job can send one: unpickling runs code.
     """
-    _check_set(process_set)
     base = f"{name or 'object'}"
     name_size = None if name is None else f"{base}.size"
     name_data = None if name is None else f"{base}.data"
     data = _pickled(obj) if rank() == root_rank else b""
-    length = broadcast_(torch.tensor([len(data)]), root_rank, name_size)
+    length = broadcast_(torch.tensor([len(data)]), root_rank, name_size, process_set)
     content = torch.empty(int(length.item()), dtype=torch.uint8)
     if rank() == root_rank:
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    broadcast_(content, root_rank, name_data)
+    broadcast_(content, root_rank, name_data, process_set)
     return obj if rank() == root_rank else pickle.loads(content.numpy().tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: Any = global_process_set
+) -> list[Any]:
     """All ranks' objects, in rank order. Each must be picklable."""
     data = torch.frombuffer(bytearray(_pickled(obj)), dtype=torch.uint8)
-    sizes = allgather(torch.tensor([data.numel()]), None if name is None else f"{name}.size")
-    everything = allgather(data, None if name is None else f"{name}.data").numpy().tobytes()
+    sizes = allgather(
+        torch.tensor([data.numel()]), None if name is None else f"{name}.size", process_set
+    )
+    name_data = None if name is None else f"{name}.data"
+    everything = allgather(data, name_data, process_set).numpy().tobytes()
     found, start = [], 0
     for length in sizes.tolist():
         found.append(pickle.loads(everything[start : start + length]))
         start += length
-    assert len(found) == size()
     return found
 
 
