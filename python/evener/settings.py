@@ -314,6 +314,33 @@ EVENER_RENDEZVOUS_FILE = _text(
     allowed="the path of a file or folder on all nodes",
 )
 
+# --- elastic jobs ---
+
+_ELASTIC = "Elastic jobs"
+
+HOROVOD_ELASTIC_TIMEOUT = _real(
+    _ELASTIC,
+    "HOROVOD_ELASTIC_TIMEOUT",
+    600.0,
+    "Seconds that the launcher of an elastic job waits for enough slots, and for the workers that "
+    "it started, before it gives up.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+EVENER_ELASTIC = _text(
+    _ELASTIC,
+    "EVENER_ELASTIC",
+    "",
+    "Set by the launcher of an elastic job for its workers: where its store is.",
+    allowed="what the launcher sets",
+)
+EVENER_ELASTIC_WORKER = _number(
+    _ELASTIC,
+    "EVENER_ELASTIC_WORKER",
+    0,
+    "Set by the launcher of an elastic job for its workers: which one this is.",
+)
+
 # --- net: the NCCL plug-in. Its Rust side reads the same declarations: scripts/docs.py writes them
 # to crates/engine/src/settings_generated.rs. ---
 

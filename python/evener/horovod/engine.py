@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from evener import settings
 from evener._native import Negotiator
-from evener.comm import rendezvous
+from evener.comm import contact, rendezvous
 from evener.comm.ranks import Ranks
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.timeline import Timeline
@@ -206,7 +206,7 @@ class Engine:
         """Meet the other ranks' negotiators; whether all nodes have the same number of ranks."""
         control = self.sets[0].cpu
         mine = (
-            rendezvous.own_place(),
+            contact.own_place(),
             self._negotiator.port,
             secrets.token_hex(16) if self._ranks.rank == 0 else "",
             self._ranks.local_size,
