@@ -6,20 +6,24 @@ import os
 import shlex
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
-from evener import interfaces
+from evener import interfaces, settings
 from evener.errors import UsageError
 from evener.launch import door, placed, probe
+from evener.launch.discovery import Cooldown, Pool, Script
+from evener.launch.elastic import Discovery, ElasticJob, Fixed, Limits
 from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
 from evener.launch.job import Job, scratch_name
+from evener.launch.output import Output
 from evener.launch.plan import (
     MissingProgramError,
     Plan,
     Wishes,
+    interface_env,
     mpirun,
     open_mpi_major,
     shell_line,
@@ -82,6 +86,38 @@ _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "
 @click.option(
     "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
 )
+@click.option(
+    "--host-discovery-script",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Elastic: prints the hosts that there are now, a line HOST or HOST:SLOTS each.",
+)
+@click.option(
+    "--min-np", "least", type=click.IntRange(1), help="Elastic: go on with so many ranks."
+)
+@click.option("--max-np", "most", type=click.IntRange(1), help="Elastic: take in no more ranks.")
+@click.option(
+    "--slots-per-host",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Elastic: of a host for which the script says none.",
+)
+@click.option(
+    "--reset-limit", type=click.IntRange(0), help="Elastic: how often ranks may come and go."
+)
+@click.option(
+    "--blacklist-cooldown-range",
+    "cooldown",
+    type=float,
+    nargs=2,
+    metavar="MIN MAX",
+    help="Elastic: seconds for which a host that failed is left out. Default: for good.",
+)
+@click.option(
+    "--elastic-timeout",
+    type=click.FloatRange(0, min_open=True),
+    help="Elastic: seconds to wait for slots. Default: HOROVOD_ELASTIC_TIMEOUT, 600.",
+)
 @click.option("--tag/--no-tag", default=True, help="[rank@host] before each line.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the engine's commands and messages.")
@@ -101,6 +137,13 @@ def launch(
     ssh_identity_file: str | None,
     rsh: str | None,
     horovod: bool,
+    host_discovery_script: Path | None,
+    least: int | None,
+    most: int | None,
+    slots_per_host: int,
+    reset_limit: int | None,
+    cooldown: tuple[float, float] | None,
+    elastic_timeout: float | None,
     tag: bool,
     dry_run: bool,
     verbose: bool,
@@ -116,7 +159,8 @@ def launch(
 
     One host: torchrun. Several: torchrun over ssh, or mpirun with --mpi or inside a Slurm, PBS or
     LSF job. If a rank fails, it is named with its host and its last lines, and all others are
-    ended. Variables that begin with EVENER_, LIGHT_, HOROVOD_, NCCL_, GLOO_, TORCH_, CUDA_, OMP_
+    ended; with --min-np, --max-np or --host-discovery-script the others go on (docs/horovod.md).
+    Variables that begin with EVENER_, LIGHT_, HOROVOD_, NCCL_, GLOO_, TORCH_, CUDA_, OMP_
     and a few more reach all hosts by themselves.
     """
     if hosts and hostfile:
@@ -133,7 +177,8 @@ def launch(
     if placement:
         given = placed.hosts(placement)
     batch = next((name for variable, name in _BATCH.items() if os.environ.get(variable)), "")
-    if given is None and ranks is None:
+    elastic = host_discovery_script is not None or least is not None or most is not None
+    if given is None and ranks is None and not elastic:
         raise UsageError("neither -np nor hosts were given", "say how many ranks: -np 4")
     set_env, forward = _variables(env)
     wishes = Wishes(
@@ -158,6 +203,31 @@ def launch(
         wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
     elif (note := door.describe()) and verbose:
         click.echo(f"evener launch: {note}", err=True)
+    if elastic and map_file:
+        raise UsageError(
+            "--map and an elastic job: hosts that come and go have no place on a map",
+            "leave --map out, or --min-np, --max-np and --host-discovery-script",
+        )
+    if elastic:
+        _elastic(
+            ElasticWishes(
+                given, host_discovery_script, slots_per_host, ranks, least, most, elastic_timeout
+            ),
+            reset_limit,
+            Cooldown(*cooldown) if cooldown else None,
+            replace(wishes, env={**interface_env(wishes), **wishes.env}),
+            environment,
+            Output(tag, output_dir, most or ranks or 1),
+            verbose,
+            dry_run,
+            engine,
+        )
+        return
+    if reset_limit is not None or cooldown or elastic_timeout is not None:
+        raise UsageError(
+            "--reset-limit, --blacklist-cooldown-range and --elastic-timeout are for elastic jobs",
+            "give --min-np or --host-discovery-script too, or leave them out",
+        )
     use_batch = given is None and bool(batch) and engine != "torchrun"
     use_batch = use_batch and (engine == "mpirun" or bool(shutil.which("mpirun")))
     filled = place(given or [Host("localhost", ranks or 1)], ranks)
@@ -214,6 +284,73 @@ def launch(
             verbose=verbose,
             tag=tag,
         ).run()
+
+
+@dataclass(frozen=True)
+class ElasticWishes:
+    """Where an elastic job finds hosts, and how many ranks it wants."""
+
+    given: list[Host] | None
+    script: Path | None
+    slots: int
+    ranks: int | None
+    least: int | None
+    most: int | None
+    timeout: float | None
+
+    def discovery(self) -> Discovery:
+        """Raises UsageError where there is none."""
+        if self.given and self.script:
+            raise UsageError("hosts and --host-discovery-script were both given", "give one")
+        if self.script:
+            return Script(self.script, self.slots)
+        if not self.given or len(self.given) < 2:
+            raise UsageError(
+                "an elastic job needs two hosts or more, because a failure takes out its host; "
+                f"{len(self.given or [])} were given",
+                "name more hosts by -H, or give --host-discovery-script",
+            )
+        return Fixed({host.name: host.slots for host in self.given})
+
+    def limits(self, resets: int | None) -> Limits:
+        """Raises UsageError for numbers that contradict each other."""
+        first = self.ranks or self.least or 1
+        least = self.least or first
+        if not least <= first <= (self.most or first):
+            most = "" if self.most is None else f" --max-np {self.most}"
+            raise UsageError(
+                f"-np {first} --min-np {least}{most} contradict each other",
+                "min-np may not be above np, nor np above max-np",
+            )
+        timeout = settings.HOROVOD_ELASTIC_TIMEOUT.get() if self.timeout is None else self.timeout
+        return Limits(first, least, self.most, timeout, resets)
+
+
+def _elastic(
+    wanted: ElasticWishes,
+    resets: int | None,
+    cooldown: Cooldown | None,
+    wishes: Wishes,
+    environment: dict[str, str],
+    output: Output,
+    verbose: bool,
+    dry_run: bool,
+    engine: str | None,
+) -> None:
+    discovery, limits = wanted.discovery(), wanted.limits(resets)
+    if engine is not None:
+        raise UsageError(
+            f"--{'mpi' if engine == 'mpirun' else engine} and an elastic job: {engine} ends all "
+            "ranks when one fails",
+            "leave it out: Evener starts the ranks of an elastic job itself",
+        )
+    if dry_run:
+        hosts = ",".join(f"{host}:{slots}" for host, slots in discovery.find().items())
+        most = "any number" if limits.most is None else limits.most
+        click.echo(f"# elastic: {limits.least} to {most} ranks, first {limits.first}, on {hosts}")
+        click.echo(shlex.join(wishes.command))
+        return
+    ElasticJob(discovery, limits, Pool(cooldown), wishes, environment, output, verbose).run()
 
 
 def _choose(use_batch: bool, batch: str, remote: list[Host], wishes: Wishes) -> tuple[str, str]:

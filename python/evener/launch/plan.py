@@ -79,7 +79,7 @@ def torchrun(
 ) -> Plan:
     """One torchrun agent a host. here: our environment; local: the hosts that are this one."""
     commands, first = [], 0
-    shared = {**_interface_env(wishes), **wishes.env}
+    shared = {**interface_env(wishes), **wishes.env}
     shared |= {name: here[name] for name in wishes.forward if name in here}
     # A pipe would hold a rank's lines back.
     shared.setdefault("PYTHONUNBUFFERED", here.get("PYTHONUNBUFFERED") or "1")
@@ -92,7 +92,7 @@ def torchrun(
     for index, host in enumerate(hosts):
         remote = host.name not in local
         own = {**wishes.host_env.get(host.name, {}), **shared}
-        env = {**_forwarded(here), **own} if remote else own
+        env = {**remote_env(here), **own} if remote else own
         argv = [sys.executable, "-m", "torch.distributed.run"]
         argv += [f"--nnodes={len(hosts)}", f"--node-rank={index}"]
         argv += [f"--nproc-per-node={host.slots}"]
@@ -130,13 +130,13 @@ def mpirun(
     if wishes.interface:
         argv += ["--mca", "btl_tcp_if_include", wishes.interface]
         argv += [daemon, "oob_tcp_if_include", wishes.interface]
-    shared = {**_same_everywhere(wishes), **_interface_env(wishes), **wishes.env}
+    shared = {**_same_everywhere(wishes), **interface_env(wishes), **wishes.env}
     shared.setdefault("PYTHONUNBUFFERED", here.get("PYTHONUNBUFFERED") or "1")
     if hosts is not None:
         # Not needed by evener.comm, which asks PMIx; for scripts that read it themselves.
         shared.setdefault("MASTER_ADDR", master_address(hosts, local))
         shared.setdefault("MASTER_PORT", str(wishes.master_port))
-    names = [n for n in {**_forwarded(here), **dict.fromkeys(wishes.forward)} if n not in shared]
+    names = [n for n in {**remote_env(here), **dict.fromkeys(wishes.forward)} if n not in shared]
     for name in names:
         argv += ["-x", name]
     for name, value in shared.items():
@@ -202,14 +202,16 @@ def _same_everywhere(wishes: Wishes) -> Mapping[str, str]:
     return given[0] if given else {}
 
 
-def _interface_env(wishes: Wishes) -> dict[str, str]:
+def interface_env(wishes: Wishes) -> dict[str, str]:
+    """What --network-interface means to NCCL and Gloo."""
     if not wishes.interface:
         return {}
     first = wishes.interface.partition(",")[0]
     return {"NCCL_SOCKET_IFNAME": wishes.interface, "GLOO_SOCKET_IFNAME": first}
 
 
-def _forwarded(here: Mapping[str, str]) -> dict[str, str]:
+def remote_env(here: Mapping[str, str]) -> dict[str, str]:
+    """What of our environment `here` a process on another host gets."""
     return {
         name: value
         for name, value in here.items()

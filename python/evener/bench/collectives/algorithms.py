@@ -28,10 +28,12 @@ _KINDS = ("float", "half", "bfloat16", "double")
 
 def names() -> tuple[list[str], list[str]]:
     """(algorithms, wires) of `evener.comm`."""
-    from evener.comm import options
+    from evener.comm import options, wires
 
     kinds = [name for name in get_args(options.Algorithm) if name != "auto"]
-    return kinds, list(get_args(options.Wire))
+    # The registry of wires, or the type of the option where comm has no registry.
+    listed = getattr(wires, "names", None)
+    return kinds, list(listed() if listed else get_args(getattr(options, "Wire", None)))
 
 
 def parse(text: str) -> tuple[str, str]:

@@ -15,11 +15,13 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from evener import settings
+from evener.comm import elastic, rendezvous
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.reducer import Reducer
@@ -31,7 +33,7 @@ from evener.horovod.torch.compression import (
     FP16Compressor,
     NoneCompressor,
 )
-from evener.horovod.torch.mpi_ops import Adasum, Average, Sum, _check_set, global_process_set, size
+from evener.horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set, size
 from evener.log import info0
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
@@ -62,7 +64,6 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     Raises ValueError for what upstream refuses, NotBuiltError for what is planned,
     HorovodInternalError where the ranks' parameters differ.
     """
-    _check_set(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
@@ -94,13 +95,10 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     reduced = [(n, p) for n, p in named if id(p) in mine and p.requires_grad]
-    if size() > 1 and reduced:
-        made._reducer = _reducer(reduced, compression, op, gradient_predivide_factor)
-        made._reducer.set_passes(backward_passes_per_step)
-        # Ranks collect garbage at different moments, so neither may give groups back: the next
-        # reducer could get another one on another rank. They go with the default group.
-        weakref.finalize(made, made._reducer.detach)
-        STATE.at_shutdown(made, made._reducer.detach)
+    made._make_reducer = partial(_reducer, reduced, compression, op, gradient_predivide_factor)
+    made._reduces, made._generation = bool(reduced), -1
+    if not elastic.active():
+        made._arm()
     return made
 
 
@@ -109,16 +107,45 @@ class _Distributed:
 
     _evener_base: Any  # the wrapped optimizer's class
     _reducer: Reducer | None
+    _make_reducer: Callable[[], Reducer]
+    _reduces: bool
+    _generation: int
     _synchronized: bool
     _should_synchronize: bool
     backward_passes_per_step: int
     param_groups: list[dict[str, Any]]
+
+    def _arm(self) -> None:
+        """Make the reducer of this world, if that is not done. Collective.
+
+        In an elastic job that is in the first step after each change: a newcomer makes its
+        optimizer while the others are elsewhere. In that step nothing overlaps with backward.
+        """
+        if self._generation == rendezvous.generation():
+            return
+        self._generation, self._reducer = rendezvous.generation(), None
+        if not self._reduces or size() == 1:
+            return
+        self._reducer = reducer = self._make_reducer()
+        reducer.set_passes(self.backward_passes_per_step)
+        # Ranks collect garbage at different moments, so neither may give groups back: the next
+        # reducer could get another one on another rank. They go with the default group.
+        weakref.finalize(self, reducer.detach)
+        this = weakref.ref(self)
+
+        def disarm() -> None:
+            reducer.detach()
+            if (optimizer := this()) is not None:
+                optimizer._reducer = None
+
+        STATE.at_shutdown(self, disarm)
 
     def synchronize(self) -> None:
         """Wait until the gradients are reduced: `p.grad` is then the average (or sum).
 
         A parameter without a gradient counts as zeros, and has one afterwards.
         """
+        self._arm()
         if self._reducer is not None:
             try:
                 self._reducer.flush()

@@ -1,0 +1,1 @@
+"""`horovod.runner`: jobs that are started from Python, and `horovodrun`."""
