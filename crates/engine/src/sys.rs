@@ -45,6 +45,15 @@ impl Memory {
         })
     }
 
+    /// All of it but the first `skip` bytes.
+    pub fn from(self, skip: usize) -> Memory {
+        let skip = skip.min(self.length);
+        Memory {
+            start: self.start.wrapping_add(skip),
+            length: self.length - skip,
+        }
+    }
+
     /// The memory of a slice.
     pub fn of(bytes: &mut [u8]) -> Memory {
         Memory {
@@ -68,6 +77,9 @@ impl Memory {
         }
     }
 }
+
+// SAFETY: an address and a length. Whoever reads or writes through it says why he may.
+unsafe impl Send for Memory {}
 
 /// Most pieces of memory that one call takes.
 pub const PIECES: usize = 64;
@@ -171,6 +183,20 @@ impl Epoll {
     pub fn add_edge(&self, fd: RawFd, token: u64) -> io::Result<()> {
         let events = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.add_with(fd, token, events)
+    }
+
+    /// Tells of it no longer.
+    pub fn remove(&self, fd: RawFd) -> io::Result<()> {
+        // SAFETY: no memory is passed.
+        check(unsafe {
+            libc::epoll_ctl(
+                self.0.as_raw_fd(),
+                libc::EPOLL_CTL_DEL,
+                fd,
+                std::ptr::null_mut(),
+            )
+        })?;
+        Ok(())
     }
 
     /// Tells that there is something to read for as long as there is.
