@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use evener_proto::PathId;
+use evener_proto::path::unsent_room;
 use evener_proto::wire::HEADER;
 
 use crate::stats::PathStats;
@@ -97,6 +98,8 @@ pub struct Conn {
     end: usize,
     out: VecDeque<Item>,
     queued: usize,
+    /// Bytes in the kernel that the peer's has not acknowledged, as far as known.
+    in_kernel: usize,
     /// (comm, message) of chunks that are written and still pinned.
     pub done: Vec<(u64, u64)>,
 }
@@ -129,6 +132,7 @@ impl Conn {
             end: 0,
             out: VecDeque::new(),
             queued: 0,
+            in_kernel: 0,
             done: Vec::new(),
         }
     }
@@ -138,7 +142,7 @@ impl Conn {
     pub fn adapt(&mut self, info: &TcpInfo) {
         let fd = self.fd.as_raw_fd();
         if info.delivery_rate > 0 {
-            let wanted = (info.delivery_rate / 500).clamp(16 << 10, 512 << 10) as u32;
+            let wanted = unsent_room(info.delivery_rate);
             if wanted.abs_diff(self.low_water) > self.low_water / 4
                 && sys::set_unsent_low_water(fd, wanted).is_ok()
             {
@@ -222,6 +226,18 @@ impl Conn {
         self.queued
     }
 
+    /// Bytes that are queued here or on their way, as of the last [`Conn::look`].
+    pub fn outstanding(&self) -> u64 {
+        (self.queued + self.in_kernel) as u64
+    }
+
+    /// Asks the kernel what is on its way, where anything was.
+    pub fn look(&mut self) {
+        if self.in_kernel > 0 {
+            self.in_kernel = sys::unacknowledged(self.fd.as_raw_fd());
+        }
+    }
+
     /// Frames that are queued here.
     pub fn frames(&self) -> usize {
         self.out.len()
@@ -280,6 +296,7 @@ impl Conn {
         #[allow(unsafe_code, reason = "the one place where bytes are written")]
         let sent = unsafe { sys::send(self.fd.as_raw_fd(), &pieces[..count]) }?;
         self.queued -= sent;
+        self.in_kernel += sent;
         self.stats.sent(sent as u64);
         let mut left = sent;
         while let Some(item) = self.out.front_mut() {

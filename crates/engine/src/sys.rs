@@ -360,6 +360,17 @@ pub fn congestion(fd: RawFd) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&name[..end]).into_owned())
 }
 
+/// Bytes that were written and that the peer's kernel has not acknowledged; 0 where unknown.
+pub fn unacknowledged(fd: RawFd) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes one int.
+    let result = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) };
+    if result < 0 {
+        return 0;
+    }
+    usize::try_from(bytes).unwrap_or(0)
+}
+
 /// What the kernel knows of a connection (`struct tcp_info` of linux/tcp.h).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TcpInfo {

@@ -139,6 +139,12 @@ enum Control {
     Gone(PathId),
 }
 
+/// Paths that need less than this are as good as idle ones: the first of them is as good as any,
+/// and few connections that are warm cost less than many.
+const SHORT: Duration = Duration::from_micros(30);
+/// Bytes a second of a path that has delivered nothing yet.
+const UNKNOWN: f64 = 100e6;
+
 /// See the module.
 #[derive(Debug)]
 pub struct Lane {
@@ -335,6 +341,19 @@ impl Lane {
         self.paths.get(&id).map_or(Duration::ZERO, |path| path.rtt)
     }
 
+    /// How long a path needs for `queued` bytes that it has not delivered yet. Where a chunk waits
+    /// the shortest, it should go: so paths fill by what they carry, however many flows share them
+    /// and however little there is to send.
+    pub fn wait(&self, id: PathId, queued: u64) -> Duration {
+        let Some(path) = self.paths.get(&id) else {
+            return Duration::MAX;
+        };
+        // A path without a figure is taken for a slow one: it gets a chunk, and then it has one.
+        let rate = if path.rate > 0.0 { path.rate } else { UNKNOWN };
+        let wait = Duration::from_secs_f64(queued as f64 / rate);
+        if wait < SHORT { Duration::ZERO } else { wait }
+    }
+
     /// What the driver knows of a path.
     pub fn report(&mut self, id: PathId, report: &Report, now: Duration) {
         if let Some(path) = self.paths.get_mut(&id)
@@ -474,11 +493,21 @@ impl Lane {
         Some(path.on_sent(frame, now))
     }
 
+    /// The next frame that belongs to this path and no other.
+    pub fn transmit_own(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
+        let path = self.paths.get_mut(&id)?;
+        let frame = path.own.pop_front()?;
+        Some(path.on_sent(frame, now))
+    }
+
     /// Whether [`Lane::transmit`] would find something for any live path.
     pub fn has_work(&self) -> bool {
-        !self.control.is_empty()
-            || !self.ready.is_empty()
-            || self.paths.values().any(|path| !path.own.is_empty())
+        self.has_frames() || self.paths.values().any(|path| !path.own.is_empty())
+    }
+
+    /// The same, without what belongs to one path alone.
+    pub fn has_frames(&self) -> bool {
+        !self.control.is_empty() || !self.ready.is_empty()
     }
 
     fn next_control(&mut self) -> Option<Frame> {

@@ -45,16 +45,24 @@ const SUSPECT: Duration = Duration::from_millis(60);
 /// Suspect for this long, and sixteen round trips: dead.
 const DEAD: Duration = Duration::from_millis(1000);
 /// A chunk should keep its path busy for about this long, seconds.
-const CHUNK_TIME: f64 = 1.5e-3;
-const CHUNK_FIRST: u32 = 128 << 10;
+const CHUNK_TIME: f64 = 0.5e-3;
+const CHUNK_FIRST: u32 = 64 << 10;
 const CHUNK_LEAST: f64 = 64.0 * 1024.0;
 const CHUNK_MOST: f64 = 512.0 * 1024.0;
+
+/// Unsent bytes under which a path has room for more, by its rate in bytes a second: enough to keep
+/// it busy until its driver comes again.
+pub fn unsent_room(rate: u64) -> u32 {
+    (rate / 2000).clamp(16 << 10, 512 << 10) as u32
+}
 
 #[derive(Debug)]
 pub(crate) struct Path {
     pub state: PathState,
     pub chunk: u32,
     pub rtt: Duration,
+    /// Bytes a second that it delivers while it has something to deliver; 0 where unknown.
+    pub rate: f64,
     /// Frames that belong to this path and no other.
     pub own: VecDeque<Frame>,
     /// When the oldest unconfirmed frame was sent.
@@ -77,6 +85,7 @@ impl Path {
             state: PathState::Live,
             chunk: CHUNK_FIRST,
             rtt: Duration::ZERO,
+            rate: 0.0,
             own: VecDeque::new(),
             owes: None,
             progress: now,
@@ -126,6 +135,11 @@ impl Path {
             self.rtt = rtt;
         }
         if let Some(rate) = report.rate {
+            self.rate = if self.rate == 0.0 {
+                rate
+            } else {
+                self.rate + (rate - self.rate) / 4.0
+            };
             let bytes = (rate * CHUNK_TIME).clamp(CHUNK_LEAST, CHUNK_MOST);
             self.chunk = bytes as u32 / 4096 * 4096;
         }
