@@ -62,7 +62,7 @@ pub fn json(shared: &Shared) -> String {
         .map(|peer| {
             format!(
                 "{{\"peer\":{},\"connections\":{},\"comms\":{},\"under_way\":{},\"trials\":{},\
-                 \"gains\":{},\"rerolls\":{},\"best_rate\":{}}}",
+                 \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{}}}",
                 text(&peer.name()),
                 peer.connections.load(Relaxed),
                 peer.comms.load(Relaxed),
@@ -71,6 +71,7 @@ pub fn json(shared: &Shared) -> String {
                 peer.placement.gains.load(Relaxed),
                 peer.placement.rerolls.load(Relaxed),
                 peer.placement.best.load(Relaxed),
+                lock(&peer.link).lane.late(),
             )
         })
         .collect();

@@ -611,12 +611,14 @@ impl Worker {
                     rate: (info.delivery_rate > 0).then_some(info.delivery_rate as f64),
                 };
                 conn.acknowledged = info.bytes_acknowledged;
-                reports.push((conn.path, report));
+                conn.look();
+                reports.push((conn.path, report, conn.outstanding()));
             }
             let chores = {
                 let mut link = lock(&peer.link);
-                for (path, report) in reports {
+                for (path, report, outstanding) in reports {
                     link.lane.report(path, &report, now);
+                    link.lane.delivered(path, outstanding);
                 }
                 let rtt = |number: &usize| {
                     let conn = self.conns.get(*number).and_then(Option::as_ref);

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::wire::Frame;
+use crate::wire::{Frame, HEADER};
 
 /// A path's number: chosen at random by the side that opened it, the same on both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,6 +42,10 @@ pub const HEARTBEAT: Duration = Duration::from_millis(10);
 const IDLE: Duration = Duration::from_secs(1);
 /// Unconfirmed for this long, and four round trips: suspect.
 const SUSPECT: Duration = Duration::from_millis(60);
+/// A piece that has not arrived for this long, three times what it should take, and four round trips
+/// more, goes over another path as well: a lost tail holds up one piece for a timeout of the
+/// kernel's (200 ms), and without this everything behind it.
+const LATE: Duration = Duration::from_millis(10);
 /// Suspect for this long, and sixteen round trips: dead.
 const DEAD: Duration = Duration::from_millis(1000);
 /// A chunk should keep its path busy for about this long, seconds.
@@ -61,6 +65,9 @@ pub(crate) struct Path {
     pub state: PathState,
     pub chunk: u32,
     pub rtt: Duration,
+    /// Bytes, headers included, that it was given, and that are known to have arrived.
+    pub given: u64,
+    pub confirmed: u64,
     /// Bytes a second that it delivers while it has something to deliver; 0 where unknown.
     pub rate: f64,
     /// Frames that belong to this path and no other.
@@ -85,6 +92,8 @@ impl Path {
             state: PathState::Live,
             chunk: CHUNK_FIRST,
             rtt: Duration::ZERO,
+            given: 0,
+            confirmed: 0,
             rate: 0.0,
             own: VecDeque::new(),
             owes: None,
@@ -96,6 +105,7 @@ impl Path {
 
     /// A frame is handed to the path: as it shall be sent.
     pub fn on_sent(&mut self, frame: Frame, now: Duration) -> Frame {
+        self.given += HEADER as u64 + u64::from(frame.payload());
         if matches!(frame, Frame::Pong { .. }) {
             // Needs no confirmation itself, or two idle peers would ping each other for ever.
             return frame;
@@ -112,6 +122,17 @@ impl Path {
             },
             other => other,
         }
+    }
+
+    /// When a piece of so many bytes, given now, would be late.
+    pub fn due(&self, bytes: u32, now: Duration) -> Duration {
+        let ahead = self.given.saturating_sub(self.confirmed) + u64::from(bytes);
+        let expected = if self.rate > 0.0 {
+            Duration::from_secs_f64(ahead as f64 / self.rate)
+        } else {
+            SUSPECT
+        };
+        now + LATE.max(expected * 3 + self.rtt * 4)
     }
 
     /// A ping came back. Whether the path was suspect.

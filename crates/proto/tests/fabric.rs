@@ -27,6 +27,8 @@ struct Flow {
     before: f64,
     busy: f64,
     rate: f64,
+    /// A tail was lost: nothing moves until then.
+    stuck_until: Duration,
 }
 
 /// What the flows are hashed over. Rates in bytes a second.
@@ -50,6 +52,8 @@ struct Fabric {
     /// Frames on their way: when, to whom, over which flow.
     air: VecDeque<(Duration, usize, usize, Frame)>,
     sent: u64,
+    last: Duration,
+    longest: Duration,
     done: HashMap<u64, VecDeque<bool>>,
 }
 
@@ -87,6 +91,7 @@ impl Fabric {
                 before: 0.0,
                 busy: 0.0,
                 rate: 0.0,
+                stuck_until: Duration::ZERO,
             })
             .collect();
         for lane in &mut lanes {
@@ -102,6 +107,8 @@ impl Fabric {
             now: Duration::ZERO,
             air: VecDeque::new(),
             sent: 0,
+            last: Duration::ZERO,
+            longest: Duration::ZERO,
             done: HashMap::new(),
         }
     }
@@ -114,6 +121,11 @@ impl Fabric {
             self.lanes[0].add_send(comm, None, self.now);
             self.done.insert(comm, VecDeque::new());
         }
+        self.go_on(depth, size, time)
+    }
+
+    fn go_on(&mut self, depth: usize, size: u64, time: Duration) -> f64 {
+        let comms = self.done.len() as u64;
         let half = self.now + time / 2;
         let end = self.now + time;
         let mut start = 0;
@@ -141,11 +153,14 @@ impl Fabric {
                     let wrong = 1.0 + self.network.noise * wrong;
                     let report = Report {
                         unconfirmed: flow.held > 0.0,
-                        advanced: true,
+                        advanced: flow.stuck_until <= self.now,
                         rtt: Some(LATENCY * 2),
                         rate: (flow.rate > 0.0).then_some(flow.rate * wrong),
                     };
                     self.lanes[0].report(PathId(index as u64), &report, self.now);
+                }
+                for (index, flow) in self.flows.iter().enumerate() {
+                    self.lanes[0].delivered(PathId(index as u64), flow.held as u64);
                 }
                 for lane in &mut self.lanes {
                     lane.on_time(self.now);
@@ -197,7 +212,7 @@ impl Fabric {
             let busy: Vec<usize> = (0..self.flows.len())
                 .filter(|index| {
                     let flow = &self.flows[*index];
-                    flow.path == path && !flow.queue.is_empty()
+                    flow.path == path && !flow.queue.is_empty() && flow.stuck_until <= now
                 })
                 .collect();
             let share = (self.network.rate / busy.len().max(1) as f64).min(self.network.cap) * step;
@@ -251,6 +266,8 @@ impl Fabric {
             {
                 let _ = message;
                 self.sent += length;
+                self.longest = self.longest.max(self.now - self.last);
+                self.last = self.now;
                 let flying = self.done.get_mut(&comm).unwrap();
                 // NCCL looks at the oldest only.
                 let place = flying.iter().position(|done| !done).unwrap();
@@ -320,4 +337,23 @@ fn caps_a_flow_do_not_cap_the_sum() {
         let share = share(16, network, load, 1);
         assert!(share > 0.95, "{load:?}: {share:.2}");
     }
+}
+
+#[test]
+fn a_lost_tail_holds_nobody_up_for_a_kernels_timeout() {
+    let mut fabric = Fabric::new(16, FOUR, 1);
+    fabric.run(2, 4, 1 << 20, Duration::from_millis(40));
+    for flow in &mut fabric.flows[..2] {
+        flow.stuck_until = fabric.now + Duration::from_millis(200);
+    }
+    let before = fabric.sent;
+    fabric.longest = Duration::ZERO;
+    fabric.go_on(4, 1 << 20, Duration::from_millis(150));
+    assert!(fabric.sent > before);
+    assert!(
+        fabric.longest < Duration::from_millis(50),
+        "{:?}",
+        fabric.longest
+    );
+    assert!(fabric.lanes[0].late() > 0);
 }
