@@ -24,6 +24,7 @@ gathered when a unit is loaded. All ranks must run the same units in the same or
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from evener.errors import EvenerError
+from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device, Event
 from evener.zero.hyper import Noise, Rule, update_on_device
@@ -86,6 +88,7 @@ class Engine:
         seed: int = 0,
         streaming: bool = False,
         stale_updates: bool = False,
+        offload: Offload | None = None,
         plan: Plan | None = None,
     ) -> None:
         self.module = model
@@ -117,7 +120,8 @@ class Engine:
         self._in_pass = False
         self._in_flight: list[tuple[Event, Any]] = []
         self._closed = False
-        self.spans = Spans(device)
+        self.spans = offload.spans if offload else Spans(device)
+        self._offload = offload
         self._step_began = 0.0
         self._loader: Worker[Chunk] = Worker("evener-load", self._load)
         self._lanes = Lanes(
@@ -382,7 +386,8 @@ class Engine:
             if not torch.is_grad_enabled():
                 return body(*args, **kwargs)
             if live.checkpoint and module.training:
-                out = checkpoint(body, *args, use_reentrant=False, **kwargs)
+                with self._offload.hooks() if self._offload else contextlib.nullcontext():
+                    out = checkpoint(body, *args, use_reentrant=False, **kwargs)
             else:
                 out = body(*args, **kwargs)
             self._watch(live, (args, kwargs), out)
@@ -525,6 +530,8 @@ class Engine:
         self._mode = True
         self._cursor = len(self._trace)
         self._in_flight = [entry for entry in self._in_flight if not entry[0].query()]
+        if self._offload is not None:
+            self._offload.clear()
         for live in self._live:
             for chunk in live.chunks:
                 self._free(chunk)

@@ -213,7 +213,9 @@ def _float32(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float64).float().item())
 
 
-def _part(states: States, begin: int, end: int) -> States:
+def part(states: States, begin: int, end: int) -> States:
+    """Views of elements [begin, end)."""
+
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[begin:end]
 
@@ -264,7 +266,7 @@ def update_on_device(
         end = min(begin + SLICE, gradient.numel())
         at = Noise(noise.seed, noise.stream, noise.offset + begin)
         _in_torch(
-            kind, _part(states, begin, end), gradient[begin:end], hyper, step, scale, at
+            kind, part(states, begin, end), gradient[begin:end], hyper, step, scale, at
         )
 
 

@@ -29,12 +29,9 @@ import torch
 from evener import _optimizers
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device, Event
-from evener.zero.hyper import SLICE, Noise, Rule, States, _part, update_on_device, update_on_host
+from evener.zero.hyper import SLICE, Noise, Rule, States, part, update_on_device, update_on_host
+from evener.zero.planner import SLOTS
 from evener.zero.spans import Spans
-
-SLOTS = 3
-"""Slices on their way through the accelerator: one comes, one is updated, one leaves."""
-
 
 @dataclass
 class Update:
@@ -186,7 +183,7 @@ class Lanes:
         with self.spans.host("optimizer", "host lane", chunk.group.name):
             update_on_host(
                 self.rule.kind,
-                _part(chunk.states, piece.begin, piece.end),
+                part(chunk.states, piece.begin, piece.end),
                 chunk.gradient[piece.begin : piece.end],
                 job.hyper,
                 chunk.steps,
@@ -220,7 +217,7 @@ class Lanes:
         job, chunk, device = piece.job, piece.job.chunk, self.device
         assert chunk.gradient is not None
         numel = piece.end - piece.begin
-        home = _part(chunk.states, piece.begin, piece.end).tensors()
+        home = part(chunk.states, piece.begin, piece.end).tensors()
         gradient = chunk.gradient[piece.begin : piece.end]
         there = {name: slot.room(name, tensor, numel, device) for name, tensor in home.items()}
         moved = slot.room("gradient", gradient, numel, device)
@@ -252,17 +249,12 @@ class Lanes:
         slot.empty = chunk.updated_event = device.record("states out")
 
 
-def slots_bytes(bytes_a_parameter: int) -> int:
-    """Accelerator memory of the streaming lane."""
-    return SLOTS * SLICE * bytes_a_parameter
-
-
 def measure(
     lanes: Lanes, jobs: list[Update], repeats: int = 2
 ) -> float:
     """Parameters/s of these updates, the first one as a warm-up."""
     best = float("inf")
-    for _ in range(repeats + 1):
+    for number in range(repeats + 1):
         for job in jobs:
             job.chunk.updated.clear()
         start = time.perf_counter()
@@ -270,5 +262,6 @@ def measure(
         failed = lanes.wait()
         if failed is not None:
             raise failed
-        best = min(best, time.perf_counter() - start) if _ else best
+        if number:
+            best = min(best, time.perf_counter() - start)
     return sum(job.chunk.states.weights.numel() for job in jobs) / best
