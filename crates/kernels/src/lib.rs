@@ -4,6 +4,7 @@
 
 pub mod adam;
 pub mod formats;
+mod fused;
 pub mod isa;
 pub mod norm;
 pub mod pool;
