@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
+    "zero": ("evener.zero.command:zero_group", "What the memory engine recorded of its steps."),
     "plan-memory": (
         "evener.zero.command:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",
