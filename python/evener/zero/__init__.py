@@ -6,6 +6,7 @@ planned from what this machine measures.
     loss = engine(x); engine.backward(loss); engine.step()
 """
 
+from evener.zero import report
 from evener.zero.api import NoFitError, ZeroOptimizer, initialize, plan
 from evener.zero.budget import Budget
 from evener.zero.checkpoint import CheckpointError
@@ -35,5 +36,6 @@ __all__ = [
     "load_checkpoint",
     "plan",
     "probe",
+    "report",
     "save_checkpoint",
 ]

@@ -33,6 +33,7 @@ from evener.zero.hyper import SLICE, Noise, Rule, States, part, update_on_device
 from evener.zero.planner import SLOTS
 from evener.zero.spans import Spans
 
+
 @dataclass
 class Update:
     """An optimizer step of one chunk."""
@@ -249,9 +250,7 @@ class Lanes:
         slot.empty = chunk.updated_event = device.record("states out")
 
 
-def measure(
-    lanes: Lanes, jobs: list[Update], repeats: int = 2
-) -> float:
+def measure(lanes: Lanes, jobs: list[Update], repeats: int = 2) -> float:
     """Parameters/s of these updates, the first one as a warm-up."""
     best = float("inf")
     for number in range(repeats + 1):
