@@ -17,6 +17,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
+    "plan": (
+        "evener.plan.command:plan",
+        "What a network will cost, what would be sent how: before renting it.",
+    ),
     "plan-memory": (
         "evener.zero.command:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",

@@ -305,6 +305,14 @@ EVENER_TIMEOUT = _real(
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )
+EVENER_PROFILE = _text(
+    _COMM,
+    "EVENER_PROFILE",
+    "",
+    "A file in which rank 0 of `evener.ddp.accelerate` leaves the profile of a training step, for "
+    "`evener plan --profile`. Unset: none is written.",
+    allowed="the path of a file",
+)
 EVENER_RENDEZVOUS_FILE = _text(
     _COMM,
     "EVENER_RENDEZVOUS_FILE",

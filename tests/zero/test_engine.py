@@ -310,8 +310,8 @@ def test_races_between_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
     monkeypatch.setattr(Chunk, "allocate", slow(poisoned))
     monkeypatch.setattr(
-        "evener.zero.engine.update_on_host",
-        slow(zero.engine.update_on_host),  # type: ignore[attr-defined]
+        "evener.zero.lanes.update_on_host",
+        slow(zero.lanes.update_on_host),  # type: ignore[attr-defined]
     )
     engine = start(model, {"layers.1/0"}, evener={"depth": 3})
     for tokens in batches(8):
@@ -332,7 +332,7 @@ def test_what_fails_on_a_thread_is_raised_where_the_user_is(
     torch.manual_seed(0)
     engine = start(Model())
     tokens = batches(1)[0]
-    monkeypatch.setattr("evener.zero.engine.update_on_host", broken)
+    monkeypatch.setattr("evener.zero.lanes.update_on_host", broken)
     engine.backward(loss_of(engine, tokens))
     engine.step()
     with pytest.raises(EvenerError, match="optimizer step on the host failed: no room"):

@@ -18,8 +18,9 @@ guess.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from evener.comm.errors import CommError
 from evener.comm.groups import Communicators, Route
 from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
+from evener.comm.options import Wire as WireName
+from evener.comm.profile import Recorder
 from evener.comm.wires import CastWire, ExactWire, TopKWire, Wire, choose
 from evener.errors import UsageError
 
@@ -72,6 +75,7 @@ class Reducer:
         self.passes = 1
         self.on_backward_end: Callable[[], None] | None = None
         self.track_unused = track_unused
+        self.recorder: Recorder | None = None
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self._lanes: Lanes = (
@@ -79,6 +83,8 @@ class Reducer:
         )
         self._measuring = True
         self._failed = False
+        self._choices: tuple[tuple[str, str], ...] | None = None
+        self._made: dict[tuple[int, str], Wire] = {}
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -93,31 +99,61 @@ class Reducer:
         size = len(self.communicators.route.levels.inner)
         self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size)
         self._routes = [self._route_of(bucket) for bucket in self.buckets]
+        self._made.clear()
         self._wires = self._make_wires()
+        self.sequence = tuple(range(len(self.buckets)))
         self._reset()
 
+    def resequence(self, sequence: Sequence[int]) -> None:
+        """Issue the buckets in this order from the next step on. The same on every rank."""
+        if sorted(sequence) != list(range(len(self.buckets))):
+            raise ValueError(f"{list(sequence)} is not an order of {len(self.buckets)} buckets")
+        self.sequence = tuple(sequence)
+
+    def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
+        """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
+
+        Between steps only, and the same on every rank. "flat" or "2d"; a form of `forms`.
+        """
+        self._choices = tuple(choices)
+        self._routes = [self._route_of(bucket) for bucket in self.buckets]
+        self._wires = self._make_wires()
+        self.resequence(sequence)
+
+    def forms(self) -> tuple[str, ...]:
+        """The names that `make_wire` knows."""
+        return get_args(WireName)
+
     def _route_of(self, bucket: Bucket) -> Route:
+        if self._choices is not None and self._choices[bucket.index][0] == "flat":
+            return self.communicators.flat()
         if bucket.bytes > self.options.two_level_max_bytes:
             return self.communicators.flat()
         return self.communicators.route
 
     def _make_wires(self) -> list[Wire]:
         """One wire a bucket; buckets of one route and form share it, and so its scratch memory."""
-        made: dict[tuple[int, str], Wire] = {}
+        made = self._made
         wires = []
         for bucket, route in zip(self.buckets, self._routes, strict=True):
-            form = choose(self.options, route, bucket)
+            form = self._form(bucket, route)
             if form == "topk" and self._measuring:
                 form = "exact"
             if bucket.buffer.dtype == _CASTS.get(form):
                 form = "exact"
             key = (id(route), form)
             if key not in made:
-                made[key] = self._make_wire(form, route)
+                made[key] = self.make_wire(form, route)
             wires.append(made[key])
         return wires
 
-    def _make_wire(self, form: str, route: Route) -> Wire:
+    def _form(self, bucket: Bucket, route: Route) -> str:
+        if self._choices is not None and route.levels.nodes > 1:
+            return self._choices[bucket.index][1]
+        return choose(self.options, route, bucket)
+
+    def make_wire(self, form: str, route: Route) -> Wire:
+        """A new wire of that form for buckets that take `route`."""
         if form == "topk":
             return TopKWire(route, self.options.ratio, self.options.topk_fp16)
         if form in _CASTS:
@@ -131,7 +167,7 @@ class Reducer:
         self._here = [False] * len(self.parameters)
         self._order: list[int] = []
         self._next = 0
-        self._tickets: list[Ticket] = []
+        self._tickets: dict[int, Ticket] = {}
         self._callback_queued = False
 
     def set_passes(self, passes: int) -> None:
@@ -170,20 +206,27 @@ class Reducer:
         self._order.append(index)
         bucket = self.buckets.bucket_of[index]
         self._missing[bucket] -= 1
+        if self.recorder is not None and not self._missing[bucket]:
+            self.recorder.complete(bucket)
         self._issue_complete()
 
     def _issue_complete(self) -> None:
-        while self._next < len(self.buckets) and self._missing[self._next] == 0:
-            self.submit(self._next)
+        while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
+            self.submit(self.sequence[self._next])
 
     def submit(self, index: int) -> None:
         """Issue the next bucket; `index` must be its number, so that the order is explicit."""
-        if index != self._next:
-            raise ValueError(f"bucket {index} is out of order: bucket {self._next} comes next")
+        if index != self.sequence[self._next]:
+            raise ValueError(
+                f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
+            )
         bucket, route = self.buckets[index], self._routes[index]
         self._pack(bucket, route)
         name = f"bucket {index} ({self.names[bucket.slots[0].index]} ...)"
-        self._tickets.append(self._lanes.issue(name, self._stages(bucket, route)))
+        stages = self._stages(bucket, route)
+        if self.recorder is not None:
+            stages = self.recorder.submitted(index, stages)
+        self._tickets[index] = self._lanes.issue(name, stages)
         self._next += 1
 
     def _pack(self, bucket: Bucket, route: Route) -> None:
@@ -228,8 +271,8 @@ class Reducer:
 
     def flush(self) -> None:
         """Submit every bucket that is still open. What has no gradient counts as zeros."""
-        while self._next < len(self.buckets):
-            self.submit(self._next)
+        while self._next < len(self.sequence):
+            self.submit(self.sequence[self._next])
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
@@ -237,9 +280,22 @@ class Reducer:
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
         unused = self._unused() if self.track_unused else frozenset()
+        for index in list(self._tickets):
+            self.wait(index)
+        self._adopt(unused)
+        self.end_step()
+
+    def defer(self) -> None:
+        """In place of `apply`: results stay on their way, `p.grad` is where they will land.
+
+        Then `wait` for each bucket, and `end_step` once all have been waited for.
+        """
+        self._adopt(self._unused() if self.track_unused else frozenset())
+
+    def wait(self, index: int) -> None:
+        """Wait for one bucket that was submitted; as `apply`, on the current stream."""
         try:
-            for ticket in self._tickets:
-                ticket.wait()
+            self._tickets[index].wait()
         except Exception as error:
             self._failed = True
             raise CommError(
@@ -247,9 +303,19 @@ class Reducer:
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={self.options.timeout:g} s",
             ) from error
+
+    @property
+    def measuring(self) -> bool:
+        """Whether this is the first step, after which the buckets are laid out anew."""
+        return self._measuring
+
+    def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
             if index not in unused:
                 parameter.grad = self.buckets.views[index]
+
+    def end_step(self) -> None:
+        """All buckets were waited for: expect the next step's gradients."""
         order, first_step, self._measuring = self._order, self._measuring, False
         self._reset()
         if first_step:
@@ -287,9 +353,7 @@ class Reducer:
         """One line: ranks, levels and why, buckets, forms on the wire."""
         route = self.communicators.route
         kind = "2-D" if route.levels.two_level else "flat"
-        forms = [
-            choose(self.options, r, b) for b, r in zip(self.buckets, self._routes, strict=True)
-        ]
+        forms = [self._form(b, r) for b, r in zip(self.buckets, self._routes, strict=True)]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
         return (

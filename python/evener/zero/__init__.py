@@ -13,6 +13,7 @@ from evener.zero.checkpoint import load as load_checkpoint
 from evener.zero.checkpoint import save as save_checkpoint
 from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
+from evener.zero.loss import cross_entropy
 from evener.zero.planner import Machine, Plan
 from evener.zero.probe import Probe, probe
 from evener.zero.tensors import export
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Probe",
     "ZeroOptimizer",
+    "cross_entropy",
     "export",
     "initialize",
     "load_checkpoint",

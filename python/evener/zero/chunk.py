@@ -43,6 +43,8 @@ class Chunk:
     steps: int = 0
     gradient_event: Event | None = None
     load_event: Event | None = None
+    updated_event: Event | None = None
+    """On the accelerator, the end of an update that the streaming lane did."""
     error: BaseException | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     updated: threading.Event = field(default_factory=threading.Event)
