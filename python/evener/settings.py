@@ -264,6 +264,14 @@ EVENER_RENDEZVOUS_FILE = _text(
 
 _NET = "Network"
 
+EVENER_NET = _choice(
+    _NET,
+    "EVENER_NET",
+    "auto",
+    ("auto", "off"),
+    "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself.",
+)
 EVENER_NET_IFNAME = _text(
     _NET,
     "EVENER_NET_IFNAME",

@@ -25,6 +25,7 @@ from evener.launch.plan import (
     shell_line,
     torchrun,
 )
+from evener.net.plugin import adopt, has_gpus
 
 # Variables by which a batch system tells mpirun which hosts it may use.
 _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF"}
@@ -130,6 +131,9 @@ def launch(
         scratch=scratch_name(),
     )
     environment = dict(os.environ)
+    network = adopt(environment)
+    if verbose or has_gpus():
+        click.echo(f"evener launch: {network}", err=True)
     if horovod:
         path, note = door.put_in_place(environment.get("PYTHONPATH", ""))
         click.echo(f"evener launch: {note}", err=True)
