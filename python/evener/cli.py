@@ -8,6 +8,7 @@ import click
 
 from evener import __version__, settings
 from evener._click import LazyGroup, run
+from evener.net import plugin
 
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
@@ -64,4 +65,5 @@ def show_settings(as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the `evener` command."""
+    plugin.withdraw()  # each verb decides for the jobs that it starts
     run(lambda: evener(prog_name="evener"))

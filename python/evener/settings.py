@@ -354,6 +354,14 @@ EVENER_ELASTIC_WORKER = _number(
 
 _NET = "Network"
 
+EVENER_NET = _choice(
+    _NET,
+    "EVENER_NET",
+    "auto",
+    ("auto", "off"),
+    "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself.",
+)
 EVENER_NET_IFNAME = _text(
     _NET,
     "EVENER_NET_IFNAME",

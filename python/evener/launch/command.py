@@ -29,6 +29,7 @@ from evener.launch.plan import (
     shell_line,
     torchrun,
 )
+from evener.net.plugin import adopt, has_gpus
 
 # Variables by which a batch system tells mpirun which hosts it may use.
 _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF"}
@@ -196,6 +197,9 @@ def launch(
         host_env, kept = placed.environments(placement, {**os.environ, **set_env})
         wishes = replace(wishes, host_env=host_env)
         notes = [*placed.describe(map_file, placement), *kept]
+    network = adopt(environment)
+    if verbose or has_gpus():
+        click.echo(f"evener launch: {network}", err=True)
     if horovod:
         path, note = door.put_in_place(environment.get("PYTHONPATH", ""))
         click.echo(f"evener launch: {note}", err=True)
