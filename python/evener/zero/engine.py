@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,13 @@ from evener.zero.transfers import Worker
 from evener.zero.units import Unit
 
 logger = logging.getLogger("evener.zero")
+
+
+class Saving(Protocol):
+    """A checkpoint on its way."""
+
+    def wait(self) -> None:
+        """Until it is written, or has failed."""
 
 
 @dataclass
@@ -108,6 +115,8 @@ class Engine:
         self.skipped_steps = 0
         self.micro_steps = 0
         self.scheduler: Any = None
+        self.saving: Saving | None = None
+        """The checkpoint that is being written, or the last one."""
         self.param_groups: list[dict[str, Any]] = []
         self._norm: torch.Tensor | None = None
         self._groups = process_groups
@@ -223,6 +232,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self.saving is not None:
+            self.saving.wait()
         self.drain()
         for hook in self._hooks:
             hook.remove()
@@ -606,6 +617,8 @@ class Engine:
                 continue
             assert chunk.gradient is not None
             noise = Noise(self.seed, chunk.index * self.world + self.rank)
+            with self.spans.host("wait", "training for the checkpoint", chunk.group.name):
+                chunk.saved.wait()
             with self.spans.device("optimizer", "compute", chunk.group.name):
                 update_on_device(
                     self.rule.kind,
