@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -150,6 +151,15 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         zero.save_checkpoint(engine, tmp_path)
     assert checkpoint.find(tmp_path) == path
     monkeypatch.undo()
+    # And by the system itself: no file of this process may grow beyond a few pages.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(zero.CheckpointError, match=r"not written.*\n.*as it was"):
+            zero.save_checkpoint(engine, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint.find(tmp_path) == path
     assert checkpoint.find(tmp_path) != zero.save_checkpoint(engine, tmp_path).with_name("x")
     assert not list(tmp_path.glob(".*"))
     engine.close()

@@ -96,6 +96,7 @@ class Engine:
         streaming: bool = False,
         stale_updates: bool = False,
         offload: Offload | None = None,
+        compiler: bool | str = False,
         plan: Plan | None = None,
     ) -> None:
         self.module = model
@@ -145,6 +146,7 @@ class Engine:
         self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
         self._hooks: list[Any] = []
         self._originals: list[tuple[nn.Module, Any]] = []
+        self._compiler = compiler
         for index, (unit, chunks) in enumerate(store.units):
             live = _Live(unit, index, chunks, checkpointing and unit.repeated)
             self._live.append(live)
@@ -383,6 +385,10 @@ class Engine:
     def _wrap(self, live: _Live, module: nn.Module) -> None:
         inner = module.forward
         self._originals.append((module, inner))
+        if self._compiler and live.unit.repeated:
+            # The block itself; the engine's hooks stay outside of what is compiled.
+            backend = self._compiler if isinstance(self._compiler, str) else "inductor"
+            inner = torch.compile(inner, backend=backend)
 
         def body(*args: Any, **kwargs: Any) -> Any:
             if live.in_backward:  # recomputed: the weights are here
