@@ -103,7 +103,7 @@ def test_activations_on_the_host_change_no_bit() -> None:
             config=configuration(
                 bf16={"enabled": True},
                 evener={"device": "cuda", "checkpointing": checkpointing, "balance": False,
-                        "budget": {"gpu": "4GB", "host": "8GB"}},
+                        "budget": {"gpu": "4GB", "host": "24GB"}},
             ),
             batch=(4, 1024),
         )  # fmt: skip
@@ -122,7 +122,7 @@ def test_activations_on_the_host_change_no_bit() -> None:
 def test_the_allocator_never_takes_more_than_the_budget() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    budget = 2 << 30
+    budget = 3 << 30
     engine, *_ = zero.initialize(
         model=Model(width=1024, blocks=12),
         config=configuration(

@@ -10,6 +10,7 @@ from evener.zero import report
 from evener.zero.api import NoFitError, ZeroOptimizer, initialize, plan
 from evener.zero.budget import Budget
 from evener.zero.checkpoint import CheckpointError
+from evener.zero.checkpoint import begin as begin_checkpoint
 from evener.zero.checkpoint import load as load_checkpoint
 from evener.zero.checkpoint import save as save_checkpoint
 from evener.zero.config import Config, ConfigError
@@ -30,6 +31,7 @@ __all__ = [
     "Plan",
     "Probe",
     "ZeroOptimizer",
+    "begin_checkpoint",
     "cross_entropy",
     "export",
     "initialize",

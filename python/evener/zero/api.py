@@ -290,6 +290,7 @@ def initialize(
         streaming=streaming,
         stale_updates=settings.stale_updates,
         offload=offload,
+        compiler=settings.compile,
         plan=made,
     )
     front = ZeroOptimizer(engine, groups)

@@ -180,6 +180,7 @@ class Lanes:
         assert chunk.gradient is not None
         if chunk.gradient_event is not None:
             chunk.gradient_event.synchronize()
+        chunk.saved.wait()
         noise = self._noise(chunk, piece.begin)
         with self.spans.host("optimizer", "host lane", chunk.group.name):
             update_on_host(
@@ -217,6 +218,7 @@ class Lanes:
     def _through(self, piece: _Slice, slot: _Slot) -> None:
         job, chunk, device = piece.job, piece.job.chunk, self.device
         assert chunk.gradient is not None
+        chunk.saved.wait()
         numel = piece.end - piece.begin
         home = part(chunk.states, piece.begin, piece.end).tensors()
         gradient = chunk.gradient[piece.begin : piece.end]

@@ -186,7 +186,7 @@ def _probe(
         device_adam=device_adam,
         reserve=context,
         balanced=both,
-        slack=0.08 if cuda else 0.0,
+        slack=0.12 if cuda else 0.0,
     )
     return Probe(
         machine,
