@@ -230,10 +230,65 @@ HOROVOD_CYCLE_TIME = _real(
     _COMM,
     "HOROVOD_CYCLE_TIME",
     1.0,
-    "Accepted for the sake of existing command lines. Upstream wakes up so often to fuse what was "
-    "submitted since; Evener starts a bucket when it is complete, and nothing polls.",
+    "Milliseconds for which Horovod's asynchronous operations are gathered before they are "
+    "announced to the other ranks. Waiting for one announces at once.",
     allowed="a number of milliseconds, 0 or more",
     ok=lambda value: 0 <= value < float("inf"),
+)
+HOROVOD_CACHE_CAPACITY = _number(
+    _COMM,
+    "HOROVOD_CACHE_CAPACITY",
+    1024,
+    "Agreements on Horovod's operations that are remembered, so that the same operation is "
+    "announced by a number. 0: none, and no schedule is frozen.",
+)
+EVENER_FREEZE_AFTER = _number(
+    _COMM,
+    "EVENER_FREEZE_AFTER",
+    8,
+    "How often the same sequence of small Horovod all-reduces must come in a row before it runs "
+    "without negotiation. 0: never.",
+    high=64,
+)
+HOROVOD_TIMELINE = _text(
+    _COMM,
+    "HOROVOD_TIMELINE",
+    "",
+    "File into which rank 0 writes a timeline of Horovod's operations, in Chrome's trace format. "
+    "DYNAMIC: none until hvd.start_timeline().",
+    allowed="the path of a file, or DYNAMIC",
+)
+HOROVOD_TIMELINE_MARK_CYCLES = _flag(
+    _COMM, "HOROVOD_TIMELINE_MARK_CYCLES", False, "Mark rounds of negotiation in the timeline."
+)
+HOROVOD_STALL_CHECK_DISABLE = _flag(
+    _COMM,
+    "HOROVOD_STALL_CHECK_DISABLE",
+    False,
+    "Do not warn of operations that some ranks submitted and others did not.",
+)
+HOROVOD_STALL_CHECK_TIME_SECONDS = _real(
+    _COMM,
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    60.0,
+    "Seconds after which such an operation is warned of, with the missing ranks.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+HOROVOD_STALL_SHUTDOWN_TIME_SECONDS = _real(
+    _COMM,
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    0.0,
+    "Seconds after which such an operation ends the job with an error on every rank. 0: "
+    "EVENER_TIMEOUT.",
+    allowed="a number of seconds, 0 or more",
+    ok=lambda value: 0 <= value < float("inf"),
+)
+HOROVOD_DYNAMIC_PROCESS_SETS = _flag(
+    _COMM,
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    False,
+    "Accepted for the sake of existing command lines: process sets can always be added and removed.",
 )
 HOROVOD_MPI_THREADS_DISABLE = _flag(
     _COMM,

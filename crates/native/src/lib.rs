@@ -11,6 +11,7 @@
 )]
 
 mod arena;
+mod negotiate;
 mod optimizer;
 
 use evener_drive::bench::{self, Scenario};
@@ -129,6 +130,8 @@ fn net_bench(
 mod _native {
     #[pymodule_export]
     use super::arena::HostArena;
+    #[pymodule_export]
+    use super::negotiate::Negotiator;
     #[pymodule_export]
     use super::net_bench;
     #[pymodule_export]

@@ -46,7 +46,7 @@ class Contact:
 def serve(seconds: float) -> tuple[Any, Contact]:
     """A new store in this process, on a free port. seconds: how long its operations may wait."""
     store = TCPStore("localhost", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
-    contact = Contact(_namespace(), _own_addresses(), store.port, secrets.token_hex(8))
+    contact = Contact(*own_place(), store.port, secrets.token_hex(8))
     store.set(_TOKEN, contact.token)
     return store, contact
 
@@ -56,8 +56,7 @@ def connect(contact: Contact, deadline: float, once: bool = False) -> tuple[Any,
 
     Every address is tried, again and again until `deadline` (time.monotonic()), or once.
     """
-    here = contact.namespace == _namespace()
-    addresses = ["127.0.0.1", "::1"] if here else contact.addresses
+    addresses = addresses_of((contact.namespace, contact.addresses))
     while True:
         for address in addresses:
             left = max(deadline - time.monotonic(), 0.1)
@@ -73,6 +72,17 @@ def connect(contact: Contact, deadline: float, once: bool = False) -> tuple[Any,
             time.sleep(0.1)
             return None
         time.sleep(0.2)
+
+
+def own_place() -> tuple[str, list[str]]:
+    """Where this process can be reached, for `addresses_of`: a namespace, and addresses."""
+    return _namespace(), _own_addresses()
+
+
+def addresses_of(place: tuple[str, list[str]]) -> list[str]:
+    """By which addresses to try the process whose `own_place` that is, the best first."""
+    namespace, addresses = place
+    return ["127.0.0.1", "::1"] if namespace == _namespace() else addresses
 
 
 def _own_addresses() -> list[str]:

@@ -428,6 +428,15 @@ def _store_by(way: _Way, ranks: Ranks, seconds: float, deadline: float) -> Any:
             )
 
 
+def addresses_of(place: tuple[str, list[str]]) -> list[str]:
+    """By which addresses to try the process whose `contact.own_place` that is, the best first."""
+    found = contact.addresses_of(place)
+    # By this one rank 0's store was reached.
+    if _process.last_joined and place[0] != contact.own_place()[0]:
+        return list(dict.fromkeys([_process.last_joined, *found]))
+    return found
+
+
 def _within(function: Callable[[], str], deadline: float, waited: str) -> str:
     """function(), in a thread of its own: C libraries that wait cannot be told for how long."""
     result: list[str] = []

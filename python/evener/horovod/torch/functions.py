@@ -14,7 +14,6 @@ from evener.horovod.torch.mpi_ops import (
     broadcast_many,
     global_process_set,
     rank,
-    size,
 )
 
 
@@ -142,16 +141,17 @@ def broadcast_object(
     return obj if root else pickling.loads(content.numpy().tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: Any = global_process_set
+) -> list[Any]:
     """All ranks' objects, in rank order. Each must be picklable."""
     data = torch.frombuffer(bytearray(pickling.dumps(obj)), dtype=torch.uint8)
-    sizes = allgather(torch.tensor([data.numel()]), _named(name, "size"))
-    everything = allgather(data, _named(name, "data")).numpy().tobytes()
+    sizes = allgather(torch.tensor([data.numel()]), _named(name, "size"), process_set)
+    everything = allgather(data, _named(name, "data"), process_set).numpy().tobytes()
     found, start = [], 0
     for length in sizes.tolist():
         found.append(pickling.loads(everything[start : start + length]))
         start += length
-    assert len(found) == size()
     return found
 
 

@@ -33,7 +33,7 @@ from evener.horovod.torch.compression import (
     FP16Compressor,
     NoneCompressor,
 )
-from evener.horovod.torch.mpi_ops import Adasum, Average, Sum, _check_set, global_process_set, size
+from evener.horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set, size
 from evener.log import info0
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
@@ -64,7 +64,6 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     Raises ValueError for what upstream refuses, NotBuiltError for what is planned,
     HorovodInternalError where the ranks' parameters differ.
     """
-    _check_set(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
