@@ -127,9 +127,9 @@ class ElasticJob:
 
     def run(self) -> None:
         """Until the job has ended. Raises JobError where it failed."""
-        from evener.comm import contact
-
         self._found = self._discovery.find()  # what is wrong at the start is an error at once
+        from evener.comm import contact  # imports torch
+
         self._store, address = contact.serve(self._limits.timeout)
         self._contact = address.text()
         signals: list[int] = []

@@ -160,7 +160,7 @@ def run(
     finally:
         exchange.close()
     if status != 0 and exchange.errors:
-        rank, (text, data) = min(exchange.errors.items())
+        rank, (text, data) = next(iter(exchange.errors.items()))  # others follow from the first
         cause = None
         with contextlib.suppress(Exception):
             cause = pickling.loads(data) if data else None
