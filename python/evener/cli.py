@@ -12,6 +12,7 @@ from evener.net import plugin
 
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
+    "horovodrun": ("evener.horovod.runner.launch:horovodrun", "`launch` with Horovod's options."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
     "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),

@@ -322,9 +322,9 @@ EVENER_RENDEZVOUS_FILE = _text(
     allowed="the path of a file or folder on all nodes",
 )
 
-# --- elastic jobs ---
+# --- elastic jobs, functions that run as jobs ---
 
-_ELASTIC = "Elastic jobs"
+_ELASTIC = "Elastic jobs and horovod.run"
 
 HOROVOD_ELASTIC_TIMEOUT = _real(
     _ELASTIC,
@@ -347,6 +347,14 @@ EVENER_ELASTIC_WORKER = _number(
     "EVENER_ELASTIC_WORKER",
     0,
     "Set by the launcher of an elastic job for its workers: which one this is.",
+)
+
+EVENER_RUN = _text(
+    _ELASTIC,
+    "EVENER_RUN",
+    "",
+    "Set by `horovod.run` for its ranks: where they get the function, and bring its results.",
+    allowed="what the launcher sets",
 )
 
 # --- net: the NCCL plug-in. Its Rust side reads the same declarations: scripts/docs.py writes them
