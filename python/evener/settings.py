@@ -288,7 +288,7 @@ HOROVOD_DYNAMIC_PROCESS_SETS = _flag(
     _COMM,
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     False,
-    "Accepted for the sake of existing command lines: process sets can always be added and removed.",
+    "Accepted for the sake of existing command lines: process sets can be added at any time.",
 )
 HOROVOD_MPI_THREADS_DISABLE = _flag(
     _COMM,
