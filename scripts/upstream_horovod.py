@@ -3,7 +3,7 @@
 DIR is a checkout (or an exported tree) of upstream's public repository that the user has; nothing
 of it is kept here. Its tests are run as they are, each in its own pair of processes, because a test
 that fails leaves the collectives of its process in an unknown state, and many tests change the
-process's environment.
+process's environment. (Those of test/single are written for one process, and get one.)
 
 A pair costs a fraction of a second: its processes are forked from a server that has imported torch,
 pytest and Evener and done nothing else. `--fresh` starts a new interpreter for each rank in place
@@ -184,10 +184,11 @@ class Pairs:
         begun = time.monotonic()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         node = f"{self._root / file}::{test.replace('.', '::')}"
-        logs = [self._scratch / f"{test}.{rank}.log" for rank in range(SIZE)]
+        size = 1 if file.startswith("test/single/") else SIZE
+        logs = [self._scratch / f"{test}.{rank}.log" for rank in range(size)]
         started = [
-            self._start(self._environment(rank, store.port), str(logs[rank]), node)
-            for rank in range(SIZE)
+            self._start(self._environment(rank, size, store.port), str(logs[rank]), node)
+            for rank in range(size)
         ]
         try:
             reports = self._wait(started)
@@ -201,13 +202,13 @@ class Pairs:
         del store
         return self._judge(file, test, reports, logs, time.monotonic() - begun)
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, size: int, port: int) -> dict[str, str]:
         local = str(rank)
         return {
             "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(SIZE),
+            "HOROVOD_SIZE": str(size),
             "HOROVOD_LOCAL_RANK": local,
-            "HOROVOD_LOCAL_SIZE": str(SIZE),
+            "HOROVOD_LOCAL_SIZE": str(size),
             "HOROVOD_CROSS_RANK": "0",
             "HOROVOD_CROSS_SIZE": "1",
             "HOROVOD_CONTROLLER": "gloo",
@@ -250,8 +251,8 @@ class Pairs:
 
         found: dict[int, Report] = {}
         deadline = time.monotonic() + self._timeout
-        while len(found) < SIZE:
-            left = {started[rank][1]: rank for rank in range(SIZE) if rank not in found}
+        while len(found) < len(started):
+            left = {pipe: rank for rank, (_, pipe) in enumerate(started) if rank not in found}
             ready = wait(list(left), max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in left.values():
@@ -270,7 +271,7 @@ class Pairs:
                     found[rank] = Report("died", "the process died")
                 if found[rank].status in ("failed", "died"):
                     deadline = min(deadline, time.monotonic() + GRACE)
-        return [found[rank] for rank in range(SIZE)]
+        return [found[rank] for rank in range(len(started))]
 
     def _judge(
         self, file: str, test: str, reports: list[Report], logs: list[Path], seconds: float
@@ -286,7 +287,7 @@ class Pairs:
         says, why = KNOWN.get(name, ("", ""))
         status = "known" if says and says in reports[rank].text else "fail"
         output = "\n".join(
-            f"--- rank {r}: {reports[r].status}\n{_tail(logs[r])}\n" for r in range(SIZE)
+            f"--- rank {r}: {report.status}\n{_tail(logs[r])}\n" for r, report in enumerate(reports)
         )
         reason = f"rank {rank}: {reports[rank].reason}"
         if status == "known":

@@ -55,6 +55,8 @@ class Reducer:
     Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
     under `no_sync`), `passes` (backward passes whose gradients are summed before a submission) and
     `on_backward_end` (called by autograd when a backward that brought gradients has ended).
+    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says which
+    were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
 
     def __init__(
@@ -80,6 +82,11 @@ class Reducer:
         self.active = True
         self.passes = 1
         self.on_backward_end: Callable[[], None] | None = None
+        self.on_sparse: Callable[[int], None] | None = None
+        self.densifies = False
+        # Parameters whose gradients are sparse, or were; and whether this step's came as such.
+        self.sparse: set[int] = set()
+        self.densified: set[int] = set()
         self.track_unused = track_unused
         self.recorder: Recorder | None = None
         # Brings in what a front door has left on its way between steps.
@@ -193,10 +200,16 @@ class Reducer:
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         if not self.active:
             return
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
+        if sparse and self.densifies:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_dense()
+            self.densified.add(index)
+            sparse = False
+        if sparse and self.on_sparse is None:
             raise UsageError(
                 f"the gradient of {self.names[index]} is sparse",
-                "use a dense one (sparse=False); sparse gradients are planned",
+                "use a dense one (sparse=False), or hvd.DistributedOptimizer, which reduces those",
             )
         if self.on_backward_end is not None and not self._callback_queued:
             self._callback_queued = True
@@ -211,8 +224,20 @@ class Reducer:
                 "(no_sync(), backward_passes_per_step)",
             )
         self._here[index] = True
-        self._order.append(index)
         bucket = self.buckets.bucket_of[index]
+        if sparse:
+            assert self.on_sparse is not None
+            self.sparse.add(index)
+            self.on_sparse(index)
+            if bucket < 0:
+                return
+        elif index in self.sparse:
+            raise CommError(
+                f"the gradient of {self.names[index]} is dense, and was sparse before",
+                "make it sparse in every step or in none; sparse_as_dense=True makes it dense",
+            )
+        else:
+            self._order.append(index)
         self._missing[bucket] -= 1
         if self.recorder is not None and not self._missing[bucket]:
             self.recorder.complete(bucket)
@@ -252,7 +277,7 @@ class Reducer:
         views, gradients = [], []
         for slot in bucket.slots:
             view, gradient = self.buckets.views[slot.index], self.parameters[slot.index].grad
-            if gradient is None:
+            if gradient is None or slot.index in self.sparse:
                 view.zero_()
                 continue
             views.append(view)
@@ -261,7 +286,7 @@ class Reducer:
             layout.pack(views, gradients, route.scaling.pack)
         for slot in bucket.slots:
             parameter = self.parameters[slot.index]
-            if parameter.grad is not None:
+            if parameter.grad is not None and slot.index not in self.sparse:
                 parameter.grad = self.buckets.views[slot.index]
 
     def _stages(self, exchange: Exchange, step: Step) -> tuple[Stage | None, Stage, Stage | None]:
@@ -330,7 +355,7 @@ class Reducer:
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
-            if index not in unused:
+            if index not in unused and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]
 
     def end_step(self) -> None:
@@ -365,12 +390,16 @@ class Reducer:
         exchange.wire = self._wire(exchange.route, form)
 
     def _settle(self, order: list[int]) -> None:
-        """After the first step: buckets in the order in which rank 0 produced gradients."""
-        came = set(order)
+        """After the first step: buckets in the order in which rank 0 produced gradients.
+
+        What was sparse there is in none of them.
+        """
+        came = {*order, *self.sparse}
         order = [*order, *(i for i in self.buckets.order if i not in came)]
         box = [order]
         control = self.communicators.control.handle
         dist.broadcast_object_list(box, group=control, group_src=0)
+        self.sparse |= set(self.buckets.order) - set(box[0])
         if tuple(box[0]) == self.buckets.order:
             for exchange in self.exchanges:
                 exchange.wire = self._wire(
@@ -393,7 +422,10 @@ class Reducer:
         self._lay_out(order)
         checkpoint.move_velocity(self, before, velocity)
         with torch.no_grad():
-            torch._foreach_copy_(self.buckets.views, old)
+            if box[0]:
+                torch._foreach_copy_(
+                    [self.buckets.views[i] for i in box[0]], [old[i] for i in box[0]]
+                )
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is old[index]:
                 parameter.grad = self.buckets.views[index]
