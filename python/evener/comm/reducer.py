@@ -55,8 +55,8 @@ class Reducer:
     Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
     under `no_sync`), `passes` (backward passes whose gradients are summed before a submission) and
     `on_backward_end` (called by autograd when a backward that brought gradients has ended).
-    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says which
-    were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
+    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says
+    which were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
 
     def __init__(
@@ -422,10 +422,9 @@ class Reducer:
         self._lay_out(order)
         checkpoint.move_velocity(self, before, velocity)
         with torch.no_grad():
-            if box[0]:
-                torch._foreach_copy_(
-                    [self.buckets.views[i] for i in box[0]], [old[i] for i in box[0]]
-                )
+            views = self.buckets.views
+            if order:
+                torch._foreach_copy_([views[i] for i in order], [old[i] for i in order])
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is old[index]:
                 parameter.grad = self.buckets.views[index]
