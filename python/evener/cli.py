@@ -8,6 +8,7 @@ import click
 
 from evener import __version__, settings
 from evener._click import LazyGroup, run
+from evener.net import plugin
 
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
@@ -18,6 +19,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
+    "plan": (
+        "evener.plan.command:plan",
+        "What a network will cost, what would be sent how: before renting it.",
+    ),
+    "zero": ("evener.zero.command:zero_group", "What the memory engine recorded of its steps."),
     "plan-memory": (
         "evener.zero.command:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",
@@ -60,4 +66,5 @@ def show_settings(as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the `evener` command."""
+    plugin.withdraw()  # each verb decides for the jobs that it starts
     run(lambda: evener(prog_name="evener"))

@@ -1,7 +1,7 @@
 """The DDP door: one line for a script that wraps its model in DistributedDataParallel.
 
     model = DistributedDataParallel(model)
-    model = evener.ddp.accelerate(model)
+    model = evener.ddp.accelerate(model, optimizer)
 
 The model stays a DistributedDataParallel (`no_sync`, `module`, `state_dict`, buffer broadcasts work
 as before); only its gradient reduction is replaced by `evener.comm`'s, and the memory of DDP's own
@@ -18,7 +18,10 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm.options import Algorithm, Options, Wire
+from evener.comm.overlap import StepOverlap, refusal, refuse_model
+from evener.comm.planner.live import Planner, Policy
 from evener.comm.reducer import Reducer
+from evener.comm.steps import Steps
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
@@ -31,11 +34,13 @@ class AcceleratedDataParallel(DistributedDataParallel):
     """
 
     evener: Reducer
+    evener_steps: Steps
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DDP: broadcast buffers, move inputs, call the module; then expect gradients."""
         if torch.is_grad_enabled():
             self.evener.active = self.require_backward_grad_sync
+        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling())
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
@@ -46,6 +51,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
             output = self.module(*inputs, **kwargs)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
+        self.evener_steps.forward_ended()
         self.require_forward_param_sync = (
             torch.is_grad_enabled() and self.require_backward_grad_sync
         )
@@ -65,18 +71,31 @@ class AcceleratedDataParallel(DistributedDataParallel):
             "choose with accelerate(wire=...), or leave accelerate out",
         )
 
-    def _end_of_backward(self) -> None:
-        self.evener.flush()
-        self.evener.apply()
+    def train(self, mode: bool = True) -> AcceleratedDataParallel:
+        """As torch's; evaluation begins with all parameters up to date."""
+        if not mode:
+            self.evener_steps.finish("evaluation")
+        super().train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a deferred step still needs go when it has used them."""
+        if self.evener_steps.overlap is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.evener_steps.overlap.zero_grad(set_to_none, self.parameters())
 
 
 def accelerate(
     model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     algorithm: Algorithm | None = None,
     wire: Wire | None = None,
     ratio: float | None = None,
     bucket_bytes: int | None = None,
+    mode: str | None = None,
+    floor: str = "fp16",
 ) -> DistributedDataParallel:
     """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
 
@@ -88,6 +107,16 @@ def accelerate(
     nodes with several ranks each. `wire`: what crosses between nodes: "exact" (the gradients'
     dtype), "fp16", "bf16", or "topk": the share `ratio` of largest magnitude, with error feedback.
     `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+
+    `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
+    choose for every bucket the algorithm and the mildest form behind which the network hides: with
+    "exact" lossless ones only, with "auto" down to `floor`. None: no planner, `algorithm` and
+    `wire` hold as given.
+
+    `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
+    updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
+    the same. Only for optimizers that are known to update each entry on its own; for others, and
+    for models whose use of parameters cannot be noticed, the log says why it is not done.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
@@ -114,8 +143,28 @@ def accelerate(
     model.__class__ = AcceleratedDataParallel
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
     object.__setattr__(accelerated, "evener", reducer)
-    reducer.on_backward_end = accelerated._end_of_backward
+    overlap = _overlap(reducer, optimizer, model.module)
+    planner = None
+    if mode is not None:
+        policy = Policy(mode, floor, options.algorithm, options.topk_min_bytes)
+        planner = Planner(reducer, policy, overlap=overlap is not None)
+    steps = Steps(reducer, overlap, planner)
+    object.__setattr__(accelerated, "evener_steps", steps)
+    reducer.on_backward_end = steps.backward_ended
     return accelerated
+
+
+def _overlap(
+    reducer: Reducer, optimizer: torch.optim.Optimizer | None, module: torch.nn.Module
+) -> StepOverlap | None:
+    if optimizer is None:
+        return None
+    why = refusal(optimizer) or refuse_model(reducer, module)
+    if reducer.communicators.rank == 0:
+        kind = type(optimizer).__name__
+        said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
+        logger.info("overlap across the step: %s", said)
+    return None if why else StepOverlap(reducer, optimizer, module)
 
 
 def _refuse_unsupported(model: DistributedDataParallel) -> None:

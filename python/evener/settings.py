@@ -288,7 +288,7 @@ HOROVOD_DYNAMIC_PROCESS_SETS = _flag(
     _COMM,
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     False,
-    "Accepted for the sake of existing command lines: process sets can always be added and removed.",
+    "Accepted for the sake of existing command lines: process sets can be added at any time.",
 )
 HOROVOD_MPI_THREADS_DISABLE = _flag(
     _COMM,
@@ -304,6 +304,14 @@ EVENER_TIMEOUT = _real(
     "error that names what it waited for.",
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
+)
+EVENER_PROFILE = _text(
+    _COMM,
+    "EVENER_PROFILE",
+    "",
+    "A file in which rank 0 of `evener.ddp.accelerate` leaves the profile of a training step, for "
+    "`evener plan --profile`. Unset: none is written.",
+    allowed="the path of a file",
 )
 EVENER_RENDEZVOUS_FILE = _text(
     _COMM,
@@ -354,6 +362,14 @@ EVENER_RUN = _text(
 
 _NET = "Network"
 
+EVENER_NET = _choice(
+    _NET,
+    "EVENER_NET",
+    "auto",
+    ("auto", "off"),
+    "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself.",
+)
 EVENER_NET_IFNAME = _text(
     _NET,
     "EVENER_NET_IFNAME",

@@ -222,6 +222,9 @@ impl Negotiator {
 
     /// Close the connections, waiting for the peers for `linger` seconds at most.
     fn close(&self, py: Python<'_>, linger: f64) {
-        py.detach(|| self.node.close(Duration::from_secs_f64(linger.clamp(0.0, 60.0))));
+        py.detach(|| {
+            self.node
+                .close(Duration::from_secs_f64(linger.clamp(0.0, 60.0)))
+        });
     }
 }

@@ -126,7 +126,10 @@ fn mismatch(requests: &[&Request], joined: bool) -> Result<(), String> {
             same_shapes(requests)?;
             same_factors(requests)?;
             same_op(requests)?;
-            no_join(joined, "Reducescatter is not supported with Join at this time.")?;
+            no_join(
+                joined,
+                "Reducescatter is not supported with Join at this time.",
+            )?;
             no_scalar(first)?;
         }
         Kind::Allgather => {

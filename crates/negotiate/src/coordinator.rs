@@ -274,7 +274,9 @@ impl Coordinator {
                 value: 0,
                 error: format!("process set {} does not exist", request.set),
             };
-            return self.out.push(Down::Launch(vec![Part::New(0, Arc::new(answer))]));
+            return self
+                .out
+                .push(Down::Launch(vec![Part::New(0, Arc::new(answer))]));
         };
         if !members.contains(&rank) {
             return; // refused by the rank itself; a stray message changes nothing

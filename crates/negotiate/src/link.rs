@@ -127,12 +127,7 @@ impl Node {
     ///
     /// # Errors
     /// Where that does not come about within the timeout.
-    pub fn connect(
-        &self,
-        addresses: &[String],
-        port: u16,
-        token: &str,
-    ) -> Result<(), LinkError> {
+    pub fn connect(&self, addresses: &[String], port: u16, token: &str) -> Result<(), LinkError> {
         let deadline = Instant::now() + self.timeout;
         let links = if self.shared.rank == 0 {
             let listener = self
@@ -563,7 +558,10 @@ fn greet(mut stream: TcpStream, token: &str) -> io::Result<(u32, TcpStream)> {
     let (magic, rest) = said.split_at(MAGIC.len());
     let (theirs, rank) = rest.split_at(token.len());
     if magic != MAGIC || theirs != token.as_bytes() {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a stranger"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "a stranger",
+        ));
     }
     let mut number = [0; 4];
     number.copy_from_slice(rank);

@@ -28,7 +28,10 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
         (self.0 >> 33) as usize % n.max(1)
     }
     fn shuffle<T>(&mut self, items: &mut [T]) {
@@ -118,7 +121,11 @@ impl World {
     }
 
     fn members(&self, set: u32) -> Vec<u32> {
-        if set == 0 { (0..self.plan.ranks).collect() } else { vec![0, 1] }
+        if set == 0 {
+            (0..self.plan.ranks).collect()
+        } else {
+            vec![0, 1]
+        }
     }
 
     /// One event somewhere. False where this rank had nothing to do.
@@ -181,7 +188,11 @@ impl World {
         if !me.open.is_empty() {
             return false;
         }
-        let leaves = self.plan.leaves.iter().any(|(r, at)| *r == rank && me.round >= *at);
+        let leaves = self
+            .plan
+            .leaves
+            .iter()
+            .any(|(r, at)| *r == rank && me.round >= *at);
         if leaves || (me.round == self.plan.rounds.len() && !self.plan.leaves.is_empty()) {
             me.joined = true;
             let mut join = request("join", 0, 1);
@@ -223,7 +234,10 @@ impl World {
                 return true;
             }
             let frozen = matches!(action, Action::Frozen { .. });
-            let names: Vec<_> = answers.iter().map(|a| (&a.request.name, &a.error)).collect();
+            let names: Vec<_> = answers
+                .iter()
+                .map(|a| (&a.request.name, &a.error))
+                .collect();
             let what = format!("{frozen} {names:?}");
             let log = self.logs.entry(set).or_default();
             let index = log.iter().take_while(|l| l.contains_key(&rank)).count();
@@ -251,7 +265,12 @@ impl World {
         let answers = match action {
             Action::Frozen { answers, real } => {
                 me.worker.finished(flagged, now);
-                if flagged { Vec::new() } else { assert!(real); answers }
+                if flagged {
+                    Vec::new()
+                } else {
+                    assert!(real);
+                    answers
+                }
             }
             Action::Launch(answers) => answers,
             Action::End(_) => unreachable!(),
@@ -287,7 +306,11 @@ impl World {
                 self.coordinator.tick(self.now);
             }
         }
-        let left: Vec<_> = self.ranks.iter().map(|r| (r.round, &r.open, r.joined)).collect();
+        let left: Vec<_> = self
+            .ranks
+            .iter()
+            .map(|r| (r.round, &r.open, r.joined))
+            .collect();
         panic!("not done: {left:?}");
     }
 }
@@ -313,22 +336,26 @@ fn plans() -> impl Strategy<Value = Plan> {
         prop::option::of((0..4u32, 0..20usize)),
         any::<u64>(),
     )
-        .prop_map(|(ranks, rounds, repeats, cache, fusion, leave, wrong, seed)| {
-            let rounds: Vec<_> = rounds
-                .into_iter()
-                .flat_map(|(names, orders, times)| vec![(names, orders); times])
-                .collect();
-            Plan {
-                ranks,
-                leaves: leave.iter().map(|(r, at)| (r % ranks, *at)).collect(),
-                wrong: wrong.filter(|_| leave.is_none()).map(|(r, at)| (r % ranks, at)),
-                rounds,
-                repeats,
-                cache,
-                fusion,
-                seed,
-            }
-        })
+        .prop_map(
+            |(ranks, rounds, repeats, cache, fusion, leave, wrong, seed)| {
+                let rounds: Vec<_> = rounds
+                    .into_iter()
+                    .flat_map(|(names, orders, times)| vec![(names, orders); times])
+                    .collect();
+                Plan {
+                    ranks,
+                    leaves: leave.iter().map(|(r, at)| (r % ranks, *at)).collect(),
+                    wrong: wrong
+                        .filter(|_| leave.is_none())
+                        .map(|(r, at)| (r % ranks, at)),
+                    rounds,
+                    repeats,
+                    cache,
+                    fusion,
+                    seed,
+                }
+            },
+        )
 }
 
 proptest! {

@@ -18,8 +18,9 @@ guess.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from evener.comm.errors import CommError
 from evener.comm.groups import Communicators, Route
 from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
+from evener.comm.options import Wire as WireName
+from evener.comm.profile import Recorder
 from evener.comm.wires import CastWire, ExactWire, TopKWire, Wire, choose
 from evener.errors import UsageError
 
@@ -46,6 +49,8 @@ class Reducer:
     Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
     under `no_sync`), `passes` (backward passes whose gradients are summed before a submission) and
     `on_backward_end` (called by autograd when a backward that brought gradients has ended).
+    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says which
+    were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
 
     def __init__(
@@ -71,7 +76,13 @@ class Reducer:
         self.active = True
         self.passes = 1
         self.on_backward_end: Callable[[], None] | None = None
+        self.on_sparse: Callable[[int], None] | None = None
+        self.densifies = False
+        # Parameters whose gradients are sparse, or were; and whether this step's came as such.
+        self.sparse: set[int] = set()
+        self.densified: set[int] = set()
         self.track_unused = track_unused
+        self.recorder: Recorder | None = None
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self._lanes: Lanes = (
@@ -79,6 +90,8 @@ class Reducer:
         )
         self._measuring = True
         self._failed = False
+        self._choices: tuple[tuple[str, str], ...] | None = None
+        self._made: dict[tuple[int, str], Wire] = {}
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -93,31 +106,61 @@ class Reducer:
         size = len(self.communicators.route.levels.inner)
         self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size)
         self._routes = [self._route_of(bucket) for bucket in self.buckets]
+        self._made.clear()
         self._wires = self._make_wires()
+        self.sequence = tuple(range(len(self.buckets)))
         self._reset()
 
+    def resequence(self, sequence: Sequence[int]) -> None:
+        """Issue the buckets in this order from the next step on. The same on every rank."""
+        if sorted(sequence) != list(range(len(self.buckets))):
+            raise ValueError(f"{list(sequence)} is not an order of {len(self.buckets)} buckets")
+        self.sequence = tuple(sequence)
+
+    def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
+        """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
+
+        Between steps only, and the same on every rank. "flat" or "2d"; a form of `forms`.
+        """
+        self._choices = tuple(choices)
+        self._routes = [self._route_of(bucket) for bucket in self.buckets]
+        self._wires = self._make_wires()
+        self.resequence(sequence)
+
+    def forms(self) -> tuple[str, ...]:
+        """The names that `make_wire` knows."""
+        return get_args(WireName)
+
     def _route_of(self, bucket: Bucket) -> Route:
+        if self._choices is not None and self._choices[bucket.index][0] == "flat":
+            return self.communicators.flat()
         if bucket.bytes > self.options.two_level_max_bytes:
             return self.communicators.flat()
         return self.communicators.route
 
     def _make_wires(self) -> list[Wire]:
         """One wire a bucket; buckets of one route and form share it, and so its scratch memory."""
-        made: dict[tuple[int, str], Wire] = {}
+        made = self._made
         wires = []
         for bucket, route in zip(self.buckets, self._routes, strict=True):
-            form = choose(self.options, route, bucket)
+            form = self._form(bucket, route)
             if form == "topk" and self._measuring:
                 form = "exact"
             if bucket.buffer.dtype == _CASTS.get(form):
                 form = "exact"
             key = (id(route), form)
             if key not in made:
-                made[key] = self._make_wire(form, route)
+                made[key] = self.make_wire(form, route)
             wires.append(made[key])
         return wires
 
-    def _make_wire(self, form: str, route: Route) -> Wire:
+    def _form(self, bucket: Bucket, route: Route) -> str:
+        if self._choices is not None and route.levels.nodes > 1:
+            return self._choices[bucket.index][1]
+        return choose(self.options, route, bucket)
+
+    def make_wire(self, form: str, route: Route) -> Wire:
+        """A new wire of that form for buckets that take `route`."""
         if form == "topk":
             return TopKWire(route, self.options.ratio, self.options.topk_fp16)
         if form in _CASTS:
@@ -131,7 +174,7 @@ class Reducer:
         self._here = [False] * len(self.parameters)
         self._order: list[int] = []
         self._next = 0
-        self._tickets: list[Ticket] = []
+        self._tickets: dict[int, Ticket] = {}
         self._callback_queued = False
 
     def set_passes(self, passes: int) -> None:
@@ -149,10 +192,16 @@ class Reducer:
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         if not self.active:
             return
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
+        if sparse and self.densifies:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_dense()
+            self.densified.add(index)
+            sparse = False
+        if sparse and self.on_sparse is None:
             raise UsageError(
                 f"the gradient of {self.names[index]} is sparse",
-                "use a dense one (sparse=False); sparse gradients are planned",
+                "use a dense one (sparse=False), or hvd.DistributedOptimizer, which reduces those",
             )
         if self.on_backward_end is not None and not self._callback_queued:
             self._callback_queued = True
@@ -167,30 +216,49 @@ class Reducer:
                 "(no_sync(), backward_passes_per_step)",
             )
         self._here[index] = True
-        self._order.append(index)
         bucket = self.buckets.bucket_of[index]
+        if sparse:
+            assert self.on_sparse is not None
+            self.sparse.add(index)
+            self.on_sparse(index)
+            if bucket < 0:
+                return
+        elif index in self.sparse:
+            raise CommError(
+                f"the gradient of {self.names[index]} is dense, and was sparse before",
+                "make it sparse in every step or in none; sparse_as_dense=True makes it dense",
+            )
+        else:
+            self._order.append(index)
         self._missing[bucket] -= 1
+        if self.recorder is not None and not self._missing[bucket]:
+            self.recorder.complete(bucket)
         self._issue_complete()
 
     def _issue_complete(self) -> None:
-        while self._next < len(self.buckets) and self._missing[self._next] == 0:
-            self.submit(self._next)
+        while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
+            self.submit(self.sequence[self._next])
 
     def submit(self, index: int) -> None:
         """Issue the next bucket; `index` must be its number, so that the order is explicit."""
-        if index != self._next:
-            raise ValueError(f"bucket {index} is out of order: bucket {self._next} comes next")
+        if index != self.sequence[self._next]:
+            raise ValueError(
+                f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
+            )
         bucket, route = self.buckets[index], self._routes[index]
         self._pack(bucket, route)
         name = f"bucket {index} ({self.names[bucket.slots[0].index]} ...)"
-        self._tickets.append(self._lanes.issue(name, self._stages(bucket, route)))
+        stages = self._stages(bucket, route)
+        if self.recorder is not None:
+            stages = self.recorder.submitted(index, stages)
+        self._tickets[index] = self._lanes.issue(name, stages)
         self._next += 1
 
     def _pack(self, bucket: Bucket, route: Route) -> None:
         views, gradients = [], []
         for slot in bucket.slots:
             view, gradient = self.buckets.views[slot.index], self.parameters[slot.index].grad
-            if gradient is None:
+            if gradient is None or slot.index in self.sparse:
                 view.zero_()
                 continue
             views.append(view)
@@ -199,7 +267,7 @@ class Reducer:
             layout.pack(views, gradients, route.scaling.pack)
         for slot in bucket.slots:
             parameter = self.parameters[slot.index]
-            if parameter.grad is not None:
+            if parameter.grad is not None and slot.index not in self.sparse:
                 parameter.grad = self.buckets.views[slot.index]
 
     def _stages(self, bucket: Bucket, route: Route) -> tuple[Stage | None, Stage, Stage | None]:
@@ -228,8 +296,8 @@ class Reducer:
 
     def flush(self) -> None:
         """Submit every bucket that is still open. What has no gradient counts as zeros."""
-        while self._next < len(self.buckets):
-            self.submit(self._next)
+        while self._next < len(self.sequence):
+            self.submit(self.sequence[self._next])
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
@@ -237,9 +305,22 @@ class Reducer:
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
         unused = self._unused() if self.track_unused else frozenset()
+        for index in list(self._tickets):
+            self.wait(index)
+        self._adopt(unused)
+        self.end_step()
+
+    def defer(self) -> None:
+        """In place of `apply`: results stay on their way, `p.grad` is where they will land.
+
+        Then `wait` for each bucket, and `end_step` once all have been waited for.
+        """
+        self._adopt(self._unused() if self.track_unused else frozenset())
+
+    def wait(self, index: int) -> None:
+        """Wait for one bucket that was submitted; as `apply`, on the current stream."""
         try:
-            for ticket in self._tickets:
-                ticket.wait()
+            self._tickets[index].wait()
         except Exception as error:
             self._failed = True
             raise CommError(
@@ -247,9 +328,19 @@ class Reducer:
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={self.options.timeout:g} s",
             ) from error
+
+    @property
+    def measuring(self) -> bool:
+        """Whether this is the first step, after which the buckets are laid out anew."""
+        return self._measuring
+
+    def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
-            if index not in unused:
+            if index not in unused and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]
+
+    def end_step(self) -> None:
+        """All buckets were waited for: expect the next step's gradients."""
         order, first_step, self._measuring = self._order, self._measuring, False
         self._reset()
         if first_step:
@@ -262,19 +353,26 @@ class Reducer:
         return frozenset((used == 0).nonzero().flatten().tolist())
 
     def _settle(self, order: list[int]) -> None:
-        """After the first step: buckets in the order in which rank 0 produced gradients."""
-        came = set(order)
+        """After the first step: buckets in the order in which rank 0 produced gradients.
+
+        What was sparse there is in none of them.
+        """
+        came = {*order, *self.sparse}
         order = [*order, *(i for i in self.buckets.order if i not in came)]
         box = [order]
         control = self.communicators.control.handle
         dist.broadcast_object_list(box, group=control, group_src=0)
+        self.sparse |= set(self.buckets.order) - set(box[0])
         if tuple(box[0]) == self.buckets.order:
             self._wires = self._make_wires()
             return
         old = self.buckets.views
         self._lay_out(box[0])
         with torch.no_grad():
-            torch._foreach_copy_(self.buckets.views, old)
+            if box[0]:
+                torch._foreach_copy_(
+                    [self.buckets.views[i] for i in box[0]], [old[i] for i in box[0]]
+                )
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is old[index]:
                 parameter.grad = self.buckets.views[index]
@@ -287,9 +385,7 @@ class Reducer:
         """One line: ranks, levels and why, buckets, forms on the wire."""
         route = self.communicators.route
         kind = "2-D" if route.levels.two_level else "flat"
-        forms = [
-            choose(self.options, r, b) for b, r in zip(self.buckets, self._routes, strict=True)
-        ]
+        forms = [self._form(b, r) for b, r in zip(self.buckets, self._routes, strict=True)]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
         return (

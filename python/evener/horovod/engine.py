@@ -78,7 +78,6 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 # A larger step is not frozen: what agreement costs is nothing beside its data.
 _FROZEN_BYTES = 1 << 20
-# Schedules are not frozen on NCCL, where the flag would cost a copy to the host.
 
 
 class Handle:
@@ -171,7 +170,6 @@ class Engine:
             self.sets[number] = self.make_set(list(members))
         self.join_device: int = -1
         warn = settings.HOROVOD_STALL_CHECK_TIME_SECONDS.get()
-        gpus = torch.cuda.is_available()
         self._negotiator = Negotiator(
             ranks.rank,
             ranks.size,
@@ -185,7 +183,6 @@ class Engine:
             settings.HOROVOD_CYCLE_TIME.get() / 1e3,
             timeout,
         )
-        del gpus
         self.homogeneous = self._connect()
         self.timeline = Timeline(self._negotiator.now)
         self._handles: dict[int, Handle] = {}
@@ -394,7 +391,7 @@ class Engine:
             pairs = [
                 (answer, entry)
                 for answer, entry in zip(answers, entries, strict=True)
-                if entry is not None or self.sets[answer.set].place is not None
+                if entry is not None or self._included(answer.set)
             ]
             wrong = [(answer, entry) for answer, entry in pairs if answer.error]
             for answer, entry in wrong:
@@ -411,6 +408,10 @@ class Engine:
             answers = [answer for answer, _ in pairs]
             entries = [entry for _, entry in pairs]
             self._executor.run(answers, entries)
+            if answers[0].kind == JOIN:
+                # Ranks that joined early made fewer calls; counting starts anew on all of them.
+                with self._lock:
+                    self._counters.clear()
         for answer, entry in zip(answers, entries, strict=True):
             if entry is None:
                 continue
@@ -421,6 +422,10 @@ class Engine:
                 self._done(entry, None, error)
             else:
                 self._done(entry, value, None)
+
+    def _included(self, number: int) -> bool:
+        made = self.sets.get(number)
+        return made is not None and made.place is not None
 
     def _done(self, entry: Entry | None, value: Any, error: BaseException | None) -> None:
         if entry is None or entry.handle is None:

@@ -13,7 +13,7 @@ import click
 
 from evener import interfaces, settings
 from evener.errors import UsageError
-from evener.launch import door, probe
+from evener.launch import door, placed, probe
 from evener.launch.discovery import Cooldown, Pool, Script
 from evener.launch.elastic import Discovery, ElasticJob, Fixed, Limits
 from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
@@ -29,6 +29,7 @@ from evener.launch.plan import (
     shell_line,
     torchrun,
 )
+from evener.net.plugin import adopt, has_gpus
 
 # Variables by which a batch system tells mpirun which hosts it may use.
 _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF"}
@@ -41,6 +42,12 @@ _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "
     "--hostfile",
     type=click.Path(path_type=Path, dir_okay=False),
     help="A line a host: `gpu1 slots=2`.",
+)
+@click.option(
+    "--map",
+    "map_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Take hosts, order of ranks and cards from a map of the fabric (docs/map.md).",
 )
 @click.option("--mpi", "engine", flag_value="mpirun", help="Use mpirun (Open MPI 4 or 5).")
 @click.option("--torchrun", "engine", flag_value="torchrun", help="Use torchrun, over ssh.")
@@ -123,6 +130,7 @@ def launch(
     ranks: int | None,
     hosts: str | None,
     hostfile: Path | None,
+    map_file: Path | None,
     engine: str | None,
     interface: str,
     start_timeout: float,
@@ -153,6 +161,7 @@ def launch(
     \b
         evener launch -np 4 python train.py
         evener launch -np 4 -H gpu1:2,gpu2:2 python train.py
+        evener launch --map map.yaml python train.py
         evener launch --mpi -np 4 -H gpu1:2,gpu2:2 -x LIGHT_2D_ALLREDUCE=1 python train.py
 
     One host: torchrun. Several: torchrun over ssh, or mpirun with --mpi or inside a Slurm, PBS or
@@ -163,9 +172,17 @@ def launch(
     """
     if hosts and hostfile:
         raise UsageError("-H and --hostfile were both given", "give one of them")
+    if map_file and (hosts or hostfile or interface):
+        other = "-H" if hosts else "--hostfile" if hostfile else "--network-interface"
+        raise UsageError(
+            f"--map and {other} were both given", "the map names hosts and cards: give one of them"
+        )
     if rsh and (ssh_port or ssh_identity_file):
         raise UsageError("--rsh and --ssh-port or --ssh-identity-file were both given", "give one")
     given = parse_hosts(hosts) if hosts else parse_hostfile(hostfile) if hostfile else None
+    placement = placed.by_map(map_file, ranks) if map_file else None
+    if placement:
+        given = placed.hosts(placement)
     batch = next((name for variable, name in _BATCH.items() if os.environ.get(variable)), "")
     elastic = host_discovery_script is not None or least is not None or most is not None
     if given is None and ranks is None and not elastic:
@@ -183,6 +200,14 @@ def launch(
         binding=None if binding_args is None else tuple(shlex.split(binding_args)),
     )
     environment = dict(os.environ)
+    notes: list[str] = []
+    if map_file and placement:
+        host_env, kept = placed.environments(placement, {**os.environ, **set_env})
+        wishes = replace(wishes, host_env=host_env)
+        notes = [*placed.describe(map_file, placement), *kept]
+    network = adopt(environment)
+    if verbose or has_gpus():
+        click.echo(f"evener launch: {network}", err=True)
     if horovod:
         path, note = door.put_in_place(environment.get("PYTHONPATH", ""))
         click.echo(f"evener launch: {note}", err=True)
@@ -190,6 +215,11 @@ def launch(
         wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
     elif (note := door.describe()) and verbose:
         click.echo(f"evener launch: {note}", err=True)
+    if elastic and map_file:
+        raise UsageError(
+            "--map and an elastic job: hosts that come and go have no place on a map",
+            "leave --map out, or --min-np, --max-np and --host-discovery-script",
+        )
     if elastic:
         _elastic(
             ElasticWishes(
@@ -212,9 +242,9 @@ def launch(
         )
     use_batch = given is None and bool(batch) and engine != "torchrun"
     use_batch = use_batch and (engine == "mpirun" or bool(shutil.which("mpirun")))
-    placed = place(given or [Host("localhost", ranks or 1)], ranks)
-    local = {host.name for host in placed if is_local(host.name)}
-    remote = [host for host in placed if host.name not in local]
+    filled = place(given or [Host("localhost", ranks or 1)], ranks)
+    local = {host.name for host in filled if is_local(host.name)}
+    remote = [host for host in filled if host.name not in local]
     if engine is None:
         engine, why = _choose(use_batch, batch, remote, wishes)
     else:
@@ -236,13 +266,13 @@ def launch(
         facts = probe.ask(remote, wishes.rsh, Path.cwd(), start_timeout)
         for host, fact in facts.items():
             _check_interfaces(interface, host, set(fact.interfaces))
-        if placed[0].name in facts:
-            free = facts[placed[0].name].free_port
+        if filled[0].name in facts:
+            free = facts[filled[0].name].free_port
     wishes = replace(wishes, master_port=master_port or free)
     if engine == "mpirun":
         plan = mpirun(
-            None if use_batch else placed,
-            ranks or sum(host.slots for host in placed),
+            None if use_batch else filled,
+            ranks or sum(host.slots for host in filled),
             wishes,
             environment,
             local,
@@ -256,8 +286,10 @@ def launch(
                 f"--mpi-args and --binding-args are for mpirun; this is torchrun ({why})",
                 "add --mpi, or leave them out",
             )
-        plan = torchrun(placed, wishes, environment, local, why)
+        plan = torchrun(filled, wishes, environment, local, why)
     if dry_run or verbose:
+        for note in notes:
+            click.echo(f"# {note}", err=not dry_run)
         _show(plan, wishes, err=not dry_run)
     if not dry_run:
         Job(

@@ -40,6 +40,8 @@ class Wishes:
     interface: str = ""
     start_timeout: float = 60.0
     env: Mapping[str, str] = field(default_factory=dict)  # set for all ranks
+    # Set for the ranks of one host, by its name (--map).
+    host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     forward: tuple[str, ...] = ()  # names whose values here go to all ranks
     master_port: int = 29500
     rsh: tuple[str, ...] = ("ssh",)
@@ -91,7 +93,8 @@ def torchrun(
     shared["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = RANK_MARK + "${rank}>>"
     for index, host in enumerate(hosts):
         remote = host.name not in local
-        env = {**remote_env(here), **shared} if remote else shared
+        own = {**wishes.host_env.get(host.name, {}), **shared}
+        env = {**remote_env(here), **own} if remote else own
         argv = [sys.executable, "-m", "torch.distributed.run"]
         argv += [f"--nnodes={len(hosts)}", f"--node-rank={index}"]
         argv += [f"--nproc-per-node={host.slots}"]
@@ -130,7 +133,7 @@ def mpirun(
     if wishes.interface:
         argv += ["--mca", "btl_tcp_if_include", wishes.interface]
         argv += [daemon, "oob_tcp_if_include", wishes.interface]
-    shared = {**interface_env(wishes), **wishes.env}
+    shared = {**_same_everywhere(wishes), **interface_env(wishes), **wishes.env}
     shared.setdefault("PYTHONUNBUFFERED", here.get("PYTHONUNBUFFERED") or "1")
     if hosts is not None:
         # Not needed by evener.comm, which asks PMIx; for scripts that read it themselves.
@@ -187,6 +190,19 @@ def master_address(hosts: list[Host], local: set[str]) -> str:
 
 class MissingProgramError(EvenerError):
     """A program that the engine needs is not installed."""
+
+
+def _same_everywhere(wishes: Wishes) -> Mapping[str, str]:
+    """mpirun's -x is for all hosts alike. Raises UsageError where hosts need different values."""
+    given = list(wishes.host_env.values())
+    for one in given[1:]:
+        if one != given[0]:
+            names = ", ".join(sorted({name for each in given for name in each}))
+            raise UsageError(
+                f"--map gives hosts different values of {names}, and mpirun all the same",
+                "use --torchrun, or name cards and order GPUs alike on all hosts of the map",
+            )
+    return given[0] if given else {}
 
 
 def interface_env(wishes: Wishes) -> dict[str, str]:

@@ -102,6 +102,47 @@ COLUMNS: dict[str, Column] = {
             tolerance=_LOSSY,
             evener=True,
         ),
+        Column(
+            "exact-overlap",
+            "exact + overlap",
+            "as exact, and the optimizer's step overlaps the next forward",
+            "evener",
+            {"algorithm": "2d", "wire": "exact", "overlap": True},
+            evener=True,
+        ),
+        Column(
+            "fp16-overlap",
+            "FP16 + overlap",
+            "as fp16, and the optimizer's step overlaps the next forward",
+            "evener",
+            {"algorithm": "2d", "wire": "fp16", "overlap": True},
+            evener=True,
+        ),
+        Column(
+            "topk-overlap",
+            "top-k + overlap",
+            "as topk, and the optimizer's step overlaps the next forward",
+            "evener",
+            {"algorithm": "2d", "wire": "topk", "overlap": True},
+            tolerance=_LOSSY,
+            evener=True,
+        ),
+        Column(
+            "plan-exact",
+            "planned, exact",
+            "the planner's choice among lossless ways, with overlap across the step",
+            "evener",
+            {"mode": "exact", "overlap": True},
+            evener=True,
+        ),
+        Column(
+            "plan-auto",
+            "planned, FP16",
+            "the planner's choice down to FP16, with overlap across the step",
+            "evener",
+            {"mode": "auto", "floor": "fp16", "overlap": True},
+            evener=True,
+        ),
     )
 }
 

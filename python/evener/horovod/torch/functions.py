@@ -70,6 +70,11 @@ def broadcast_optimizer_state(
     if rank() != root_rank:
         # The base class's: a wrapped optimizer's own would also forget gradients in flight.
         optimizer.load_state_dict(rebuilt)
+    if not state["state"]:
+        # As after upstream's: gradients are there, and zero.
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:

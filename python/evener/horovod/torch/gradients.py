@@ -88,21 +88,18 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: Any, process_set: Any) -> Any:
-        ctx.process_set, ctx.received = process_set, None
-        result = wait(start.alltoall(tensor, splits, name, process_set, urgent=True))
-        ctx.rows = tensor.shape[0]
+        handle = start.alltoall(tensor, splits, name, process_set, urgent=True, received=True)
+        result, ctx.received = wait(handle)
+        ctx.process_set, ctx.rows = process_set, tensor.shape[0]
         if splits is None:
             return result
-        ctx.received = result[1]
-        ctx.mark_non_differentiable(result[1])
-        return result
+        ctx.mark_non_differentiable(ctx.received)
+        return result, ctx.received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         grad = grads[0].contiguous()
-        back = wait(start.alltoall(grad, ctx.received, None, ctx.process_set, urgent=True))
-        if ctx.received is not None:
-            back = back[0]
+        back, _ = wait(start.alltoall(grad, ctx.received, None, ctx.process_set, urgent=True))
         if back.shape[0] < ctx.rows:  # rows that were sent to nobody
             rest = back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))
             back = torch.cat([back, rest])

@@ -234,8 +234,12 @@ def alltoall(
     name: str | None,
     process_set: Any,
     urgent: bool = False,
+    received: bool = False,
 ) -> int:
-    """Slice r of dimension 0 goes to member r. splits: rows of each slice; None: equal ones."""
+    """Slice r of dimension 0 goes to member r. splits: rows of each slice; None: equal ones.
+
+    The handle gives (tensor, received rows) where splits were given, or `received` is.
+    """
     _, _, made = member(process_set)
     size = len(made.ranks)
     source = detached(tensor)
@@ -268,10 +272,10 @@ def alltoall(
     place = cast(int, made.place)
 
     def finish(outputs: list[torch.Tensor], answer: Answer) -> Any:
-        if splits is None:
+        if splits is None and not received:
             return outputs[0]
-        received = [member[place] for member in answer.rows]
-        return outputs[0], torch.tensor(received, dtype=torch.int32, device=where)
+        rows_of = [member[place] for member in answer.rows]
+        return outputs[0], torch.tensor(rows_of, dtype=torch.int32, device=where)
 
     return submit(
         kinds.ALLTOALL,
