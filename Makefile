@@ -17,7 +17,7 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom test-rust test-python lint format docs wheel clean preflight constraints
+.PHONY: help setup demo test loom soak-net test-rust test-python lint format docs wheel clean preflight constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ test-rust: $(STAMPS)/deps
 
 loom: $(STAMPS)/deps ## every interleaving of the engine's rings
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
+
+soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the plug-in, a fault every second
+	$(BIN)/python benchmarks/net_soak.py
 
 test-python: $(STAMPS)/native $(STAMPS)/plugin
 	$(BIN)/python -m pytest
