@@ -1,6 +1,22 @@
+from collections.abc import Sequence
+
 def topk_with_feedback(
     gradient: int, residual: int, elements: int, values: int, indices: int, k: int
 ) -> None: ...
+def chunks_select(
+    gradient: int, residual: int, elements: int, k: int, scales: int, values: int, indices: int
+) -> None: ...
+def chunks_add(
+    scales: int, values: int, indices: int, k: int, factor: float, out: int, elements: int
+) -> None: ...
+def int8_quantize(
+    values: int, residual: int, elements: int, codes: int, room: int, scales: int, key: int
+) -> None: ...
+def int8_dequantize_sum(
+    codes: int, scales: int, room: int, peers: int, factor: float, out: int, elements: int
+) -> None: ...
+def cast_narrow(values: int, elements: int, scale: float, form: str, out: int) -> None: ...
+def cast_widen(values: int, elements: int, scale: float, form: str, out: int) -> None: ...
 def net_bench(
     rank: int,
     control: str,
@@ -51,3 +67,61 @@ class HostArena:
     def usage(self) -> tuple[int, int, int]: ...
     def take(self, size: int) -> tuple[int, int]: ...
     def give_back(self, offset: int, length: int) -> None: ...
+
+_Meta = tuple[int, Sequence[int], str]
+_Answer = tuple[
+    int,
+    str,
+    int,
+    list[tuple[int, list[int], str]],
+    bool,
+    int,
+    int,
+    tuple[float, float],
+    list[list[int]],
+    int,
+    str,
+    list[int],
+]
+
+class Negotiator:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        sets: list[list[int]],
+        fusion: int,
+        cache: int,
+        repeats: int,
+        frozen_bytes: int,
+        stall_warn: float,
+        stall_abort: float,
+        cycle: float,
+        timeout: float,
+    ) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def connect(self, addresses: list[str], port: int, token: str) -> None: ...
+    def submit(
+        self,
+        kind: int,
+        name: str,
+        set: int,
+        tensors: list[_Meta],
+        gpu: bool,
+        op: int,
+        root: int,
+        factors: tuple[float, float],
+        splits: Sequence[int],
+        urgent: bool,
+    ) -> bool: ...
+    def flush(self) -> None: ...
+    def next(self, timeout: float) -> tuple[list[_Answer], bool, bool, str | None] | None: ...
+    def finished(self, flagged: bool) -> None: ...
+    def ended(self) -> str | None: ...
+    def frozen(self) -> tuple[bool, int]: ...
+    def now(self) -> float: ...
+    def record(self, on: bool) -> None: ...
+    def news(self) -> tuple[list[tuple[float, str, int, int, int]], list[str]]: ...
+    def shutdown(self) -> None: ...
+    def close(self, linger: float) -> None: ...
