@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 def topk_with_feedback(
     gradient: int, residual: int, elements: int, values: int, indices: int, k: int
 ) -> None: ...
@@ -65,3 +67,61 @@ class HostArena:
     def usage(self) -> tuple[int, int, int]: ...
     def take(self, size: int) -> tuple[int, int]: ...
     def give_back(self, offset: int, length: int) -> None: ...
+
+_Meta = tuple[int, Sequence[int], str]
+_Answer = tuple[
+    int,
+    str,
+    int,
+    list[tuple[int, list[int], str]],
+    bool,
+    int,
+    int,
+    tuple[float, float],
+    list[list[int]],
+    int,
+    str,
+    list[int],
+]
+
+class Negotiator:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        sets: list[list[int]],
+        fusion: int,
+        cache: int,
+        repeats: int,
+        frozen_bytes: int,
+        stall_warn: float,
+        stall_abort: float,
+        cycle: float,
+        timeout: float,
+    ) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def connect(self, addresses: list[str], port: int, token: str) -> None: ...
+    def submit(
+        self,
+        kind: int,
+        name: str,
+        set: int,
+        tensors: list[_Meta],
+        gpu: bool,
+        op: int,
+        root: int,
+        factors: tuple[float, float],
+        splits: Sequence[int],
+        urgent: bool,
+    ) -> bool: ...
+    def flush(self) -> None: ...
+    def next(self, timeout: float) -> tuple[list[_Answer], bool, bool, str | None] | None: ...
+    def finished(self, flagged: bool) -> None: ...
+    def ended(self) -> str | None: ...
+    def frozen(self) -> tuple[bool, int]: ...
+    def now(self) -> float: ...
+    def record(self, on: bool) -> None: ...
+    def news(self) -> tuple[list[tuple[float, str, int, int, int]], list[str]]: ...
+    def shutdown(self) -> None: ...
+    def close(self, linger: float) -> None: ...

@@ -1,7 +1,7 @@
 """The DDP door: one line for a script that wraps its model in DistributedDataParallel.
 
     model = DistributedDataParallel(model)
-    model = evener.ddp.accelerate(model)
+    model = evener.ddp.accelerate(model, optimizer)
 
 The model stays a DistributedDataParallel (`no_sync`, `module`, `state_dict`, buffer broadcasts work
 as before); only its gradient reduction is replaced by `evener.comm`'s, and the memory of DDP's own
@@ -20,7 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm import wires
 from evener.comm.options import Algorithm, Options
+from evener.comm.overlap import StepOverlap, refusal, refuse_model
+from evener.comm.planner.live import Planner
 from evener.comm.reducer import Reducer
+from evener.comm.steps import Steps
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
@@ -35,11 +38,13 @@ class AcceleratedDataParallel(DistributedDataParallel):
     """
 
     evener: Reducer
+    evener_steps: Steps
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DDP: broadcast buffers, move inputs, call the module; then expect gradients."""
         if torch.is_grad_enabled():
             self.evener.active = self.require_backward_grad_sync
+        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling())
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
@@ -50,6 +55,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
             output = self.module(*inputs, **kwargs)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
+        self.evener_steps.forward_ended()
         self.require_forward_param_sync = (
             torch.is_grad_enabled() and self.require_backward_grad_sync
         )
@@ -69,9 +75,19 @@ class AcceleratedDataParallel(DistributedDataParallel):
             "choose with accelerate(mode=...), or leave accelerate out",
         )
 
-    def _end_of_backward(self) -> None:
-        self.evener.flush()
-        self.evener.apply()
+    def train(self, mode: bool = True) -> AcceleratedDataParallel:
+        """As torch's; evaluation begins with all parameters up to date."""
+        if not mode:
+            self.evener_steps.finish("evaluation")
+        super().train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a deferred step still needs go when it has used them."""
+        if self.evener_steps.overlap is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.evener_steps.overlap.zero_grad(set_to_none, self.parameters())
 
 
 def accelerate(
@@ -95,10 +111,12 @@ def accelerate(
 
     `mode`: what crosses between nodes, one of `evener.ddp.MODES`: "exact" (the gradients' dtype),
     "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or "topk-chunk" (the
-    same share of every 4,096); from int8 on with error feedback, norms and biases exact. "auto",
-    with its `floor`, is planned. `algorithm`: "2d" (reduce inside the node first), "flat", or
-    "auto": 2-D where there are several nodes with several ranks each. `bucket_bytes`: size up to
-    which gradients are fused; default: DDP's `bucket_cap_mb`.
+    same share of every 4,096); from int8 on with error feedback, norms and biases exact. Or "auto":
+    a planner measures this network and one step of this model, and takes for every bucket the
+    mildest form behind which the network hides, none harsher than `floor`; docs/plan.md.
+    `algorithm`: "2d" (reduce inside the node first), "flat", or "auto": 2-D where there are several
+    nodes with several ranks each. `bucket_bytes`: size up to which gradients are fused; default:
+    DDP's `bucket_cap_mb`.
 
     For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
     SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
@@ -107,6 +125,11 @@ def accelerate(
     residuals must follow.
 
     `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
+
+    `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
+    updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
+    the same. Only for optimizers that are known to update each entry on its own; for others, and
+    for models whose use of parameters cannot be noticed, the log says why it is not done.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
@@ -121,7 +144,8 @@ def accelerate(
     _check_mode(mode, floor)
     options = Options.resolve(
         algorithm=algorithm,
-        wire=mode,
+        wire=None if mode == "auto" else mode,
+        floor=(floor or "") if mode == "auto" else "",
         ratio=ratio,
         warmup_steps=warmup_steps,
         momentum=momentum,
@@ -139,23 +163,40 @@ def accelerate(
     model.__class__ = AcceleratedDataParallel
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
     object.__setattr__(accelerated, "evener", reducer)
-    reducer.on_backward_end = accelerated._end_of_backward
+    overlap = _overlap(reducer, optimizer, model.module)
+    planner = Planner(reducer, overlap=overlap is not None) if options.floor else None
+    steps = Steps(reducer, overlap, planner)
+    object.__setattr__(accelerated, "evener_steps", steps)
+    reducer.on_backward_end = steps.backward_ended
     return accelerated
 
 
+def _overlap(
+    reducer: Reducer, optimizer: torch.optim.Optimizer | None, module: torch.nn.Module
+) -> StepOverlap | None:
+    if optimizer is None:
+        return None
+    why = refusal(optimizer) or refuse_model(reducer, module)
+    if reducer.communicators.rank == 0:
+        kind = type(optimizer).__name__
+        said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
+        logger.info("overlap across the step: %s", said)
+    return None if why else StepOverlap(reducer, optimizer, module)
+
+
 def _check_mode(mode: str | None, floor: str | None) -> None:
-    if mode == "auto":
+    if mode not in (None, "auto", *MODES):
+        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(MODES)}, auto")
+    if mode == "auto" and floor not in MODES:
         raise UsageError(
-            "mode='auto' is planned: nothing chooses the compression by measurement yet",
-            f"choose one of {', '.join(MODES)}",
+            f"mode='auto' with floor={floor!r}: how far it may go is for you to say",
+            f"floor='exact' changes nothing; choose one of {', '.join(MODES)}",
         )
-    if floor is not None:
+    if mode != "auto" and floor is not None:
         raise UsageError(
-            f"floor={floor!r} says how far mode='auto' may go, which is planned",
-            "leave it out, and choose a mode",
+            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+            "leave it out, or give mode='auto'",
         )
-    if mode is not None and mode not in MODES:
-        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(MODES)}")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, options: Options) -> None:

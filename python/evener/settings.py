@@ -260,10 +260,65 @@ HOROVOD_CYCLE_TIME = _real(
     _COMM,
     "HOROVOD_CYCLE_TIME",
     1.0,
-    "Accepted for the sake of existing command lines. Upstream wakes up so often to fuse what was "
-    "submitted since; Evener starts a bucket when it is complete, and nothing polls.",
+    "Milliseconds for which Horovod's asynchronous operations are gathered before they are "
+    "announced to the other ranks. Waiting for one announces at once.",
     allowed="a number of milliseconds, 0 or more",
     ok=lambda value: 0 <= value < float("inf"),
+)
+HOROVOD_CACHE_CAPACITY = _number(
+    _COMM,
+    "HOROVOD_CACHE_CAPACITY",
+    1024,
+    "Agreements on Horovod's operations that are remembered, so that the same operation is "
+    "announced by a number. 0: none, and no schedule is frozen.",
+)
+EVENER_FREEZE_AFTER = _number(
+    _COMM,
+    "EVENER_FREEZE_AFTER",
+    8,
+    "How often the same sequence of small Horovod all-reduces must come in a row before it runs "
+    "without negotiation. 0: never.",
+    high=64,
+)
+HOROVOD_TIMELINE = _text(
+    _COMM,
+    "HOROVOD_TIMELINE",
+    "",
+    "File into which rank 0 writes a timeline of Horovod's operations, in Chrome's trace format. "
+    "DYNAMIC: none until hvd.start_timeline().",
+    allowed="the path of a file, or DYNAMIC",
+)
+HOROVOD_TIMELINE_MARK_CYCLES = _flag(
+    _COMM, "HOROVOD_TIMELINE_MARK_CYCLES", False, "Mark rounds of negotiation in the timeline."
+)
+HOROVOD_STALL_CHECK_DISABLE = _flag(
+    _COMM,
+    "HOROVOD_STALL_CHECK_DISABLE",
+    False,
+    "Do not warn of operations that some ranks submitted and others did not.",
+)
+HOROVOD_STALL_CHECK_TIME_SECONDS = _real(
+    _COMM,
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    60.0,
+    "Seconds after which such an operation is warned of, with the missing ranks.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+HOROVOD_STALL_SHUTDOWN_TIME_SECONDS = _real(
+    _COMM,
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    0.0,
+    "Seconds after which such an operation ends the job with an error on every rank. 0: "
+    "EVENER_TIMEOUT.",
+    allowed="a number of seconds, 0 or more",
+    ok=lambda value: 0 <= value < float("inf"),
+)
+HOROVOD_DYNAMIC_PROCESS_SETS = _flag(
+    _COMM,
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    False,
+    "Accepted for the sake of existing command lines: process sets can be added at any time.",
 )
 HOROVOD_MPI_THREADS_DISABLE = _flag(
     _COMM,
@@ -280,6 +335,14 @@ EVENER_TIMEOUT = _real(
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )
+EVENER_PROFILE = _text(
+    _COMM,
+    "EVENER_PROFILE",
+    "",
+    "A file in which rank 0 of `evener.ddp.accelerate` leaves the profile of a training step, for "
+    "`evener plan --profile`. Unset: none is written.",
+    allowed="the path of a file",
+)
 EVENER_RENDEZVOUS_FILE = _text(
     _COMM,
     "EVENER_RENDEZVOUS_FILE",
@@ -289,11 +352,54 @@ EVENER_RENDEZVOUS_FILE = _text(
     allowed="the path of a file or folder on all nodes",
 )
 
+# --- elastic jobs, functions that run as jobs ---
+
+_ELASTIC = "Elastic jobs and horovod.run"
+
+HOROVOD_ELASTIC_TIMEOUT = _real(
+    _ELASTIC,
+    "HOROVOD_ELASTIC_TIMEOUT",
+    600.0,
+    "Seconds that the launcher of an elastic job waits for enough slots, and for the workers that "
+    "it started, before it gives up.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+EVENER_ELASTIC = _text(
+    _ELASTIC,
+    "EVENER_ELASTIC",
+    "",
+    "Set by the launcher of an elastic job for its workers: where its store is.",
+    allowed="what the launcher sets",
+)
+EVENER_ELASTIC_WORKER = _number(
+    _ELASTIC,
+    "EVENER_ELASTIC_WORKER",
+    0,
+    "Set by the launcher of an elastic job for its workers: which one this is.",
+)
+
+EVENER_RUN = _text(
+    _ELASTIC,
+    "EVENER_RUN",
+    "",
+    "Set by `horovod.run` for its ranks: where they get the function, and bring its results.",
+    allowed="what the launcher sets",
+)
+
 # --- net: the NCCL plug-in. Its Rust side reads the same declarations: scripts/docs.py writes them
 # to crates/engine/src/settings_generated.rs. ---
 
 _NET = "Network"
 
+EVENER_NET = _choice(
+    _NET,
+    "EVENER_NET",
+    "auto",
+    ("auto", "off"),
+    "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself.",
+)
 EVENER_NET_IFNAME = _text(
     _NET,
     "EVENER_NET_IFNAME",

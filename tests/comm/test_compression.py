@@ -386,8 +386,9 @@ def refused(rank: int, size: int) -> None:
     def model() -> DistributedDataParallel:
         return DistributedDataParallel(torch.nn.Linear(4, 4))
 
-    with pytest.raises(UsageError, match="mode='auto' is planned"):
-        accelerate(model(), mode="auto", floor="int8")
+    for floor in (None, "int3"):
+        with pytest.raises(UsageError, match=f"floor={floor!r}"):
+            accelerate(model(), mode="auto", floor=floor)
     with pytest.raises(UsageError, match="floor='int8'"):
         accelerate(model(), mode="topk", floor="int8")
     with pytest.raises(UsageError, match="mode='fp12'"):

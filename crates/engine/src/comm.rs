@@ -1,12 +1,13 @@
 //! A comm as callers and workers share it, and the process at its other end.
 
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use evener_proto::{Side, Why};
 
 use crate::hello::ProcessId;
+use crate::link::Link;
 use crate::slots::Slots;
 
 /// A process, as this one sees it. `mirror`: this very process, seen from the accepting end of a
@@ -34,22 +35,36 @@ pub struct Peer {
     pub token: [u8; 16],
     /// Where it listens.
     pub port: u16,
-    /// Lanes between it and us.
-    pub lanes: usize,
+    /// The worker that takes its comms' requests.
+    pub home: usize,
     /// Its addresses, as far as known.
     pub addresses: Mutex<Vec<IpAddr>>,
     /// Comms between it and us.
     pub comms: AtomicUsize,
-    /// Connections, by lane.
-    pub paths: Vec<AtomicUsize>,
+    /// Connections.
+    pub connections: AtomicUsize,
+    /// Bytes of requests that are taken and not finished.
+    pub under_way: AtomicU64,
+    /// What became of the flows that were tried out.
+    pub placement: Placement,
+    /// The protocol between it and us.
+    pub link: Mutex<Link>,
+}
+
+/// What became of the flows that were tried out ([`evener_proto::dial`]), for statistics.
+#[derive(Debug, Default)]
+pub struct Placement {
+    /// Times that flows were opened to see whether the sum grows.
+    pub trials: AtomicU64,
+    /// Times that it grew.
+    pub gains: AtomicU64,
+    /// Flows that were replaced by one from another port.
+    pub rerolls: AtomicU64,
+    /// Most bytes a second that were sent to the peer within a tenth of a second.
+    pub best: AtomicU64,
 }
 
 impl Peer {
-    /// Connections in all lanes.
-    pub fn connections(&self) -> usize {
-        self.paths.iter().map(|n| n.load(Ordering::Relaxed)).sum()
-    }
-
     /// For people: the first address.
     pub fn name(&self) -> String {
         let addresses = lock(&self.addresses);
@@ -82,12 +97,12 @@ pub struct Comm {
     pub peer: Arc<Peer>,
     /// The requests.
     pub slots: Slots,
-    /// The bit of each lane's worker's bell.
-    pub bits: Vec<AtomicUsize>,
-    /// Lanes whose worker knows the comm.
-    pub registered: AtomicUsize,
-    /// Lanes whose worker has forgotten it.
-    pub released: AtomicUsize,
+    /// The bit of its worker's bell.
+    pub bit: AtomicUsize,
+    /// The worker knows it.
+    pub registered: AtomicBool,
+    /// No worker will use its requests' memory any more.
+    pub released: AtomicBool,
     /// The peer's answer.
     pub opened: AtomicUsize,
     failed: AtomicBool,
@@ -101,11 +116,11 @@ impl Comm {
         Arc::new(Comm {
             id,
             side,
-            bits: (0..peer.lanes).map(|_| AtomicUsize::new(0)).collect(),
+            bit: AtomicUsize::new(0),
             peer,
             slots: Slots::default(),
-            registered: AtomicUsize::new(0),
-            released: AtomicUsize::new(0),
+            registered: AtomicBool::new(false),
+            released: AtomicBool::new(false),
             opened: AtomicUsize::new(UNANSWERED),
             failed: AtomicBool::new(false),
             why: Mutex::new(None),
@@ -127,9 +142,9 @@ impl Comm {
         }
     }
 
-    /// Whether all workers know it.
+    /// Whether its worker knows it.
     pub fn is_registered(&self) -> bool {
-        self.registered.load(Ordering::Acquire) == self.peer.lanes
+        self.registered.load(Ordering::Acquire)
     }
 }
 

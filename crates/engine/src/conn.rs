@@ -1,5 +1,8 @@
 //! One TCP connection of a worker: frames in, frames out, payload straight from and to the caller's
 //! memory. It knows nothing of messages; the worker tells it where bytes belong.
+//!
+//! What is queued to be written names memory that is pinned ([`link`](crate::link)); when it is
+//! written, its messages are in [`Conn::done`] until the worker has unpinned them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -7,6 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use evener_proto::PathId;
+use evener_proto::path::unsent_room;
 use evener_proto::wire::HEADER;
 
 use crate::stats::PathStats;
@@ -33,12 +37,11 @@ pub struct Arriving {
 #[derive(Debug)]
 enum Body {
     None,
-    /// In the caller's memory.
+    /// In the caller's memory, pinned.
     Message {
         comm: u64,
         message: u64,
-        offset: u64,
-        length: u32,
+        memory: Memory,
     },
     /// A copy, because the message is over and the frame must still be whole.
     Copy(Vec<u8>),
@@ -57,7 +60,7 @@ impl Item {
         HEADER
             + match &self.body {
                 Body::None => 0,
-                Body::Message { length, .. } => *length as usize,
+                Body::Message { memory, .. } => memory.length,
                 Body::Copy(bytes) => bytes.len(),
             }
     }
@@ -68,8 +71,8 @@ impl Item {
 pub struct Conn {
     /// The socket.
     pub fd: OwnedFd,
-    /// The worker's lane that it belongs to.
-    pub lane: usize,
+    /// Place of its peer in the worker's list.
+    pub link: usize,
     /// Its number.
     pub path: PathId,
     /// Index of the interface.
@@ -95,20 +98,24 @@ pub struct Conn {
     end: usize,
     out: VecDeque<Item>,
     queued: usize,
+    /// Bytes in the kernel that the peer's has not acknowledged, as far as known.
+    in_kernel: usize,
+    /// (comm, message) of chunks that are written and still pinned.
+    pub done: Vec<(u64, u64)>,
 }
 
 impl Conn {
     /// A connection that has been greeted and answered.
     pub fn new(
         fd: OwnedFd,
-        lane: usize,
+        link: usize,
         path: PathId,
         interface: u32,
         stats: Arc<PathStats>,
     ) -> Conn {
         Conn {
             fd,
-            lane,
+            link,
             path,
             interface,
             readable: true,
@@ -125,6 +132,8 @@ impl Conn {
             end: 0,
             out: VecDeque::new(),
             queued: 0,
+            in_kernel: 0,
+            done: Vec::new(),
         }
     }
 
@@ -133,7 +142,7 @@ impl Conn {
     pub fn adapt(&mut self, info: &TcpInfo) {
         let fd = self.fd.as_raw_fd();
         if info.delivery_rate > 0 {
-            let wanted = (info.delivery_rate / 500).clamp(16 << 10, 512 << 10) as u32;
+            let wanted = unsent_room(info.delivery_rate);
             if wanted.abs_diff(self.low_water) > self.low_water / 4
                 && sys::set_unsent_low_water(fd, wanted).is_ok()
             {
@@ -168,8 +177,7 @@ impl Conn {
         let count = (self.end - self.start).min((arriving.length - arriving.got) as usize);
         if let Some(place) = place {
             let from = Memory::read_only(&self.staging[self.start..self.start + count]);
-            // SAFETY: the worker resolved `place` just now: a buffer that its owner lends until the
-            // request is finished, and only this worker finishes it. Staging is ours.
+            // SAFETY: `place` is pinned, or an eager slot and the caller has the lock. Staging is ours.
             #[allow(unsafe_code, reason = "the one place where staged bytes are placed")]
             unsafe {
                 sys::copy(from, place);
@@ -197,7 +205,7 @@ impl Conn {
         } else {
             &pieces[1..]
         };
-        // SAFETY: as in `unstage`; the staging buffer is ours.
+        // SAFETY: as in `unstage`.
         #[allow(unsafe_code, reason = "the one place where bytes are read")]
         let got = unsafe { sys::receive(self.fd.as_raw_fd(), pieces) }?;
         if let Some(arriving) = &mut self.arriving {
@@ -218,22 +226,42 @@ impl Conn {
         self.queued
     }
 
+    /// Bytes that are queued here or on their way, as of the last [`Conn::look`].
+    pub fn outstanding(&self) -> u64 {
+        (self.queued + self.in_kernel) as u64
+    }
+
+    /// Asks the kernel what is on its way, where anything was.
+    pub fn look(&mut self) {
+        if self.in_kernel > 0 {
+            self.in_kernel = sys::unacknowledged(self.fd.as_raw_fd());
+        }
+    }
+
     /// Frames that are queued here.
     pub fn frames(&self) -> usize {
         self.out.len()
     }
 
-    /// Queues a frame; `chunk`: (comm, message, offset, length) of the bytes that follow it.
-    pub fn push(&mut self, header: [u8; HEADER], chunk: Option<(u64, u64, u64, u32)>) {
+    /// Queues a frame; `chunk`: (comm, message, pinned memory) of the bytes that follow it.
+    pub fn push(&mut self, header: [u8; HEADER], chunk: Option<(u64, u64, Memory)>) {
         let body = match chunk {
-            Some((comm, message, offset, length)) if length > 0 => Body::Message {
+            Some((comm, message, memory)) => Body::Message {
                 comm,
                 message,
-                offset,
-                length,
+                memory,
             },
-            _ => Body::None,
+            None => Body::None,
         };
+        self.enqueue(header, body);
+    }
+
+    /// Queues a frame whose bytes do not matter any more, but must be there.
+    pub fn push_blank(&mut self, header: [u8; HEADER], length: usize) {
+        self.enqueue(header, Body::Copy(vec![0; length]));
+    }
+
+    fn enqueue(&mut self, header: [u8; HEADER], body: Body) {
         let item = Item {
             header,
             body,
@@ -243,8 +271,8 @@ impl Conn {
         self.out.push_back(item);
     }
 
-    /// Writes what the kernel takes; `find` gives the memory of a message. Bytes written.
-    pub fn flush(&mut self, find: impl Fn(u64, u64) -> Option<Memory>) -> io::Result<usize> {
+    /// Writes what the kernel takes: bytes written.
+    pub fn flush(&mut self) -> io::Result<usize> {
         let mut pieces = [Memory::of(&mut []); sys::PIECES];
         let mut count = 0;
         for item in &self.out {
@@ -257,31 +285,18 @@ impl Conn {
             }
             let skip = item.written.saturating_sub(HEADER);
             let body = match &item.body {
-                Body::None => None,
-                Body::Copy(bytes) => Some(Memory::read_only(&bytes[skip..])),
-                Body::Message {
-                    comm,
-                    message,
-                    offset,
-                    length,
-                } => {
-                    let at = offset + skip as u64;
-                    let part = find(*comm, *message)
-                        .and_then(|memory| memory.part(at, *length as usize - skip));
-                    // Cannot be: whoever finishes a message copies its rest first.
-                    Some(part.ok_or(io::ErrorKind::NotFound)?)
-                }
+                Body::None => continue,
+                Body::Copy(bytes) => Memory::read_only(&bytes[skip..]),
+                Body::Message { memory, .. } => memory.from(skip),
             };
-            if let Some(body) = body {
-                pieces[count] = body;
-                count += 1;
-            }
+            pieces[count] = body;
+            count += 1;
         }
-        // SAFETY: headers and copies are ours; the rest was found just now, is lent until its
-        // request is finished, and only this worker finishes it.
+        // SAFETY: headers and copies are ours; messages are pinned.
         #[allow(unsafe_code, reason = "the one place where bytes are written")]
         let sent = unsafe { sys::send(self.fd.as_raw_fd(), &pieces[..count]) }?;
         self.queued -= sent;
+        self.in_kernel += sent;
         self.stats.sent(sent as u64);
         let mut left = sent;
         while let Some(item) = self.out.front_mut() {
@@ -291,44 +306,48 @@ impl Conn {
             if item.written < item.length() {
                 break;
             }
+            if let Body::Message { comm, message, .. } = item.body {
+                self.done.push((comm, message));
+            }
             self.out.pop_front();
         }
         Ok(sent)
     }
 
-    /// A message is over (or with `None` all of its comm's): what is queued of it is copied, so that
-    /// its memory is not looked at again and the frame ends as it began.
-    pub fn detach(
-        &mut self,
-        comm: u64,
-        message: Option<u64>,
-        find: impl Fn(u64, u64) -> Option<Memory>,
-    ) {
+    /// Copies what is queued of messages that are over, so that their memory is not looked at again
+    /// and the frames end as they began.
+    pub fn detach(&mut self, is_over: impl Fn(u64, u64) -> bool) {
         for item in &mut self.out {
             let Body::Message {
-                comm: of,
-                message: number,
-                offset,
-                length,
+                comm,
+                message,
+                memory,
             } = item.body
             else {
                 continue;
             };
-            if of != comm || message.is_some_and(|message| message != number) {
+            if !is_over(comm, message) {
                 continue;
             }
-            let mut bytes = vec![0; length as usize];
+            let mut bytes = vec![0; memory.length];
             let skip = item.written.saturating_sub(HEADER);
-            let from = find(of, number)
-                .and_then(|memory| memory.part(offset + skip as u64, length as usize - skip));
-            if let Some(from) = from {
-                // SAFETY: as in `flush`; the copy is ours.
-                #[allow(unsafe_code, reason = "the one place where a rest is copied")]
-                unsafe {
-                    sys::copy(from, Memory::of(&mut bytes[skip..]));
-                }
+            // SAFETY: the message is pinned; the copy is ours.
+            #[allow(unsafe_code, reason = "the one place where a rest is copied")]
+            unsafe {
+                sys::copy(memory.from(skip), Memory::of(&mut bytes[skip..]));
             }
             item.body = Body::Copy(bytes);
+            self.done.push((comm, message));
         }
+    }
+
+    /// The connection is over: nothing more is written, and all that it pinned is done.
+    pub fn abandon(&mut self) {
+        for item in self.out.drain(..) {
+            if let Body::Message { comm, message, .. } = item.body {
+                self.done.push((comm, message));
+            }
+        }
+        self.queued = 0;
     }
 }

@@ -8,14 +8,16 @@
 //! send their greeting at once, and dial again if they were the oldest in a storm.
 //!
 //! # Who dials
-//! Of two processes the one with the lower number keeps the flows between them. The other dials only
-//! to make itself known, or when a lane has been without a path for [`UNSERVED`]: a firewall may let
-//! connections through in one direction only.
+//! Of two processes the one with the lower number keeps the flows between them. The other dials one
+//! to make itself known, more when what *it* sends needs them ([`evener_proto::dial`]), and as many
+//! as the first when there has been no path for [`UNSERVED`]: a firewall may let connections through
+//! in one direction only.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use evener_proto::PathId;
@@ -52,10 +54,10 @@ const LINKS: u64 = u64::MAX - 2;
 pub enum News {
     /// A comm needs this peer.
     Want(PeerKey),
-    /// A path of this lane is gone.
-    Lost(PeerKey, usize, PathId),
-    /// A path of this lane is suspect.
-    Suspected(PeerKey, usize, PathId),
+    /// A path is gone.
+    Lost(PeerKey, PathId),
+    /// A path is suspect.
+    Suspected(PeerKey, PathId),
     /// The end.
     Stop,
 }
@@ -76,7 +78,6 @@ enum Kind {
     Outgoing {
         peer: PeerKey,
         flow: u64,
-        lane: usize,
         path: PathId,
         route: Route,
         greeted: bool,
@@ -154,7 +155,7 @@ impl Control {
             for news in self.shared.take_news() {
                 match news {
                     News::Want(key) => self.want(key),
-                    News::Lost(key, _, path) | News::Suspected(key, _, path) => {
+                    News::Lost(key, path) | News::Suspected(key, path) => {
                         let now = self.now();
                         if let Some(state) = self.peers.get_mut(&key) {
                             state.dialer.down(path, now);
@@ -191,7 +192,7 @@ impl Control {
     }
 
     fn wanted(&self, state: &PeerState) -> bool {
-        let comms = state.peer.comms.load(std::sync::atomic::Ordering::Relaxed);
+        let comms = state.peer.comms.load(Relaxed);
         comms > 0 || self.now() < state.since + FRESH
     }
 
@@ -223,15 +224,11 @@ impl Control {
         let routes = self.routes(peer);
         let seed = self.shared.random();
         let config = &self.shared.config;
-        if keeps {
-            let parts = (peer.lanes * routes.len()).max(1);
-            let each = config.flows.div_ceil(parts).max(1);
-            let most = config.most_flows.max(each * parts);
-            Dialer::new(peer.lanes, &routes, each, most, seed)
-        } else {
-            let first = routes.first().copied();
-            Dialer::new(1, first.as_slice(), 1, 1, seed)
-        }
+        // At least one a route, and as many on each.
+        let parts = routes.len().max(1);
+        let first = config.flows.next_multiple_of(parts);
+        let most = config.most_flows.max(first);
+        Dialer::new(&routes, if keeps { first } else { 1 }, most, seed)
     }
 
     /// The state of a peer that a comm or a greeting asks for.
@@ -245,7 +242,7 @@ impl Control {
         let own = self.shared.process;
         let keeps = !key.mirror && own <= key.process;
         let dialer = if key.mirror {
-            Dialer::new(1, &[], 0, 0, 0)
+            Dialer::new(&[], 0, 0, 0)
         } else {
             self.dialer(&peer, keeps)
         };
@@ -285,10 +282,10 @@ impl Control {
             return;
         };
         let wanted = self.wanted(state);
-        if !wanted && state.peer.connections() == 0 {
+        if !wanted && state.peer.connections.load(Relaxed) == 0 {
             let mut peers = lock(&self.shared.peers);
             // Under the lock nobody can begin a comm with it.
-            if state.peer.comms.load(std::sync::atomic::Ordering::Relaxed) == 0 {
+            if state.peer.comms.load(Relaxed) == 0 {
                 peers.remove(&key);
                 drop(peers);
                 self.peers.remove(&key);
@@ -298,11 +295,7 @@ impl Control {
         if !wanted {
             return;
         }
-        let lacks = state
-            .peer
-            .paths
-            .iter()
-            .any(|paths| paths.load(std::sync::atomic::Ordering::Relaxed) == 0);
+        let lacks = state.peer.connections.load(Relaxed) == 0;
         let unserved = if lacks {
             Some(state.unserved.unwrap_or(now))
         } else {
@@ -320,7 +313,7 @@ impl Control {
             state.keeps = true;
         }
         let mut orders = state.dialer.orders(now);
-        if state.keeps && now >= state.measured + MEASURE {
+        if !key.mirror && now >= state.measured + MEASURE {
             let passed = (now - state.measured).as_secs_f64();
             state.measured = now;
             let delivered = delivered(&self.shared, key, &mut state.last, passed);
@@ -328,6 +321,12 @@ impl Control {
                 state.dialer.proven(one.path);
             }
             orders.extend(state.dialer.measure(&delivered, now));
+            let (trials, placement) = (state.dialer.trials(), &state.peer.placement);
+            placement.trials.store(trials.all, Relaxed);
+            placement.gains.store(trials.gains, Relaxed);
+            placement.rerolls.store(trials.rerolls, Relaxed);
+            let sum: f64 = delivered.iter().map(|one| one.rate).sum();
+            placement.best.fetch_max(sum as u64, Relaxed);
         }
         for order in orders {
             self.follow(key, order);
@@ -337,17 +336,17 @@ impl Control {
     fn follow(&mut self, key: PeerKey, order: Order) {
         match order {
             Order::Close(path) => {
-                for worker in &self.shared.workers {
-                    worker.ask(Task::Drop(key, path));
+                if let Some(state) = self.peers.get(&key) {
+                    let task = Task::Drop(state.peer.clone(), path, "not worth keeping");
+                    self.shared.workers[state.peer.home].ask(task);
                 }
             }
             Order::Dial {
                 flow,
-                lane,
                 route,
                 entropy,
             } => {
-                if let Err(error) = self.dial(key, flow, lane, route, entropy) {
+                if let Err(error) = self.dial(key, flow, route, entropy) {
                     let text = format!("a connection could not be opened: {error}");
                     self.shared.log(Level::Debug, &text);
                     let now = self.now();
@@ -361,14 +360,7 @@ impl Control {
 
     // ---- dialling ----
 
-    fn dial(
-        &mut self,
-        key: PeerKey,
-        flow: u64,
-        lane: usize,
-        route: Route,
-        entropy: u64,
-    ) -> std::io::Result<()> {
+    fn dial(&mut self, key: PeerKey, flow: u64, route: Route, entropy: u64) -> std::io::Result<()> {
         let none = || std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
         let state = self.peers.get(&key).ok_or_else(none)?;
         let nic = self.shared.nics.get(route.local).ok_or_else(none)?;
@@ -409,7 +401,6 @@ impl Control {
         let kind = Kind::Outgoing {
             peer: key,
             flow,
-            lane,
             path: PathId(self.shared.random()),
             route,
             greeted: false,
@@ -517,7 +508,6 @@ impl Control {
         };
         if let Kind::Outgoing {
             peer,
-            lane,
             path,
             route,
             greeted,
@@ -538,8 +528,6 @@ impl Control {
                 from: self.shared.process,
                 from_token: self.shared.token,
                 port: self.shared.port,
-                lanes: self.shared.workers.len() as u8,
-                lane: *lane as u8,
                 path: path.0,
                 local: route.local as u8,
                 remote: route.remote as u8,
@@ -595,7 +583,6 @@ impl Control {
             Kind::Outgoing {
                 peer,
                 flow,
-                lane,
                 path,
                 route,
                 ..
@@ -619,7 +606,7 @@ impl Control {
                 }
                 let nic = self.shared.nics.get(route.local);
                 let nic = nic.map(|nic| (nic.name.clone(), nic.index));
-                self.hand_over(shake.socket, peer, lane, path, nic, true);
+                self.hand_over(shake.socket, peer, path, nic, true);
                 Ok(())
             }
         }
@@ -636,17 +623,8 @@ impl Control {
             process: greeting.from,
             mirror: greeting.from == shared.process,
         };
-        let peer = shared.peer(
-            key,
-            greeting.from_token,
-            greeting.port,
-            greeting.lanes,
-            &greeting.addresses,
-        );
-        let (lane, path) = (usize::from(greeting.lane), PathId(greeting.path));
-        if lane >= peer.lanes {
-            return Ok(());
-        }
+        let peer = shared.peer(key, greeting.from_token, greeting.port, &greeting.addresses);
+        let path = PathId(greeting.path);
         {
             let mut known = lock(&peer.addresses);
             if greeting.addresses.len() > known.len() {
@@ -660,12 +638,11 @@ impl Control {
         let ip = from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip());
         self.prepare(&socket, nic.as_ref().map(|nic| nic.0.as_str()), &ip);
         let answer = Answer {
-            lanes: shared.workers.len() as u8,
             addresses: shared.nics.iter().map(|nic| nic.address).collect(),
         };
         let bytes = answer.emit();
         if socket.send(&bytes)? == bytes.len() {
-            self.hand_over(socket, peer, lane, path, nic, false);
+            self.hand_over(socket, peer, path, nic, false);
         }
         Ok(())
     }
@@ -674,7 +651,6 @@ impl Control {
         &self,
         socket: Socket,
         peer: Arc<Peer>,
-        lane: usize,
         path: PathId,
         nic: Option<(String, u32)>,
         dialled: bool,
@@ -692,7 +668,7 @@ impl Control {
         let (name, interface) = nic.unwrap_or_default();
         let stats = Arc::new(PathStats::new(name, port, peer.name()));
         let fd = OwnedFd::from(socket);
-        self.shared.workers[lane].ask(Task::Connect {
+        self.shared.workers[peer.home].ask(Task::Connect {
             peer,
             fd,
             path,
@@ -757,7 +733,7 @@ fn delivered(
             continue;
         }
         let report = stats.report();
-        let bytes = report.sent + report.received;
+        let bytes = report.sent;
         let before = last.insert(*path, (bytes, report.busy_us));
         let Some((bytes_before, busy_before)) = before else {
             continue;
@@ -766,7 +742,7 @@ fn delivered(
         all.push(Delivered {
             path: *path,
             rate: bytes.saturating_sub(bytes_before) as f64 / passed,
-            busy: busy > 0.8,
+            busy: busy.min(1.0),
         });
     }
     all

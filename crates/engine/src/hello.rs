@@ -24,7 +24,7 @@ pub const ANSWER: usize = 16;
 pub const ADDRESS: usize = 17;
 /// Most addresses of a process.
 pub const MOST_ADDRESSES: usize = crate::nics::MOST;
-const MAGIC: [u8; 8] = *b"EVENER\0\x01";
+const MAGIC: [u8; 8] = *b"EVENER\0\x02";
 
 fn array<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..at + N)?.try_into().ok()
@@ -41,8 +41,6 @@ pub struct Handle {
     pub listener: u64,
     /// The TCP port of all its addresses.
     pub port: u16,
-    /// Lanes that it offers.
-    pub lanes: u8,
     /// As many of its addresses as fit.
     pub addresses: Vec<IpAddr>,
 }
@@ -52,8 +50,7 @@ impl Handle {
     pub fn emit(&self) -> [u8; HANDLE] {
         let mut bytes = [0; HANDLE];
         bytes[0..4].copy_from_slice(&HANDLE_MAGIC);
-        bytes[4] = 1;
-        bytes[5] = self.lanes;
+        bytes[4] = 2;
         bytes[6..8].copy_from_slice(&self.port.to_le_bytes());
         bytes[8..24].copy_from_slice(&self.process);
         bytes[24..40].copy_from_slice(&self.token);
@@ -77,7 +74,7 @@ impl Handle {
 
     /// From bytes; `None` where they are no handle.
     pub fn parse(bytes: &[u8; HANDLE]) -> Option<Handle> {
-        if bytes[0..4] != HANDLE_MAGIC || bytes[4] != 1 || bytes[5] == 0 {
+        if bytes[0..4] != HANDLE_MAGIC || bytes[4] != 2 {
             return None;
         }
         let mut addresses = Vec::new();
@@ -96,7 +93,6 @@ impl Handle {
             token: array(bytes, 24)?,
             listener: u64::from_le_bytes(array(bytes, 40)?),
             port: u16::from_le_bytes(array(bytes, 6)?),
-            lanes: bytes[5],
             addresses,
         })
     }
@@ -125,10 +121,6 @@ pub struct Greeting {
     pub from_token: [u8; 16],
     /// Where it listens.
     pub port: u16,
-    /// Lanes that it offers.
-    pub lanes: u8,
-    /// The lane that this connection is for.
-    pub lane: u8,
     /// The number of this path.
     pub path: u64,
     /// Place of the NIC in the greeting process' addresses.
@@ -176,7 +168,7 @@ impl Greeting {
         bytes.extend_from_slice(&self.from);
         bytes.extend_from_slice(&self.from_token);
         bytes.extend_from_slice(&self.port.to_le_bytes());
-        bytes.extend_from_slice(&[self.lanes, self.lane]);
+        bytes.extend_from_slice(&[0, 0]);
         bytes.extend_from_slice(&self.path.to_le_bytes());
         let count = self.addresses.len().min(MOST_ADDRESSES) as u8;
         bytes.extend_from_slice(&[self.local, self.remote, count, 0, 0, 0, 0, 0]);
@@ -195,28 +187,23 @@ impl Greeting {
         if bytes.len() != Greeting::length(&array(bytes, 0)?)? {
             return None;
         }
-        let greeting = Greeting {
+        Some(Greeting {
             token: array(bytes, 8)?,
             to: array(bytes, 24)?,
             from: array(bytes, 40)?,
             from_token: array(bytes, 56)?,
             port: u16::from_le_bytes(array(bytes, 72)?),
-            lanes: bytes[74],
-            lane: bytes[75],
             path: u64::from_le_bytes(array(bytes, 76)?),
             local: bytes[84],
             remote: bytes[85],
             addresses: parse_addresses(&bytes[GREETING..])?,
-        };
-        (greeting.lanes > 0).then_some(greeting)
+        })
     }
 }
 
 /// The answer to a greeting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
-    /// Lanes that the greeted process offers.
-    pub lanes: u8,
     /// All of its addresses.
     pub addresses: Vec<IpAddr>,
 }
@@ -227,7 +214,7 @@ impl Answer {
         let mut bytes = Vec::with_capacity(ANSWER + ADDRESS * self.addresses.len());
         bytes.extend_from_slice(&MAGIC);
         let count = self.addresses.len().min(MOST_ADDRESSES) as u8;
-        bytes.extend_from_slice(&[self.lanes, count, 0, 0, 0, 0, 0, 0]);
+        bytes.extend_from_slice(&[0, count, 0, 0, 0, 0, 0, 0]);
         emit_addresses(&self.addresses, &mut bytes);
         bytes
     }
@@ -240,11 +227,10 @@ impl Answer {
 
     /// From bytes; `None` where they are no answer.
     pub fn parse(bytes: &[u8]) -> Option<Answer> {
-        if bytes.len() != Answer::length(&array(bytes, 0)?)? || bytes[8] == 0 {
+        if bytes.len() != Answer::length(&array(bytes, 0)?)? {
             return None;
         }
         Some(Answer {
-            lanes: bytes[8],
             addresses: parse_addresses(&bytes[ANSWER..])?,
         })
     }
@@ -265,10 +251,10 @@ mod tests {
     proptest! {
         #[test]
         fn a_handle_keeps_what_fits(
-            process: [u8; 16], token: [u8; 16], listener: u64, port: u16, lanes in 1u8..,
+            process: [u8; 16], token: [u8; 16], listener: u64, port: u16,
             addresses in prop::collection::vec(address(), 0..20), cookie: u64,
         ) {
-            let handle = Handle { process, token, listener, port, lanes, addresses };
+            let handle = Handle { process, token, listener, port, addresses };
             let mut bytes = handle.emit();
             Handle::set_cookie(&mut bytes, cookie);
             prop_assert_eq!(Handle::cookie(&bytes), cookie);
@@ -280,17 +266,17 @@ mod tests {
 
         #[test]
         fn greetings_and_answers_parse_to_the_same(
-            tokens: [[u8; 16]; 4], port: u16, lanes in 1u8.., lane: u8, path: u64,
+            tokens: [[u8; 16]; 4], port: u16, path: u64,
             addresses in prop::collection::vec(address(), 0..MOST_ADDRESSES),
         ) {
             let [token, to, from, from_token] = tokens;
             let greeting = Greeting {
-                token, to, from, from_token, port, lanes, lane, path,
+                token, to, from, from_token, port, path,
                 local: 1, remote: 2, addresses: addresses.clone(),
             };
             let parsed = Greeting::parse(&greeting.emit());
             prop_assert_eq!(parsed, Some(greeting));
-            let answer = Answer { lanes, addresses };
+            let answer = Answer { addresses };
             prop_assert_eq!(Answer::parse(&answer.emit()), Some(answer));
         }
 
@@ -302,7 +288,7 @@ mod tests {
             handle[..bytes.len().min(HANDLE)].copy_from_slice(&bytes[..bytes.len().min(HANDLE)]);
             let _ = Handle::parse(&handle);
             handle[0..4].copy_from_slice(&HANDLE_MAGIC);
-            handle[4] = 1;
+            handle[4] = 2;
             let _ = Handle::parse(&handle);
         }
     }

@@ -3,13 +3,12 @@
 //! # Threads
 //! - *Callers* (NCCL's threads) post requests into slots and look at them. No lock, no system call
 //!   unless a worker sleeps.
-//! - *Workers* ([`worker`]) move bytes. Worker `i` has lane `i` of every peer: its own connections,
-//!   its own protocol state. Message `n` of a comm belongs to lane `n % lanes`, so the work is
-//!   spread without anything being shared.
+//! - *Workers* ([`worker`]) move bytes, each over its own connections. What they know of a peer they
+//!   share ([`link`]), so that every connection pulls from the same queue.
 //! - *Control* ([`control`]) greets, dials, watches links and writes statistics.
 //!
 //! # Between two processes
-//! All comms between two processes share the lanes' connections. Which process it is is told by a
+//! All comms between two processes share their connections. Which process it is is told by a
 //! random number, so a comm's handle finds the connections that are there already.
 //!
 //! # The seam for a packet engine
@@ -22,6 +21,7 @@ pub mod conn;
 pub mod control;
 pub mod doorbell;
 pub mod hello;
+pub mod link;
 pub mod nics;
 pub mod records;
 pub mod settings;
@@ -43,9 +43,10 @@ use std::time::{Duration, Instant};
 
 use evener_proto::{PathId, Side, Why};
 
-use comm::{ACCEPTED, Comm, DECLINED, Peer, PeerKey, lock};
+use comm::{ACCEPTED, Comm, DECLINED, Peer, PeerKey, Placement, lock};
 use control::{Control, News};
 use hello::{HANDLE, Handle, ProcessId};
+use link::Link;
 use nics::{Family, Nic};
 pub use slots::{Slot, Status};
 use stats::PathStats;
@@ -107,7 +108,7 @@ pub struct Config {
     pub family: Family,
     /// Worker threads; 0: by the number of processors.
     pub workers: usize,
-    /// Connections to a peer at the start, over all lanes and routes.
+    /// Connections to a peer at the start, over all routes.
     pub flows: usize,
     /// And at most.
     pub most_flows: usize,
@@ -115,7 +116,7 @@ pub struct Config {
     pub congestion: Option<String>,
     /// With no path for this long, a comm fails.
     pub timeout: Duration,
-    /// Eager slots a comm has over all lanes.
+    /// Eager slots a comm has.
     pub eager_slots: usize,
     /// Bytes of each.
     pub eager_bytes: u64,
@@ -156,6 +157,7 @@ pub struct Shared {
     pending: Mutex<HashMap<u64, Arc<Comm>>>,
     paths: Mutex<HashMap<(bool, PathId), Arc<PathStats>>>,
     next: AtomicU64,
+    next_home: AtomicUsize,
     started: Instant,
     broken: AtomicBool,
     log: Log,
@@ -165,7 +167,7 @@ pub struct Shared {
 struct Mailbox {
     /// Comms that peers want to open.
     offers: Mutex<VecDeque<(Arc<Peer>, u64)>>,
-    /// Those that not all workers know yet.
+    /// Those that no worker knows yet.
     beginning: Mutex<VecDeque<Arc<Comm>>>,
 }
 
@@ -198,27 +200,23 @@ impl Shared {
     }
 
     /// The peer with this key, made where it is new.
-    fn peer(
-        &self,
-        key: PeerKey,
-        token: [u8; 16],
-        port: u16,
-        lanes: u8,
-        addresses: &[IpAddr],
-    ) -> Arc<Peer> {
+    fn peer(&self, key: PeerKey, token: [u8; 16], port: u16, addresses: &[IpAddr]) -> Arc<Peer> {
         let mut peers = lock(&self.peers);
         peers
             .entry(key)
             .or_insert_with(|| {
-                let lanes = self.workers.len().min(usize::from(lanes)).max(1);
+                let home = self.next_home.fetch_add(1, Ordering::Relaxed) % self.workers.len();
                 Arc::new(Peer {
                     key,
                     token,
                     port,
-                    lanes,
+                    home,
                     addresses: Mutex::new(addresses.to_vec()),
                     comms: AtomicUsize::new(0),
-                    paths: (0..lanes).map(|_| AtomicUsize::new(0)).collect(),
+                    connections: AtomicUsize::new(0),
+                    under_way: AtomicU64::new(0),
+                    placement: Placement::default(),
+                    link: Mutex::new(Link::new(&self.config, self.started.elapsed())),
                 })
             })
             .clone()
@@ -304,6 +302,7 @@ impl Engine {
             pending: Mutex::new(HashMap::new()),
             paths: Mutex::new(HashMap::new()),
             next: AtomicU64::new(1),
+            next_home: AtomicUsize::new(0),
             started: Instant::now(),
             broken: AtomicBool::new(false),
             log,
@@ -387,13 +386,21 @@ impl Engine {
             .map(|(_, path)| *path)
             .take(count)
             .collect();
-        let peers: Vec<PeerKey> = lock(&self.shared.peers).keys().copied().collect();
-        for worker in &self.shared.workers {
-            for (peer, path) in peers
-                .iter()
-                .flat_map(|peer| paths.iter().map(|p| (*peer, *p)))
-            {
-                worker.ask(Task::Drop(peer, path));
+        let peers: Vec<Arc<Peer>> = lock(&self.shared.peers).values().cloned().collect();
+        for peer in peers {
+            for path in &paths {
+                let task = Task::Drop(peer.clone(), *path, "cut by a test");
+                self.shared.workers[peer.home].ask(task);
+            }
+        }
+    }
+
+    /// Has every worker hand half of its connections to the next, as a busy one would: for tests.
+    pub fn pass_connections_on(&self) {
+        let count = self.shared.workers.len();
+        for peer in lock(&self.shared.peers).values() {
+            for (index, worker) in self.shared.workers.iter().enumerate() {
+                worker.ask(Task::Give(peer.clone(), (index + 1) % count));
             }
         }
     }
@@ -413,7 +420,6 @@ impl Engine {
             token: self.shared.token,
             listener: number,
             port: self.shared.port,
-            lanes: self.shared.workers.len() as u8,
             addresses: self.shared.nics.iter().map(|nic| nic.address).collect(),
         };
         (Listener { number, mailbox }, handle.emit())
@@ -424,7 +430,8 @@ impl Engine {
         lock(&self.shared.listeners).remove(&listener.number);
         let offers = std::mem::take(&mut *lock(&listener.mailbox.offers));
         for (peer, comm) in offers {
-            self.shared.workers[0].ask(Task::Decline(peer.key, comm));
+            let home = peer.home;
+            self.shared.workers[home].ask(Task::Decline(peer, comm));
         }
         let beginning = std::mem::take(&mut *lock(&listener.mailbox.beginning));
         for comm in beginning {
@@ -465,13 +472,9 @@ impl Engine {
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let comm = {
             // Control forgets a peer without comms: hold its lock until there is one.
-            let peer = self.shared.peer(
-                key,
-                parsed.token,
-                parsed.port,
-                parsed.lanes,
-                &parsed.addresses,
-            );
+            let peer = self
+                .shared
+                .peer(key, parsed.token, parsed.port, &parsed.addresses);
             let peers = lock(&self.shared.peers);
             let comm = Comm::new(number, Side::Send, peer.clone());
             drop(peers);
@@ -487,10 +490,7 @@ impl Engine {
     }
 
     fn begin(&self, comm: &Arc<Comm>, listener: Option<u64>) {
-        for lane in 0..comm.peer.lanes {
-            let listener = listener.filter(|_| lane == 0);
-            self.shared.workers[lane].ask(Task::Begin(comm.clone(), listener));
-        }
+        self.shared.workers[comm.peer.home].ask(Task::Begin(comm.clone(), listener));
     }
 
     /// Accepts a comm without ever blocking: call it again until it gives one.
@@ -512,7 +512,7 @@ impl Engine {
         };
         let comm = beginning.remove(place);
         if let Some(comm) = &comm {
-            self.shared.workers[0].ask(Task::Accept(comm.clone()));
+            self.shared.workers[comm.peer.home].ask(Task::Accept(comm.clone()));
         }
         Ok(comm)
     }
@@ -546,18 +546,15 @@ impl Engine {
             return Ok(None);
         };
         let slot = comm.slots.post(number, memory);
-        let lane = (number % comm.peer.lanes as u64) as usize;
-        self.shared.workers[lane].ring(comm.bits[lane].load(Ordering::Relaxed));
+        self.shared.workers[comm.peer.home].ring(comm.bit.load(Ordering::Relaxed));
         Ok(Some(slot))
     }
 
     /// Ends a comm. When this returns, no memory of its requests is used any more.
     pub fn release(&self, comm: &Arc<Comm>) {
-        for lane in 0..comm.peer.lanes {
-            self.shared.workers[lane].ask(Task::Release(comm.clone()));
-        }
+        self.shared.workers[comm.peer.home].ask(Task::Release(comm.clone()));
         let mut patience = 0;
-        while comm.released.load(Ordering::Acquire) < comm.peer.lanes && !self.is_broken() {
+        while !comm.released.load(Ordering::Acquire) && !self.is_broken() {
             // A worker's turn is a few microseconds; asleep, it has just been woken.
             patience += 1;
             if patience < 100 {
@@ -594,6 +591,10 @@ impl Engine {
         self.shared.broken.store(true, Ordering::SeqCst);
         for worker in &self.shared.workers {
             worker.clear();
+        }
+        let peers: Vec<Arc<Peer>> = lock(&self.shared.peers).values().cloned().collect();
+        for peer in peers {
+            lock(&peer.link).abandon();
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
 
 use crate::Shared;
 use crate::comm::lock;
@@ -60,11 +61,17 @@ pub fn json(shared: &Shared) -> String {
         .values()
         .map(|peer| {
             format!(
-                "{{\"peer\":{},\"lanes\":{},\"connections\":{},\"comms\":{}}}",
+                "{{\"peer\":{},\"connections\":{},\"comms\":{},\"under_way\":{},\"trials\":{},\
+                 \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{}}}",
                 text(&peer.name()),
-                peer.lanes,
-                peer.connections(),
-                peer.comms.load(std::sync::atomic::Ordering::Relaxed)
+                peer.connections.load(Relaxed),
+                peer.comms.load(Relaxed),
+                peer.under_way.load(Relaxed),
+                peer.placement.trials.load(Relaxed),
+                peer.placement.gains.load(Relaxed),
+                peer.placement.rerolls.load(Relaxed),
+                peer.placement.best.load(Relaxed),
+                lock(&peer.link).lane.late(),
             )
         })
         .collect();

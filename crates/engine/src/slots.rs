@@ -1,7 +1,8 @@
 //! The ring between a caller and the workers: one comm's requests, without locks or copies.
 //!
 //! A request never leaves its slot. The caller writes pointer and length and sets the phase to
-//! *posted*; the worker of the request's lane *takes* it, and later sets it to *done* or *failed*;
+//! *posted*; a worker *takes* it, and a worker later sets it to *done* or *failed*, under the lock of
+//! the peer that the comm leads to ([`link`](crate::link));
 //! the caller sees that in `test` and frees the slot. So submission and completion are one ring:
 //! each slot has one owner at a time, named by its phase, and the phase is the only word both write.
 //!
@@ -15,8 +16,8 @@
 //! | taken | worker | done, failed |
 //! | done, failed | caller | free |
 //!
-//! There is one caller at a time (NCCL's progress thread) and, for each request, one worker. Two
-//! callers at once would confuse requests, but break no memory: everything is an atomic.
+//! There is one caller at a time (NCCL's progress thread), and one worker at a time has the peer's
+//! lock. Two callers at once would confuse requests, but break no memory: everything is an atomic.
 
 use crate::sync::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use crate::sys::Memory;
@@ -142,16 +143,25 @@ impl Slots {
         }
     }
 
-    /// Fails all unfinished requests of one lane, posted ones too. The worker's of that lane.
-    pub fn fail(&self, lane: usize, lanes: usize, code: usize) {
+    /// Fails the unfinished requests that `which` names, posted ones too. The worker's.
+    pub fn fail(&self, code: usize, which: impl Fn(u64) -> bool) {
         for slot in &self.slots {
             let phase = slot.phase.load(Ordering::Acquire);
             let number = phase >> 3;
-            if matches!(phase & 7, POSTED | TAKEN) && number % lanes as u64 == lane as u64 {
+            if matches!(phase & 7, POSTED | TAKEN) && which(number) {
                 slot.length.store(code, Ordering::Relaxed);
                 slot.phase.store(word(number, FAILED), Ordering::Release);
             }
         }
+    }
+
+    /// Bytes of all taken requests. The worker's.
+    pub fn under_way(&self) -> u64 {
+        let taken = |slot: &&Slot| slot.phase.load(Ordering::Relaxed) & 7 == TAKEN;
+        let lengths = self.slots.iter().filter(taken);
+        lengths
+            .map(|slot| slot.length.load(Ordering::Relaxed) as u64)
+            .sum()
     }
 
     /// Whether an unfinished request uses memory from `start` to `end`. Anyone's.
@@ -197,13 +207,13 @@ mod tests {
     }
 
     #[test]
-    fn failing_a_lane_leaves_the_others() {
+    fn failing_some_leaves_the_others() {
         let slots = Slots::default();
         for number in 0..4 {
             slots.post(number, memory(1));
         }
         slots.take(1);
-        slots.fail(1, 2, 6);
+        slots.fail(6, |number| number % 2 == 1);
         let status: Vec<_> = (0..4).map(|number| slots.of(number).test()).collect();
         assert_eq!(
             (status[1], status[3]),

@@ -45,6 +45,15 @@ impl Memory {
         })
     }
 
+    /// All of it but the first `skip` bytes.
+    pub fn from(self, skip: usize) -> Memory {
+        let skip = skip.min(self.length);
+        Memory {
+            start: self.start.wrapping_add(skip),
+            length: self.length - skip,
+        }
+    }
+
     /// The memory of a slice.
     pub fn of(bytes: &mut [u8]) -> Memory {
         Memory {
@@ -68,6 +77,9 @@ impl Memory {
         }
     }
 }
+
+// SAFETY: an address and a length. Whoever reads or writes through it says why he may.
+unsafe impl Send for Memory {}
 
 /// Most pieces of memory that one call takes.
 pub const PIECES: usize = 64;
@@ -171,6 +183,20 @@ impl Epoll {
     pub fn add_edge(&self, fd: RawFd, token: u64) -> io::Result<()> {
         let events = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.add_with(fd, token, events)
+    }
+
+    /// Tells of it no longer.
+    pub fn remove(&self, fd: RawFd) -> io::Result<()> {
+        // SAFETY: no memory is passed.
+        check(unsafe {
+            libc::epoll_ctl(
+                self.0.as_raw_fd(),
+                libc::EPOLL_CTL_DEL,
+                fd,
+                std::ptr::null_mut(),
+            )
+        })?;
+        Ok(())
     }
 
     /// Tells that there is something to read for as long as there is.
@@ -332,6 +358,17 @@ pub fn congestion(fd: RawFd) -> io::Result<String> {
     })?;
     let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
     Ok(String::from_utf8_lossy(&name[..end]).into_owned())
+}
+
+/// Bytes that were written and that the peer's kernel has not acknowledged; 0 where unknown.
+pub fn unacknowledged(fd: RawFd) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes one int.
+    let result = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) };
+    if result < 0 {
+        return 0;
+    }
+    usize::try_from(bytes).unwrap_or(0)
 }
 
 /// What the kernel knows of a connection (`struct tcp_info` of linux/tcp.h).

@@ -1,41 +1,46 @@
-//! A worker: one thread with its own lanes, connections and epoll. It shares nothing with other
-//! workers, and with callers only slots and a doorbell.
+//! A worker: one thread with its own connections and epoll. What it knows of a peer it shares with
+//! the others ([`link`](crate::link)); a connection is one worker's alone.
 //!
-//! The loop: take news (tasks, rung comms, ready sockets), read what can be read, let paths with
-//! room pull, look at the clock. Nothing to do for 50 us: sleep in epoll until a socket, a caller
-//! or a deadline wakes it.
+//! The loop: take news (tasks, rung comms, ready sockets), read what can be read ([`reading`]), let
+//! connections with room pull ([`pulling`]), look at the clock. A peer has a *home* worker, which
+//! takes its comms' requests and has all its connections at first; when it has more to do than a
+//! core can, it hands half of them to a worker with less ([`spreading`]).
 //!
-//! # Why a caller's memory is safe here
-//! Pointers stay in their slots. Before each system call the worker asks the slot for the memory
-//! ([`Slots::memory`](crate::slots::Slots::memory)), which answers only while the request with that
-//! number is taken, and no other thread ends that state. Before it finishes a request it has copied
-//! what a connection still had to write of it. So after `test` says done, or `release` returns, no
-//! system call of ours knows the address.
+//! # When to sleep
+//! With nothing to do for [`SPIN`], a worker sleeps until a socket, a caller or a deadline wakes
+//! it. While much is under way ([`BULK`]) a wake costs nothing that matters, for the next bytes are
+//! queued behind these; then it sleeps almost at once and leaves the core to others.
 
-use std::collections::HashMap;
+mod pulling;
+mod reading;
+mod spreading;
+
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use evener_proto::PathId;
+use evener_proto::Side;
 use evener_proto::path::Report;
-use evener_proto::{Event, Frame, Lane, LaneConfig, PathId, Place, Side, Why};
 
-use crate::comm::{ACCEPTED, Comm, DECLINED, Peer, PeerKey, lock};
-use crate::conn::{Arriving, Conn};
+use crate::comm::{Comm, Peer, lock};
+use crate::conn::Conn;
 use crate::control::News;
 use crate::doorbell::{BITS, Doorbell};
+use crate::link::Chore;
 use crate::stats::PathStats;
-use crate::sync::{AtomicBool, Ordering as SyncOrdering};
-use crate::sys::{self, Epoll, Memory, Ready, Waker};
+use crate::sync::{AtomicBool, AtomicU64, Ordering as SyncOrdering};
+use crate::sys::{self, Epoll, Ready, Waker};
 use crate::{Level, Shared};
+use spreading::Load;
 
 /// Idle for this long, a worker sleeps.
 const SPIN: Duration = Duration::from_micros(50);
-/// A connection reads at most this much before others have their turn.
-const READ_TURN: usize = 2 << 20;
-/// A connection holds at most this much that the kernel has not taken.
-const PULL: usize = 64 << 10;
+/// And for this long while [`BULK`] bytes are under way.
+const SPIN_BULK: Duration = Duration::from_micros(5);
+/// So many bytes under way keep a network busy for longer than a wake takes.
+const BULK: u64 = 3 << 20;
 /// Timers are looked at this often where the loop is busy.
 const TICK: Duration = Duration::from_millis(2);
 const WAKER: u64 = u64::MAX;
@@ -56,16 +61,22 @@ pub enum Task {
         /// Its counters.
         stats: Arc<PathStats>,
     },
+    /// Another worker's connection, which is now this one's.
+    Adopt(Arc<Peer>, Box<Conn>),
     /// A comm begins; with a listener, the peer is asked to open it.
     Begin(Arc<Comm>, Option<u64>),
-    /// All workers know the receiving end of a comm that the peer asked for.
+    /// The receiving end of a comm that the peer asked for has begun.
     Accept(Arc<Comm>),
     /// There is no such listener.
-    Decline(PeerKey, u64),
-    /// A comm ends. Its memory is not used after `released` counts this worker.
+    Decline(Arc<Peer>, u64),
+    /// A comm ends.
     Release(Arc<Comm>),
-    /// A path is not worth keeping.
-    Drop(PeerKey, PathId),
+    /// A path is not worth keeping, or dead.
+    Drop(Arc<Peer>, PathId, &'static str),
+    /// Messages are over of which connections may have something queued.
+    Detach(Arc<Peer>),
+    /// Half of this worker's connections to a peer shall be another's: for tests.
+    Give(Arc<Peer>, usize),
     /// An interface lost its carrier.
     InterfaceDown(u32),
     /// The end.
@@ -79,6 +90,10 @@ pub struct Handle {
     waker: Waker,
     tasks: Mutex<Vec<Task>>,
     has_tasks: AtomicBool,
+    /// There is something to pull, and another worker's connections are full.
+    nudged: AtomicBool,
+    /// How much of its time it works, in thousandths.
+    load: AtomicU64,
 }
 
 impl Handle {
@@ -89,6 +104,8 @@ impl Handle {
             waker: Waker::new()?,
             tasks: Mutex::new(Vec::new()),
             has_tasks: AtomicBool::new(false),
+            nudged: AtomicBool::new(false),
+            load: AtomicU64::new(0),
         })
     }
 
@@ -108,6 +125,19 @@ impl Handle {
         }
     }
 
+    /// Says that there is something to pull.
+    fn nudge(&self) {
+        if !self.nudged.swap(true, SyncOrdering::SeqCst) && self.bell.must_wake() {
+            self.waker.wake();
+        }
+    }
+
+    fn has_news(&self) -> bool {
+        self.bell.rung()
+            || self.has_tasks.load(SyncOrdering::SeqCst)
+            || self.nudged.load(SyncOrdering::SeqCst)
+    }
+
     /// Drops what the worker has not come to.
     pub fn clear(&self) {
         drop(std::mem::take(&mut *lock(&self.tasks)));
@@ -119,33 +149,13 @@ impl Handle {
     }
 }
 
-/// One end of a comm in one lane.
-struct End {
-    comm: Arc<Comm>,
-    /// Number of the next request to take.
-    next: u64,
-    /// Its eager slots, one after the other.
-    eager: Vec<u8>,
-    bit: usize,
-    failed: bool,
-}
-
-struct LaneState {
+/// What this worker has of a peer.
+struct Mine {
     peer: Arc<Peer>,
-    lane: Lane,
-    ends: HashMap<(Side, u64), End>,
-    /// Connections, the quickest first.
+    /// Its connections here, the quickest first.
     conns: Vec<usize>,
     /// Something may be ready to send.
     dirty: bool,
-}
-
-impl LaneState {
-    fn memory(&self, index: usize, side: Side, comm: u64, message: u64) -> Option<Memory> {
-        let end = self.ends.get(&(side, comm))?;
-        let number = message * self.peer.lanes as u64 + index as u64;
-        end.comm.slots.memory(number)
-    }
 }
 
 /// See the module.
@@ -153,38 +163,33 @@ pub struct Worker {
     index: usize,
     shared: Arc<Shared>,
     epoll: Epoll,
-    started: Instant,
-    lanes: Vec<Option<LaneState>>,
-    by_peer: HashMap<PeerKey, usize>,
-    conns: Vec<Option<Conn>>,
+    links: Vec<Option<Mine>>,
+    conns: Vec<Option<Box<Conn>>>,
     /// Connections that may have something to read.
     hot: Vec<usize>,
     /// Which comms share a bit of the bell.
-    bits: Vec<Vec<(usize, Side, u64)>>,
+    bits: Vec<Vec<(Arc<Peer>, Side, u64)>>,
     next_bit: usize,
     scratch: Vec<u8>,
+    load: Load,
     stopped: bool,
 }
 
-/// Code of a failed request: the peer or the way to it.
-pub const REMOTE: usize = 0;
-/// Code of a failed request: a message that was longer than its buffer.
-pub const OVERSIZE: usize = 1;
-
-fn code(why: Option<Why>) -> usize {
-    match why {
-        Some(Why::Oversize { .. }) => OVERSIZE,
-        _ => REMOTE,
+fn place_in<T>(all: &mut Vec<Option<T>>, one: T) -> usize {
+    match all.iter().position(Option::is_none) {
+        Some(place) => {
+            all[place] = Some(one);
+            place
+        }
+        None => {
+            all.push(Some(one));
+            all.len() - 1
+        }
     }
 }
 
-fn eager(shared: &Shared, lanes: usize) -> (usize, u64) {
-    let slots = (shared.config.eager_slots / lanes).max(1);
-    (slots, shared.config.eager_bytes)
-}
-
 impl Worker {
-    /// A worker for the lanes with this number.
+    /// The worker with this number.
     pub fn new(index: usize, shared: Arc<Shared>) -> std::io::Result<Worker> {
         let epoll = Epoll::new()?;
         epoll.add_readable(shared.workers[index].waker.fd(), WAKER)?;
@@ -192,20 +197,19 @@ impl Worker {
             index,
             shared,
             epoll,
-            started: Instant::now(),
-            lanes: Vec::new(),
-            by_peer: HashMap::new(),
+            links: Vec::new(),
             conns: Vec::new(),
             hot: Vec::new(),
             bits: vec![Vec::new(); BITS],
             next_bit: 0,
             scratch: vec![0; 256 << 10],
+            load: Load::default(),
             stopped: false,
         })
     }
 
     fn now(&self) -> Duration {
-        self.started.elapsed()
+        self.shared.started.elapsed()
     }
 
     /// Runs until it is told to stop.
@@ -214,6 +218,7 @@ impl Worker {
         let handle = &shared.workers[self.index];
         let mut ready: Vec<Ready> = Vec::new();
         let (mut idle_since, mut timers_at) = (self.now(), Duration::ZERO);
+        let mut turn = idle_since;
         while !self.stopped {
             let mut active = false;
             if handle.has_tasks.swap(false, SyncOrdering::SeqCst) {
@@ -227,34 +232,55 @@ impl Worker {
                 handle.bell.drain(|bit| self.poll_bit(bit));
                 active = true;
             }
-            let timeout = Some(Duration::ZERO);
-            if self.epoll.wait(&mut ready, timeout).is_ok() {
+            if handle.nudged.swap(false, SyncOrdering::SeqCst) {
+                for mine in self.links.iter_mut().flatten() {
+                    mine.dirty = true;
+                }
+            }
+            // Requests first: what they put on the wire travels while the rest is looked at.
+            active |= self.pump_dirty();
+            if self.epoll.wait(&mut ready, Some(Duration::ZERO)).is_ok() {
                 active |= self.note(&ready);
             }
             active |= self.read_hot();
             active |= self.pump_dirty();
             let now = self.now();
+            self.load.count(now - turn, active);
+            turn = now;
             if now >= timers_at {
                 timers_at = self.timers(now).min(now + TICK);
+                self.spread();
             }
             if active {
                 idle_since = now;
-            } else if now - idle_since >= SPIN {
+            } else if now - idle_since >= self.patience() {
                 let until = self.timers(now);
                 handle.bell.sleep();
-                let news = handle.bell.rung() || handle.has_tasks.load(SyncOrdering::SeqCst);
-                if !news {
+                if !handle.has_news() {
                     let timeout = until.saturating_sub(self.now());
                     if self.epoll.wait(&mut ready, Some(timeout)).is_ok() {
                         self.note(&ready);
                     }
                 }
                 handle.bell.awake();
-                handle.waker.clear();
+                if ready.iter().any(|one| one.token == WAKER) {
+                    handle.waker.clear();
+                }
                 idle_since = self.now();
-                timers_at = idle_since;
+                self.load.count(idle_since - turn, false);
+                turn = idle_since;
+                timers_at = timers_at.min(idle_since + TICK);
             }
         }
+    }
+
+    /// How long to look for news before sleeping.
+    fn patience(&self) -> Duration {
+        let links = self.links.iter().flatten();
+        let under_way: u64 = links
+            .map(|mine| mine.peer.under_way.load(Ordering::Relaxed))
+            .sum();
+        if under_way >= BULK { SPIN_BULK } else { SPIN }
     }
 
     fn note(&mut self, ready: &[Ready]) -> bool {
@@ -275,8 +301,8 @@ impl Worker {
             }
             if one.writable && !conn.writable {
                 conn.writable = true;
-                if let Some(Some(lane)) = self.lanes.get_mut(conn.lane) {
-                    lane.dirty = true;
+                if let Some(Some(mine)) = self.links.get_mut(conn.link) {
+                    mine.dirty = true;
                 }
             }
         }
@@ -285,37 +311,34 @@ impl Worker {
 
     // ---- tasks ----
 
-    fn lane_for(&mut self, peer: &Arc<Peer>) -> usize {
-        if let Some(index) = self.by_peer.get(&peer.key) {
-            return *index;
+    /// The place of a peer in the list, made where it is new.
+    fn link_for(&mut self, peer: &Arc<Peer>) -> usize {
+        let known = self.link_of(peer);
+        known.unwrap_or_else(|| {
+            let mine = Mine {
+                peer: peer.clone(),
+                conns: Vec::new(),
+                dirty: false,
+            };
+            place_in(&mut self.links, mine)
+        })
+    }
+
+    fn link_of(&self, peer: &Arc<Peer>) -> Option<usize> {
+        self.links.iter().position(|mine| {
+            mine.as_ref()
+                .is_some_and(|mine| Arc::ptr_eq(&mine.peer, peer))
+        })
+    }
+
+    fn dirty(&mut self, peer: &Arc<Peer>) {
+        let link = self.link_for(peer);
+        if let Some(Some(mine)) = self.links.get_mut(link) {
+            mine.dirty = true;
         }
-        let (eager_slots, eager_bytes) = eager(&self.shared, peer.lanes);
-        let config = LaneConfig {
-            eager_slots,
-            eager_bytes,
-            patience: self.shared.config.timeout,
-        };
-        let state = LaneState {
-            peer: peer.clone(),
-            lane: Lane::new(config, self.now()),
-            ends: HashMap::new(),
-            conns: Vec::new(),
-            dirty: false,
-        };
-        let index = match self.lanes.iter().position(Option::is_none) {
-            Some(index) => index,
-            None => {
-                self.lanes.push(None);
-                self.lanes.len() - 1
-            }
-        };
-        self.lanes[index] = Some(state);
-        self.by_peer.insert(peer.key, index);
-        index
     }
 
     fn perform(&mut self, task: Task) {
-        let now = self.now();
         match task {
             Task::Connect {
                 peer,
@@ -324,56 +347,57 @@ impl Worker {
                 interface,
                 stats,
             } => {
-                let lane = self.lane_for(&peer);
-                let index = match self.conns.iter().position(Option::is_none) {
-                    Some(index) => index,
-                    None => {
-                        self.conns.push(None);
-                        self.conns.len() - 1
-                    }
-                };
-                if let Err(error) = self.epoll.add_edge(fd.as_raw_fd(), index as u64) {
-                    self.shared
-                        .log(Level::Warn, &format!("a connection was dropped: {error}"));
-                    self.shared.news(News::Lost(peer.key, self.index, path));
-                    return;
-                }
+                let now = self.now();
                 lock(&self.shared.paths).insert((peer.key.mirror, path), stats.clone());
-                peer.paths[self.index].fetch_add(1, Ordering::Relaxed);
-                self.conns[index] = Some(Conn::new(fd, lane, path, interface, stats));
-                self.hot.push(index);
-                if let Some(Some(state)) = self.lanes.get_mut(lane) {
-                    state.lane.path_up(path, now);
-                    state.conns.push(index);
-                    state.dirty = true;
-                }
-            }
-            Task::Begin(comm, listener) => self.begin(comm, listener),
-            Task::Accept(comm) => {
-                if let Some(index) = self.by_peer.get(&comm.peer.key).copied()
-                    && let Some(Some(state)) = self.lanes.get_mut(index)
+                peer.connections.fetch_add(1, Ordering::Relaxed);
                 {
-                    state.lane.accept(comm.id);
-                    state.dirty = true;
+                    let mut link = lock(&peer.link);
+                    link.lane.path_up(path, now);
+                    link.owners.insert(path, self.index);
                 }
+                let conn = Conn::new(fd, 0, path, interface, stats);
+                self.adopt(&peer, Box::new(conn));
+            }
+            Task::Adopt(peer, conn) => self.adopt(&peer, conn),
+            Task::Begin(comm, listener) => {
+                let bit = self.next_bit;
+                self.next_bit = (self.next_bit + 1) % BITS;
+                self.bits[bit].push((comm.peer.clone(), comm.side, comm.id));
+                comm.bit.store(bit, Ordering::Relaxed);
+                let now = self.now();
+                lock(&comm.peer.link).begin(&comm, listener, now);
+                self.dirty(&comm.peer);
+            }
+            Task::Accept(comm) => {
+                lock(&comm.peer.link).lane.accept(comm.id);
+                self.dirty(&comm.peer);
             }
             Task::Decline(peer, comm) => {
-                if let Some(index) = self.by_peer.get(&peer).copied()
-                    && let Some(Some(state)) = self.lanes.get_mut(index)
-                {
-                    state.lane.decline(comm);
-                    state.dirty = true;
-                }
+                lock(&peer.link).lane.decline(comm);
+                self.dirty(&peer);
             }
             Task::Release(comm) => {
-                self.release(&comm);
-                comm.released.fetch_add(1, Ordering::Release);
+                let bit = comm.bit.load(Ordering::Relaxed);
+                self.bits[bit].retain(|(peer, side, id)| {
+                    !(Arc::ptr_eq(peer, &comm.peer) && *side == comm.side && *id == comm.id)
+                });
+                let chores = {
+                    let mut link = lock(&comm.peer.link);
+                    link.release(&comm);
+                    link.events(&comm.peer, &self.shared);
+                    link.chores()
+                };
+                self.dirty(&comm.peer);
+                self.do_chores(&comm.peer, chores);
+                self.forget_if_over(&comm.peer);
             }
-            Task::Drop(peer, path) => {
-                if let Some(index) = self.by_peer.get(&peer).copied()
-                    && let Some(conn) = self.conn_of(index, path)
-                {
-                    self.lose(conn, "not worth keeping");
+            Task::Drop(peer, path, why) => self.drop_path(&peer, path, why),
+            Task::Detach(peer) => {
+                self.detach(&peer);
+            }
+            Task::Give(peer, to) => {
+                if let Some(link) = self.link_of(&peer) {
+                    self.give(link, self.count(link).div_ceil(2), to);
                 }
             }
             Task::InterfaceDown(interface) => {
@@ -389,264 +413,101 @@ impl Worker {
         }
     }
 
-    fn begin(&mut self, comm: Arc<Comm>, listener: Option<u64>) {
-        let now = self.now();
-        let index = self.lane_for(&comm.peer);
-        let (slots, bytes) = eager(&self.shared, comm.peer.lanes);
-        let bit = self.next_bit;
-        self.next_bit = (self.next_bit + 1) % BITS;
-        self.bits[bit].push((index, comm.side, comm.id));
-        comm.bits[self.index].store(bit, Ordering::Relaxed);
-        let Some(Some(state)) = self.lanes.get_mut(index) else {
-            return;
-        };
-        let eager = match comm.side {
-            Side::Send => {
-                state.lane.add_send(comm.id, listener, now);
-                Vec::new()
-            }
-            Side::Receive => {
-                state.lane.add_receive(comm.id, now);
-                vec![0; slots * bytes as usize]
-            }
-        };
-        state.dirty = true;
-        let end = End {
-            comm: comm.clone(),
-            next: self.index as u64,
-            eager,
-            bit,
-            failed: false,
-        };
-        state.ends.insert((comm.side, comm.id), end);
-        comm.registered.fetch_add(1, Ordering::Release);
-    }
-
-    fn release(&mut self, comm: &Comm) {
-        let Some(index) = self.by_peer.get(&comm.peer.key).copied() else {
-            return;
-        };
-        self.detach(index, comm.side, comm.id, None);
-        let Some(Some(state)) = self.lanes.get_mut(index) else {
-            return;
-        };
-        comm.slots.fail(self.index, comm.peer.lanes, REMOTE);
-        if let Some(end) = state.ends.remove(&(comm.side, comm.id)) {
-            self.bits[end.bit].retain(|one| *one != (index, comm.side, comm.id));
-        }
-        state.lane.close(comm.id, comm.side);
-        state.dirty = true;
-        self.events(index);
-        self.forget_if_over(index);
-    }
-
-    fn forget_if_over(&mut self, index: usize) {
-        if let Some(Some(state)) = self.lanes.get(index)
-            && state.ends.is_empty()
-            && state.conns.is_empty()
-        {
-            self.by_peer.remove(&state.peer.key);
-            self.lanes[index] = None;
-        }
-    }
-
-    // ---- requests ----
-
     fn poll_bit(&mut self, bit: usize) {
         for place in 0..self.bits[bit].len() {
-            let (index, side, comm) = self.bits[bit][place];
-            self.poll_comm(index, side, comm);
+            let (peer, side, id) = self.bits[bit][place].clone();
+            let chores = {
+                let mut link = lock(&peer.link);
+                link.poll(side, id, &peer, &self.shared);
+                link.chores()
+            };
+            self.dirty(&peer);
+            self.do_chores(&peer, chores);
         }
     }
 
-    fn poll_comm(&mut self, index: usize, side: Side, id: u64) {
-        loop {
-            let Some(Some(state)) = self.lanes.get_mut(index) else {
-                return;
-            };
-            let Some(end) = state.ends.get_mut(&(side, id)) else {
-                return;
-            };
-            if end.failed {
-                let code = code(end.comm.failure());
-                end.comm.slots.fail(self.index, state.peer.lanes, code);
-                return;
+    /// What was left for after the lock was freed.
+    fn do_chores(&mut self, peer: &Arc<Peer>, chores: Vec<Chore>) {
+        let mut detach = false;
+        for chore in chores {
+            match chore {
+                Chore::Drop(path) => {
+                    self.drop_path(peer, path, "nothing was confirmed for too long");
+                }
+                Chore::Detach => detach = true,
             }
-            let Some(length) = end.comm.slots.take(end.next) else {
-                return;
-            };
-            end.next += state.peer.lanes as u64;
-            let taken = match side {
-                Side::Send => state.lane.send(id, length as u64),
-                Side::Receive => state.lane.post(id, length as u64),
-            };
-            state.dirty = true;
-            if taken.is_none() {
-                // Cannot be: there are as many slots as the lane's window. Fail rather than hang.
-                end.failed = true;
-                end.comm.fail(Why::PeerClosed);
+        }
+        if detach {
+            self.detach(peer);
+            for other in self.others(peer) {
+                self.shared.workers[other].ask(Task::Detach(peer.clone()));
             }
-            self.events(index);
         }
     }
 
-    // ---- events ----
-
-    /// What is queued of a message is copied, before its memory goes back to its owner.
-    fn detach(&mut self, index: usize, side: Side, comm: u64, message: Option<u64>) {
-        if side == Side::Receive {
-            return;
+    /// The other workers that have connections to a peer.
+    fn others(&self, peer: &Peer) -> Vec<usize> {
+        if self.shared.workers.len() == 1 {
+            return Vec::new();
         }
-        let Some(Some(state)) = self.lanes.get(index) else {
+        let mut others: Vec<usize> = lock(&peer.link).owners.values().copied().collect();
+        others.sort_unstable();
+        others.dedup();
+        others.retain(|owner| *owner != self.index);
+        others
+    }
+
+    fn detach(&mut self, peer: &Arc<Peer>) {
+        let Some(Some(mine)) = self.link_of(peer).and_then(|link| self.links.get(link)) else {
             return;
         };
-        for conn in &state.conns {
-            if let Some(Some(conn)) = self.conns.get_mut(*conn)
-                && conn.frames() > 0
-            {
-                conn.detach(comm, message, |comm, message| {
-                    state.memory(self.index, Side::Send, comm, message)
-                });
-            }
-        }
-    }
-
-    fn events(&mut self, index: usize) {
-        loop {
-            let Some(Some(state)) = self.lanes.get_mut(index) else {
-                return;
-            };
-            let Some(event) = state.lane.event() else {
-                return;
-            };
-            let lanes = state.peer.lanes as u64;
-            let number = |message: u64| message * lanes + self.index as u64;
-            match event {
-                Event::Sent {
-                    comm,
-                    message,
-                    length,
-                } => {
-                    let number = number(message);
-                    self.detach(index, Side::Send, comm, Some(message));
-                    self.finish(index, Side::Send, comm, number, length);
-                }
-                Event::Received {
-                    comm,
-                    message,
-                    length,
-                } => {
-                    let number = number(message);
-                    self.finish(index, Side::Receive, comm, number, length);
-                }
-                Event::Deliver {
-                    comm,
-                    message,
-                    slot,
-                    length,
-                } => {
-                    let number = number(message);
-                    if let Some(end) = state.ends.get(&(Side::Receive, comm))
-                        && let Some(memory) = end.comm.slots.memory(number)
-                    {
-                        let from = slot * self.shared.config.eager_bytes as usize;
-                        let bytes = &end.eager[from..from + length as usize];
-                        // SAFETY: the request is taken, so its memory is lent to this worker, and
-                        // the lane has checked that the message fits it.
-                        #[allow(unsafe_code, reason = "an eager message is delivered")]
-                        unsafe {
-                            sys::copy(Memory::read_only(bytes), memory);
-                        }
-                    }
-                    self.finish(index, Side::Receive, comm, number, length);
-                }
-                Event::Failed { comm, side, why } => self.fail(index, side, comm, why),
-                Event::Died(path) => {
-                    if let Some(conn) = self.conn_of(index, path) {
-                        self.lose(conn, "nothing was confirmed for too long");
-                    }
-                }
-                Event::Suspected(path) => {
-                    let peer = state.peer.key;
-                    self.mark(index, path, true);
-                    self.shared.news(News::Suspected(peer, self.index, path));
-                }
-                Event::Recovered(path) => self.mark(index, path, false),
-                Event::Open { comm, listener } => {
-                    let peer = state.peer.clone();
-                    if !self.shared.offer(listener, peer, comm)
-                        && let Some(Some(state)) = self.lanes.get_mut(index)
-                    {
-                        state.lane.decline(comm);
-                    }
-                }
-                Event::Opened { comm, accepted } => {
-                    if let Some(end) = state.ends.get(&(Side::Send, comm)) {
-                        let answer = if accepted { ACCEPTED } else { DECLINED };
-                        end.comm.opened.store(answer, Ordering::Release);
-                    }
+        let mut link = lock(&peer.link);
+        for index in &mine.conns {
+            if let Some(Some(conn)) = self.conns.get_mut(*index) {
+                conn.detach(|comm, message| link.is_over(comm, message));
+                for (comm, message) in conn.done.drain(..) {
+                    link.unpin(Side::Send, comm, message);
                 }
             }
         }
     }
 
-    fn finish(&mut self, index: usize, side: Side, comm: u64, number: u64, length: u64) {
-        if let Some(Some(state)) = self.lanes.get(index)
-            && let Some(end) = state.ends.get(&(side, comm))
+    fn forget_if_over(&mut self, peer: &Arc<Peer>) {
+        let Some(index) = self.link_of(peer) else {
+            return;
+        };
+        if let Some(Some(mine)) = self.links.get(index)
+            && mine.conns.is_empty()
+            && !mine.dirty
+            && lock(&peer.link).is_idle()
         {
-            end.comm.slots.finish(number, length as usize);
-        }
-    }
-
-    fn fail(&mut self, index: usize, side: Side, comm: u64, why: Why) {
-        self.detach(index, side, comm, None);
-        let Some(Some(state)) = self.lanes.get_mut(index) else {
-            return;
-        };
-        let Some(end) = state.ends.get_mut(&(side, comm)) else {
-            return;
-        };
-        end.failed = true;
-        end.comm.fail(why);
-        end.comm
-            .slots
-            .fail(self.index, state.peer.lanes, code(Some(why)));
-        // A receiver that refused a message stays until it is closed: it must go on saying so.
-        if side == Side::Send || !matches!(why, Why::Oversize { .. }) {
-            state.lane.close(comm, side);
-        }
-        let level = match why {
-            Why::PeerClosed => Level::Debug,
-            _ => Level::Warn,
-        };
-        let name = state.peer.name();
-        self.shared
-            .log(level, &format!("comm {comm} with {name}: {why}"));
-    }
-
-    fn mark(&self, index: usize, path: PathId, suspect: bool) {
-        if let Some(conn) = self.conn_of(index, path)
-            && let Some(Some(conn)) = self.conns.get(conn)
-        {
-            conn.stats.suspected(suspect);
-            let what = if suspect {
-                "is suspect: nothing was confirmed for a while"
-            } else {
-                "carries again"
-            };
-            let PathStats {
-                nic, port, peer, ..
-            } = &*conn.stats;
-            let text = format!("path {nic}:{port} to {peer} {what}");
-            self.shared.log(Level::Info, &text);
+            self.links[index] = None;
         }
     }
 
     // ---- connections ----
 
-    fn conn_of(&self, index: usize, path: PathId) -> Option<usize> {
-        let state = self.lanes.get(index)?.as_ref()?;
-        state.conns.iter().copied().find(|conn| {
+    fn adopt(&mut self, peer: &Arc<Peer>, mut conn: Box<Conn>) {
+        let link = self.link_for(peer);
+        conn.link = link;
+        conn.readable = true;
+        conn.writable = true;
+        let fd = conn.fd.as_raw_fd();
+        let index = place_in(&mut self.conns, conn);
+        if let Some(Some(mine)) = self.links.get_mut(link) {
+            mine.conns.push(index);
+            mine.dirty = true;
+        }
+        self.hot.push(index);
+        match self.epoll.add_edge(fd, index as u64) {
+            Ok(()) => self.detach(peer),
+            Err(error) => self.lose(index, &error.to_string()),
+        }
+    }
+
+    fn conn_of(&self, peer: &Arc<Peer>, path: PathId) -> Option<usize> {
+        let mine = self.links.get(self.link_of(peer)?)?.as_ref()?;
+        mine.conns.iter().copied().find(|conn| {
             self.conns
                 .get(*conn)
                 .and_then(Option::as_ref)
@@ -654,259 +515,58 @@ impl Worker {
         })
     }
 
+    /// Closes a path, or asks the worker that has it.
+    fn drop_path(&mut self, peer: &Arc<Peer>, path: PathId, why: &'static str) {
+        if let Some(conn) = self.conn_of(peer, path) {
+            self.lose(conn, why);
+            return;
+        }
+        let owner = lock(&peer.link).owners.get(&path).copied();
+        if let Some(owner) = owner.filter(|owner| *owner != self.index) {
+            self.shared.workers[owner].ask(Task::Drop(peer.clone(), path, why));
+        }
+    }
+
     fn lose(&mut self, index: usize, why: &str) {
-        let Some(conn) = self.conns.get_mut(index).and_then(Option::take) else {
+        let Some(mut conn) = self.conns.get_mut(index).and_then(Option::take) else {
             return;
         };
         let now = self.now();
         sys::set_reset_on_close(conn.fd.as_raw_fd());
-        if let Some(Some(state)) = self.lanes.get_mut(conn.lane) {
-            state.conns.retain(|one| *one != index);
-            state.lane.path_down(conn.path, now);
-            state.dirty = true;
-            let peer = &state.peer;
-            peer.paths[self.index].fetch_sub(1, Ordering::Relaxed);
-            lock(&self.shared.paths).remove(&(peer.key.mirror, conn.path));
-            let stats = &conn.stats;
-            let level = if state.ends.is_empty() {
-                Level::Debug
-            } else {
-                Level::Info
-            };
-            let text = format!(
-                "path {}:{} to {} is gone: {why}",
-                stats.nic, stats.port, stats.peer
-            );
-            self.shared.log(level, &text);
-            self.shared
-                .news(News::Lost(peer.key, self.index, conn.path));
-        }
-        let lane = conn.lane;
-        drop(conn);
-        self.events(lane);
-        self.forget_if_over(lane);
-    }
-
-    fn read_hot(&mut self) -> bool {
-        let mut any = false;
-        for index in std::mem::take(&mut self.hot) {
-            match self.read(index) {
-                Ok(bytes) => any |= bytes > 0,
-                Err(why) => self.lose(index, &why),
-            }
-            if let Some(Some(conn)) = self.conns.get(index)
-                && conn.readable
-                && !self.hot.contains(&index)
-            {
-                self.hot.push(index);
-            }
-        }
-        any
-    }
-
-    /// Reads for one turn: bytes, or why the connection is over.
-    fn read(&mut self, index: usize) -> Result<usize, String> {
-        let mut total = 0;
-        while let Some(Some(conn)) = self.conns.get(index) {
-            if !conn.readable || total >= READ_TURN {
-                break;
-            }
-            self.parse(index)?;
-            let place = self.place(index);
-            let Some(Some(conn)) = self.conns.get_mut(index) else {
-                break;
-            };
-            match conn.fill(place) {
-                Ok(0) => return Err("the peer closed it".into()),
-                Ok(bytes) => total += bytes,
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                    conn.readable = false;
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error.to_string()),
-            }
-        }
-        self.parse(index)?;
-        Ok(total)
-    }
-
-    /// The memory from the first missing byte of the arriving chunk on; scratch where it goes
-    /// nowhere; `None` where no chunk is arriving.
-    fn place(&mut self, index: usize) -> Option<Memory> {
-        let conn = self.conns.get(index)?.as_ref()?;
-        let Arriving {
-            comm,
-            message,
-            offset,
-            length,
-            got,
-        } = conn.arriving?;
-        let (at, rest) = (offset + u64::from(got), (length - got) as usize);
-        let state = self.lanes.get_mut(conn.lane)?.as_mut()?;
-        let found = match state.lane.place(comm, message) {
-            Place::Buffer => state
-                .memory(self.index, Side::Receive, comm, message)
-                .and_then(|memory| memory.part(at, rest)),
-            Place::Eager(slot) => {
-                let bytes = self.shared.config.eager_bytes;
-                let end = state.ends.get_mut(&(Side::Receive, comm))?;
-                let from = slot as u64 * bytes + at;
-                Memory::of(&mut end.eager).part(from, rest)
-            }
-            Place::Nowhere => None,
+        let Some(Some(mine)) = self.links.get_mut(conn.link) else {
+            return;
         };
-        let mut scratch = Memory::of(&mut self.scratch);
-        scratch.length = scratch.length.min(rest);
-        Some(found.unwrap_or(scratch))
-    }
-
-    /// Takes frames and their bytes out of the staging buffer.
-    fn parse(&mut self, index: usize) -> Result<(), String> {
-        loop {
-            let place = self.place(index);
-            let Some(Some(conn)) = self.conns.get_mut(index) else {
-                return Ok(());
-            };
-            let (lane, path) = (conn.lane, conn.path);
-            if let Some(arriving) = conn.arriving {
-                if arriving.got < arriving.length {
-                    if conn.staged() == 0 {
-                        return Ok(());
-                    }
-                    conn.unstage(place);
-                    continue;
-                }
-                conn.arriving = None;
-                if let Some(Some(state)) = self.lanes.get_mut(lane) {
-                    let Arriving {
-                        comm,
-                        message,
-                        offset,
-                        length,
-                        ..
-                    } = arriving;
-                    state.lane.filled(comm, message, offset, length);
-                    state.dirty = true;
-                }
-                self.events(lane);
-                continue;
+        mine.conns.retain(|one| *one != index);
+        mine.dirty = true;
+        let peer = mine.peer.clone();
+        peer.connections.fetch_sub(1, Ordering::Relaxed);
+        lock(&self.shared.paths).remove(&(peer.key.mirror, conn.path));
+        conn.abandon();
+        let (chores, idle, others) = {
+            let mut link = lock(&peer.link);
+            for (comm, message) in conn.done.drain(..) {
+                link.unpin(Side::Send, comm, message);
             }
-            let Some(header) = conn.header() else {
-                return Ok(());
-            };
-            let frame = Frame::parse(&header).map_err(|error| error.to_string())?;
-            if let Frame::Chunk {
-                comm,
-                message,
-                offset,
-                length,
-                ..
-            } = frame
-            {
-                conn.arriving = Some(Arriving {
-                    comm,
-                    message,
-                    offset,
-                    length,
-                    got: 0,
-                });
-            }
-            let now = self.now();
-            if let Some(Some(state)) = self.lanes.get_mut(lane) {
-                let result = state.lane.receive(path, &frame, now);
-                result.map_err(|error| error.to_string())?;
-                state.dirty = true;
-            }
-            self.events(lane);
-        }
-    }
-
-    // ---- out ----
-
-    fn pump_dirty(&mut self) -> bool {
-        let mut any = false;
-        for index in 0..self.lanes.len() {
-            if let Some(Some(state)) = self.lanes.get_mut(index)
-                && std::mem::take(&mut state.dirty)
-            {
-                any |= self.pump(index);
+            link.owners.remove(&conn.path);
+            link.lane.path_down(conn.path, now);
+            link.events(&peer, &self.shared);
+            (link.chores(), link.is_idle(), link.lane.has_work())
+        };
+        let stats = &conn.stats;
+        let level = if idle { Level::Debug } else { Level::Info };
+        let text = format!(
+            "path {}:{} to {} is gone: {why}",
+            stats.nic, stats.port, stats.peer
+        );
+        self.shared.log(level, &text);
+        self.shared.news(News::Lost(peer.key, conn.path));
+        drop(conn);
+        self.do_chores(&peer, chores);
+        if others {
+            for other in self.others(&peer) {
+                self.shared.workers[other].nudge();
             }
         }
-        any
-    }
-
-    /// Lets every path with room pull, in turn.
-    fn pump(&mut self, index: usize) -> bool {
-        let now = self.now();
-        let mut any = false;
-        for _ in 0..8 {
-            let mut moved = false;
-            let (mut broken, mut used) = (Vec::new(), Vec::new());
-            let Some(Some(state)) = self.lanes.get_mut(index) else {
-                return any;
-            };
-            for place in 0..state.conns.len() {
-                let number = state.conns[place];
-                let Some(Some(conn)) = self.conns.get_mut(number) else {
-                    continue;
-                };
-                if !conn.writable {
-                    continue;
-                }
-                let mut chunks = 0;
-                while conn.queued() < PULL && conn.frames() < sys::PIECES / 2 {
-                    let Some(frame) = state.lane.transmit(conn.path, now) else {
-                        break;
-                    };
-                    chunks += usize::from(frame.payload() > 0);
-                    let chunk = match frame {
-                        Frame::Chunk {
-                            comm,
-                            message,
-                            offset,
-                            length,
-                            ..
-                        } => Some((comm, message, offset, length)),
-                        _ => None,
-                    };
-                    conn.push(frame.emit(), chunk);
-                }
-                if conn.frames() == 0 {
-                    continue;
-                }
-                if chunks > 0 {
-                    used.push(number);
-                }
-                let want = conn.queued();
-                let result =
-                    conn.flush(|comm, message| state.memory(self.index, Side::Send, comm, message));
-                match result {
-                    Ok(bytes) => {
-                        moved = true;
-                        if bytes < want {
-                            conn.writable = false;
-                        }
-                    }
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                        conn.writable = false;
-                    }
-                    Err(error) => broken.push((number, error.to_string())),
-                }
-            }
-            // Who took a chunk has its next turn after the others.
-            state.conns.sort_by_key(|number| used.contains(number));
-            for (number, why) in broken {
-                self.lose(number, &why);
-            }
-            any |= moved;
-            if !moved {
-                return any;
-            }
-        }
-        if let Some(Some(state)) = self.lanes.get_mut(index) {
-            state.dirty = true;
-        }
-        any
     }
 
     // ---- time ----
@@ -914,24 +574,31 @@ impl Worker {
     /// Does what is due; when it is next needed.
     fn timers(&mut self, now: Duration) -> Duration {
         let mut next = now + Duration::from_secs(1);
-        for index in 0..self.lanes.len() {
-            let Some(Some(state)) = self.lanes.get_mut(index) else {
+        for index in 0..self.links.len() {
+            let Some(Some(mine)) = self.links.get_mut(index) else {
                 continue;
             };
-            let Some(deadline) = state.lane.deadline() else {
-                continue;
-            };
-            if deadline > now {
-                next = next.min(deadline);
-                continue;
-            }
-            for number in &state.conns {
-                let Some(Some(conn)) = self.conns.get_mut(*number) else {
+            let peer = mine.peer.clone();
+            let owing: Vec<usize> = {
+                let link = lock(&peer.link);
+                let Some(deadline) = link.lane.deadline() else {
                     continue;
                 };
-                if !state.lane.owes(conn.path) {
+                if deadline > now {
+                    next = next.min(deadline);
                     continue;
                 }
+                let owes = |number: &usize| {
+                    let conn = self.conns.get(*number).and_then(Option::as_ref);
+                    conn.is_some_and(|conn| link.lane.owes(conn.path))
+                };
+                mine.conns.iter().copied().filter(owes).collect()
+            };
+            let mut reports = Vec::with_capacity(owing.len());
+            for number in owing {
+                let Some(Some(conn)) = self.conns.get_mut(number) else {
+                    continue;
+                };
                 let Ok(info) = sys::tcp_info(conn.fd.as_raw_fd()) else {
                     continue;
                 };
@@ -944,25 +611,34 @@ impl Worker {
                     rate: (info.delivery_rate > 0).then_some(info.delivery_rate as f64),
                 };
                 conn.acknowledged = info.bytes_acknowledged;
-                state.lane.report(conn.path, &report, now);
+                conn.look();
+                reports.push((conn.path, report, conn.outstanding()));
             }
-            let (conns, lane) = (&self.conns, &state.lane);
-            let rtt = |number: &usize| {
-                let conn = conns.get(*number).and_then(Option::as_ref);
-                conn.map_or(Duration::ZERO, |conn| lane.rtt(conn.path))
+            let chores = {
+                let mut link = lock(&peer.link);
+                for (path, report, outstanding) in reports {
+                    link.lane.report(path, &report, now);
+                    link.lane.delivered(path, outstanding);
+                }
+                let rtt = |number: &usize| {
+                    let conn = self.conns.get(*number).and_then(Option::as_ref);
+                    conn.map_or(Duration::ZERO, |conn| link.lane.rtt(conn.path))
+                };
+                // Paths that are about equally quick keep their turns.
+                let quickest = mine.conns.iter().map(rtt).min().unwrap_or_default();
+                let class = (quickest * 2 + Duration::from_micros(50)).as_nanos();
+                mine.conns
+                    .sort_by_key(|number| rtt(number).as_nanos() / class);
+                link.lane.on_time(now);
+                link.events(&peer, &self.shared);
+                mine.dirty = true;
+                if let Some(deadline) = link.lane.deadline() {
+                    next = next.min(deadline.max(now + Duration::from_millis(1)));
+                }
+                link.chores()
             };
-            // Paths that are about equally quick keep their turns.
-            let quickest = state.conns.iter().map(rtt).min().unwrap_or_default();
-            let class = (quickest * 2 + Duration::from_micros(50)).as_nanos();
-            state
-                .conns
-                .sort_by_key(|number| rtt(number).as_nanos() / class);
-            state.lane.on_time(now);
-            state.dirty = true;
-            if let Some(deadline) = state.lane.deadline() {
-                next = next.min(deadline.max(now + Duration::from_millis(1)));
-            }
-            self.events(index);
+            self.do_chores(&peer, chores);
+            self.forget_if_over(&peer);
             self.pump_dirty();
         }
         next

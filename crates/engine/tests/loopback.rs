@@ -160,6 +160,54 @@ fn many_in_flight_both_ways_keep_their_order() {
 }
 
 #[test]
+fn connections_change_hands_and_end_while_they_carry() {
+    let (a, b) = (engine(3), engine(2));
+    let (send, receive) = pair(&a, &b);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 0.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+                a.pass_connections_on();
+                b.pass_connections_on();
+                if round % 16 == 15 {
+                    b.cut_paths(1);
+                }
+            }
+        });
+        for number in 0..150 {
+            let size = 1 + number * 7919 % 2_000_000;
+            let mut from = [pattern(number, size), pattern(number + 1, 1000)];
+            let mut to = [vec![0; size], vec![0; 2000]];
+            let posted: Vec<_> = to
+                .iter_mut()
+                .map(|to| post(&b, &receive, to).unwrap())
+                .collect();
+            let sent: Vec<_> = from
+                .iter_mut()
+                .map(|from| post(&a, &send, from).unwrap())
+                .collect();
+            let lengths: Vec<_> = posted.into_iter().map(finish).collect();
+            assert_eq!(lengths, [size, 1000]);
+            sent.into_iter().for_each(|slot| {
+                finish(slot);
+            });
+            assert_eq!(from[0], to[0]);
+            assert_eq!(from[1], to[1][..1000]);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let mut huge = vec![0; 4 << 20];
+    post(&a, &send, &mut huge).unwrap();
+    a.pass_connections_on();
+    a.release(&send);
+    b.release(&receive);
+}
+
+#[test]
 fn a_comm_to_oneself_works() {
     let a = engine(1);
     let (send, receive) = pair(&a, &a);

@@ -6,6 +6,7 @@ pub mod adam;
 pub mod casts;
 pub mod chunks;
 pub mod formats;
+mod fused;
 pub mod int8;
 pub mod isa;
 pub mod norm;

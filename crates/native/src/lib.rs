@@ -12,6 +12,7 @@
 
 mod arena;
 mod compress;
+mod negotiate;
 mod optimizer;
 
 use evener_drive::bench::{self, Scenario};
@@ -134,6 +135,8 @@ mod _native {
     use super::compress::{
         cast_narrow, cast_widen, chunks_add, chunks_select, int8_dequantize_sum, int8_quantize,
     };
+    #[pymodule_export]
+    use super::negotiate::Negotiator;
     #[pymodule_export]
     use super::net_bench;
     #[pymodule_export]

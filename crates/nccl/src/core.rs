@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use evener_engine::comm::Comm;
 use evener_engine::hello::HANDLE;
+use evener_engine::link::OVERSIZE;
 use evener_engine::settings::{Process, Settings};
-use evener_engine::worker::OVERSIZE;
 use evener_engine::{Engine, Error, Level, Listener, Memory, Slot, Status};
 
 use crate::log;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::path::{Change, Path, PathId, PathState, Report};
 use crate::receive::{Outcome, Place, ReceiveComm};
 use crate::send::SendComm;
-use crate::wire::Frame;
+use crate::wire::{Frame, HEADER};
 
 /// What both sides of a lane must agree on, and how patient it is.
 #[derive(Debug, Clone, Copy)]
@@ -139,6 +139,12 @@ enum Control {
     Gone(PathId),
 }
 
+/// Paths that need less than this are as good as idle ones: the first of them is as good as any,
+/// and few connections that are warm cost less than many.
+const SHORT: Duration = Duration::from_micros(30);
+/// Bytes a second of a path that has delivered nothing yet.
+const UNKNOWN: f64 = 100e6;
+
 /// See the module.
 #[derive(Debug)]
 pub struct Lane {
@@ -157,6 +163,7 @@ pub struct Lane {
     /// Since when no path has been there.
     pathless: Option<Duration>,
     backlog: u64,
+    late: u64,
 }
 
 impl Lane {
@@ -174,6 +181,7 @@ impl Lane {
             events: VecDeque::new(),
             pathless: Some(now),
             backlog: 0,
+            late: 0,
         }
     }
 
@@ -335,6 +343,27 @@ impl Lane {
         self.paths.get(&id).map_or(Duration::ZERO, |path| path.rtt)
     }
 
+    /// How long a path needs for `queued` bytes that it has not delivered yet. Where a chunk waits
+    /// the shortest, it should go: so paths fill by what they carry, however many flows share them
+    /// and however little there is to send.
+    pub fn wait(&self, id: PathId, queued: u64) -> Duration {
+        let Some(path) = self.paths.get(&id) else {
+            return Duration::MAX;
+        };
+        // A path without a figure is taken for a slow one: it gets a chunk, and then it has one.
+        let rate = if path.rate > 0.0 { path.rate } else { UNKNOWN };
+        let wait = Duration::from_secs_f64(queued as f64 / rate);
+        if wait < SHORT { Duration::ZERO } else { wait }
+    }
+
+    /// Of what the path was given, `outstanding` bytes have not reached the peer, queued ones
+    /// included.
+    pub fn delivered(&mut self, id: PathId, outstanding: u64) {
+        if let Some(path) = self.paths.get_mut(&id) {
+            path.confirmed = path.confirmed.max(path.given.saturating_sub(outstanding));
+        }
+    }
+
     /// What the driver knows of a path.
     pub fn report(&mut self, id: PathId, report: &Report, now: Duration) {
         if let Some(path) = self.paths.get_mut(&id)
@@ -423,6 +452,7 @@ impl Lane {
             self.events.push_back(Event::Died(id));
             self.path_down(id, now);
         }
+        self.offer_late(now);
         if let Some(since) = self.pathless
             && now >= since + self.config.patience
             && !self.is_idle()
@@ -438,6 +468,31 @@ impl Lane {
                 self.closing.insert((side, comm));
             }
         }
+    }
+
+    /// Offers pieces that should have arrived long since to other paths.
+    fn offer_late(&mut self, now: Duration) {
+        if self.paths.len() < 2 {
+            return;
+        }
+        let paths = &self.paths;
+        let confirmed = |id: PathId| paths.get(&id).map_or(u64::MAX, |path| path.confirmed);
+        for (comm, send) in &mut self.sends {
+            let base = send.base;
+            for (index, message) in send.messages.iter_mut().enumerate() {
+                let before = message.backlog();
+                if !message.done && message.offer_late(now, confirmed) {
+                    self.late += 1;
+                    self.backlog += message.backlog() - before;
+                    self.ready.push_front((*comm, base + index as u64));
+                }
+            }
+        }
+    }
+
+    /// Messages of which something came late and went again.
+    pub fn late(&self) -> u64 {
+        self.late
     }
 
     fn any_live(&self) -> bool {
@@ -467,18 +522,28 @@ impl Lane {
             None => self.next_control().or_else(|| {
                 let share = self.backlog / live.max(1);
                 let share = u32::try_from(share).unwrap_or(u32::MAX).max(64 << 10);
-                self.next_chunk(id, limit.min(share))
+                self.next_chunk(id, limit.min(share), now)
             }),
         }?;
         let path = self.paths.get_mut(&id)?;
         Some(path.on_sent(frame, now))
     }
 
+    /// The next frame that belongs to this path and no other.
+    pub fn transmit_own(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
+        let path = self.paths.get_mut(&id)?;
+        let frame = path.own.pop_front()?;
+        Some(path.on_sent(frame, now))
+    }
+
     /// Whether [`Lane::transmit`] would find something for any live path.
     pub fn has_work(&self) -> bool {
-        !self.control.is_empty()
-            || !self.ready.is_empty()
-            || self.paths.values().any(|path| !path.own.is_empty())
+        self.has_frames() || self.paths.values().any(|path| !path.own.is_empty())
+    }
+
+    /// The same, without what belongs to one path alone.
+    pub fn has_frames(&self) -> bool {
+        !self.control.is_empty() || !self.ready.is_empty()
     }
 
     fn next_control(&mut self) -> Option<Frame> {
@@ -538,7 +603,7 @@ impl Lane {
         self.receives.get(&comm)?.get(message)
     }
 
-    fn next_chunk(&mut self, id: PathId, limit: u32) -> Option<Frame> {
+    fn next_chunk(&mut self, id: PathId, limit: u32, now: Duration) -> Option<Frame> {
         while let Some(&(comm, number)) = self.ready.front() {
             let message = self
                 .sends
@@ -551,6 +616,10 @@ impl Lane {
             };
             let total = message.total;
             let piece = message.take(id, limit)?;
+            if let Some(path) = self.paths.get(&id) {
+                let bytes = HEADER as u64 + u64::from(piece.length);
+                message.taken(path.given + bytes, path.due(piece.length, now));
+            }
             if !message.pending() {
                 self.ready.pop_front();
             }

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::wire::Frame;
+use crate::wire::{Frame, HEADER};
 
 /// A path's number: chosen at random by the side that opened it, the same on both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,19 +42,34 @@ pub const HEARTBEAT: Duration = Duration::from_millis(10);
 const IDLE: Duration = Duration::from_secs(1);
 /// Unconfirmed for this long, and four round trips: suspect.
 const SUSPECT: Duration = Duration::from_millis(60);
+/// A piece that has not arrived for this long, three times what it should take, and four round trips
+/// more, goes over another path as well: a lost tail holds up one piece for a timeout of the
+/// kernel's (200 ms), and without this everything behind it.
+const LATE: Duration = Duration::from_millis(10);
 /// Suspect for this long, and sixteen round trips: dead.
 const DEAD: Duration = Duration::from_millis(1000);
 /// A chunk should keep its path busy for about this long, seconds.
-const CHUNK_TIME: f64 = 1.5e-3;
-const CHUNK_FIRST: u32 = 128 << 10;
+const CHUNK_TIME: f64 = 0.5e-3;
+const CHUNK_FIRST: u32 = 64 << 10;
 const CHUNK_LEAST: f64 = 64.0 * 1024.0;
 const CHUNK_MOST: f64 = 512.0 * 1024.0;
+
+/// Unsent bytes under which a path has room for more, by its rate in bytes a second: enough to keep
+/// it busy until its driver comes again.
+pub fn unsent_room(rate: u64) -> u32 {
+    (rate / 2000).clamp(16 << 10, 512 << 10) as u32
+}
 
 #[derive(Debug)]
 pub(crate) struct Path {
     pub state: PathState,
     pub chunk: u32,
     pub rtt: Duration,
+    /// Bytes, headers included, that it was given, and that are known to have arrived.
+    pub given: u64,
+    pub confirmed: u64,
+    /// Bytes a second that it delivers while it has something to deliver; 0 where unknown.
+    pub rate: f64,
     /// Frames that belong to this path and no other.
     pub own: VecDeque<Frame>,
     /// When the oldest unconfirmed frame was sent.
@@ -77,6 +92,9 @@ impl Path {
             state: PathState::Live,
             chunk: CHUNK_FIRST,
             rtt: Duration::ZERO,
+            given: 0,
+            confirmed: 0,
+            rate: 0.0,
             own: VecDeque::new(),
             owes: None,
             progress: now,
@@ -87,6 +105,7 @@ impl Path {
 
     /// A frame is handed to the path: as it shall be sent.
     pub fn on_sent(&mut self, frame: Frame, now: Duration) -> Frame {
+        self.given += HEADER as u64 + u64::from(frame.payload());
         if matches!(frame, Frame::Pong { .. }) {
             // Needs no confirmation itself, or two idle peers would ping each other for ever.
             return frame;
@@ -103,6 +122,17 @@ impl Path {
             },
             other => other,
         }
+    }
+
+    /// When a piece of so many bytes, given now, would be late.
+    pub fn due(&self, bytes: u32, now: Duration) -> Duration {
+        let ahead = self.given.saturating_sub(self.confirmed) + u64::from(bytes);
+        let expected = if self.rate > 0.0 {
+            Duration::from_secs_f64(ahead as f64 / self.rate)
+        } else {
+            SUSPECT
+        };
+        now + LATE.max(expected * 3 + self.rtt * 4)
     }
 
     /// A ping came back. Whether the path was suspect.
@@ -126,6 +156,11 @@ impl Path {
             self.rtt = rtt;
         }
         if let Some(rate) = report.rate {
+            self.rate = if self.rate == 0.0 {
+                rate
+            } else {
+                self.rate + (rate - self.rate) / 4.0
+            };
             let bytes = (rate * CHUNK_TIME).clamp(CHUNK_LEAST, CHUNK_MOST);
             self.chunk = bytes as u32 / 4096 * 4096;
         }

@@ -5,6 +5,7 @@
 //! go again (`again`); what was pulled by a path and is not acknowledged is in `out`.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
 
 use crate::path::PathId;
 use crate::wire::{MAX_CHUNK, WHOLE};
@@ -21,6 +22,19 @@ pub(crate) struct Piece {
     pub length: u32,
 }
 
+/// A piece that a path has taken.
+#[derive(Debug, Clone, Copy)]
+struct Carried {
+    path: PathId,
+    piece: Piece,
+    /// The path's count of bytes at the piece's end.
+    end: u64,
+    /// From then on it is late.
+    due: Duration,
+    /// It was offered to others.
+    again: bool,
+}
+
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub total: u64,
@@ -29,7 +43,7 @@ pub(crate) struct Outgoing {
     eager: bool,
     next: u64,
     again: Vec<Piece>,
-    out: Vec<(PathId, Piece)>,
+    out: Vec<Carried>,
 }
 
 impl Outgoing {
@@ -89,19 +103,45 @@ impl Outgoing {
             self.next += u64::from(length);
             piece
         };
-        self.out.push((path, piece));
+        self.out.push(Carried {
+            path,
+            piece,
+            end: u64::MAX,
+            due: Duration::MAX,
+            again: false,
+        });
         Some(piece)
+    }
+
+    /// Where the piece that was taken last ends in its path's count of bytes, and when it is late.
+    pub fn taken(&mut self, end: u64, due: Duration) {
+        if let Some(last) = self.out.last_mut() {
+            (last.end, last.due) = (end, due);
+        }
+    }
+
+    /// Pieces that are late, and that their path has not confirmed, go again, once. Whether there
+    /// was any. `confirmed`: the count of bytes that a path has confirmed.
+    pub fn offer_late(&mut self, now: Duration, confirmed: impl Fn(PathId) -> u64) -> bool {
+        let before = self.again.len();
+        for carried in &mut self.out {
+            if !carried.again && carried.due <= now && confirmed(carried.path) < carried.end {
+                carried.again = true;
+                self.again.push(carried.piece);
+            }
+        }
+        self.again.len() > before
     }
 
     /// What `path` carried goes again. Whether there was any.
     pub fn give_back(&mut self, path: PathId) -> bool {
         let before = self.again.len();
         let again = &mut self.again;
-        self.out.retain(|(carrier, piece)| {
-            if *carrier == path {
-                again.push(*piece);
+        self.out.retain(|carried| {
+            if carried.path == path {
+                again.push(carried.piece);
             }
-            *carrier != path
+            carried.path != path
         });
         self.again.len() > before
     }

@@ -44,6 +44,7 @@ class Exchange:
     # [5] float64, by the last checked step: compressed . dense, and the squares of compressed,
     # dense, residual and gradient.
     measured: torch.Tensor | None = None
+    predicted_ms: float | None = None  # by the planner, where there is one
 
     def __post_init__(self) -> None:
         self.state = ShardState(self.bucket.index)

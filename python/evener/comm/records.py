@@ -89,7 +89,7 @@ class Records:
             "algorithm": "2d" if exchange.route.levels.two_level else "flat",
             "compressor": exchange.wire.name,
             "bytes_sent": exchange.wire.sent_bytes(end - start, size) if crosses else 0,
-            "predicted_ms": None,
+            "predicted_ms": exchange.predicted_ms,
             "measured_ms": exchange.timer.ms,
             "residual_ratio": _finite(verdict.residual_ratio) if verdict else None,
             "cosine": _finite(verdict.cosine) if verdict else None,

@@ -20,8 +20,9 @@ What happens to a bucket between nodes is `evener.comm.exchange`'s; what the com
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from evener.comm.exchange import Exchange, Step
 from evener.comm.groups import Communicators, Route
 from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
+from evener.comm.profile import Recorder
 from evener.comm.records import Records
 from evener.comm.state import LossScale
 from evener.comm.wires import Wire, choose
@@ -53,6 +55,8 @@ class Reducer:
     Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
     under `no_sync`), `passes` (backward passes whose gradients are summed before a submission) and
     `on_backward_end` (called by autograd when a backward that brought gradients has ended).
+    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says
+    which were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
 
     def __init__(
@@ -78,7 +82,15 @@ class Reducer:
         self.active = True
         self.passes = 1
         self.on_backward_end: Callable[[], None] | None = None
+        self.on_sparse: Callable[[int], None] | None = None
+        self.densifies = False
+        # Parameters whose gradients are sparse, or were; and whether this step's came as such.
+        self.sparse: set[int] = set()
+        self.densified: set[int] = set()
         self.track_unused = track_unused
+        self.recorder: Recorder | None = None
+        # Brings in what a front door has left on its way between steps.
+        self.finish: Callable[[], None] = lambda: None
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self._lanes: Lanes = (
@@ -105,11 +117,39 @@ class Reducer:
     def _lay_out(self, order: Iterable[int]) -> None:
         size = len(self.communicators.route.levels.inner)
         dense = frozenset[int]()
-        if wires.get(self.options.wire).lossy:
+        if wires.get(self.options.floor or self.options.wire).lossy:
             dense = frozenset(i for i, p in enumerate(self.parameters) if p.dim() <= 1)
         self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size, dense)
         self._make_exchanges()
+        self.sequence = tuple(range(len(self.buckets)))
         self._reset()
+
+    def resequence(self, sequence: Sequence[int]) -> None:
+        """Issue the buckets in this order from the next step on. The same on every rank."""
+        if sorted(sequence) != list(range(len(self.buckets))):
+            raise ValueError(f"{list(sequence)} is not an order of {len(self.buckets)} buckets")
+        self.sequence = tuple(sequence)
+
+    def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
+        """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
+
+        Between steps only, and the same on every rank. "flat" or "2d"; a form of `wires.names()`.
+        A bucket that remembers something of its shard stays on its route.
+        """
+        for index, (algorithm, form) in enumerate(choices):
+            old = self.exchanges[index]
+            flat = algorithm == "flat"
+            route = self.communicators.flat() if flat else self._route_of(old.bucket)
+            if route is not old.route and old.state.residual is None and old.state.velocity is None:
+                wire = self._wire(route, "exact")
+                self.exchanges[index] = Exchange(old.bucket, route, wire, self.options, old.names)
+            self.use(index, self.permitted(index, form))
+        self.resequence(sequence)
+
+    def permitted(self, index: int, form: str) -> str:
+        """`form`, or "exact" where this bucket must not be sent in it (norms, small shards)."""
+        exchange = self.exchanges[index]
+        return choose(dataclasses.replace(self.options, wire=form), exchange.route, exchange.bucket)
 
     def _route_of(self, bucket: Bucket) -> Route:
         if bucket.bytes > self.options.two_level_max_bytes:
@@ -142,7 +182,7 @@ class Reducer:
         self._here = [False] * len(self.parameters)
         self._order: list[int] = []
         self._next = 0
-        self._tickets: list[Ticket] = []
+        self._tickets: dict[int, Ticket] = {}
         self._callback_queued = False
 
     def set_passes(self, passes: int) -> None:
@@ -160,10 +200,16 @@ class Reducer:
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         if not self.active:
             return
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
+        if sparse and self.densifies:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_dense()
+            self.densified.add(index)
+            sparse = False
+        if sparse and self.on_sparse is None:
             raise UsageError(
                 f"the gradient of {self.names[index]} is sparse",
-                "use a dense one (sparse=False); sparse gradients are planned",
+                "use a dense one (sparse=False), or hvd.DistributedOptimizer, which reduces those",
             )
         if self.on_backward_end is not None and not self._callback_queued:
             self._callback_queued = True
@@ -178,25 +224,44 @@ class Reducer:
                 "(no_sync(), backward_passes_per_step)",
             )
         self._here[index] = True
-        self._order.append(index)
         bucket = self.buckets.bucket_of[index]
+        if sparse:
+            assert self.on_sparse is not None
+            self.sparse.add(index)
+            self.on_sparse(index)
+            if bucket < 0:
+                return
+        elif index in self.sparse:
+            raise CommError(
+                f"the gradient of {self.names[index]} is dense, and was sparse before",
+                "make it sparse in every step or in none; sparse_as_dense=True makes it dense",
+            )
+        else:
+            self._order.append(index)
         self._missing[bucket] -= 1
+        if self.recorder is not None and not self._missing[bucket]:
+            self.recorder.complete(bucket)
         self._issue_complete()
 
     def _issue_complete(self) -> None:
-        while self._next < len(self.buckets) and self._missing[self._next] == 0:
-            self.submit(self._next)
+        while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
+            self.submit(self.sequence[self._next])
 
     def submit(self, index: int) -> None:
         """Issue the next bucket; `index` must be its number, so that the order is explicit."""
-        if index != self._next:
-            raise ValueError(f"bucket {index} is out of order: bucket {self._next} comes next")
+        if index != self.sequence[self._next]:
+            raise ValueError(
+                f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
+            )
         exchange = self.exchanges[index]
         self._pack(exchange.bucket, exchange.route)
-        if index == 0:
+        if self._next == 0:
             self._step = self._begin_step()
         name = f"bucket {index} ({exchange.names[0]} ...)"
-        self._tickets.append(self._lanes.issue(name, self._stages(exchange, self._step)))
+        stages = self._stages(exchange, self._step)
+        if self.recorder is not None:
+            stages = self.recorder.submitted(index, stages)
+        self._tickets[index] = self._lanes.issue(name, stages)
         self._next += 1
 
     def _begin_step(self) -> Step:
@@ -212,7 +277,7 @@ class Reducer:
         views, gradients = [], []
         for slot in bucket.slots:
             view, gradient = self.buckets.views[slot.index], self.parameters[slot.index].grad
-            if gradient is None:
+            if gradient is None or slot.index in self.sparse:
                 view.zero_()
                 continue
             views.append(view)
@@ -221,7 +286,7 @@ class Reducer:
             layout.pack(views, gradients, route.scaling.pack)
         for slot in bucket.slots:
             parameter = self.parameters[slot.index]
-            if parameter.grad is not None:
+            if parameter.grad is not None and slot.index not in self.sparse:
                 parameter.grad = self.buckets.views[slot.index]
 
     def _stages(self, exchange: Exchange, step: Step) -> tuple[Stage | None, Stage, Stage | None]:
@@ -247,8 +312,8 @@ class Reducer:
 
     def flush(self) -> None:
         """Submit every bucket that is still open. What has no gradient counts as zeros."""
-        while self._next < len(self.buckets):
-            self.submit(self._next)
+        while self._next < len(self.sequence):
+            self.submit(self.sequence[self._next])
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
@@ -256,9 +321,22 @@ class Reducer:
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
         unused = self._unused() if self.track_unused else frozenset()
+        for index in list(self._tickets):
+            self.wait(index)
+        self._adopt(unused)
+        self.end_step()
+
+    def defer(self) -> None:
+        """In place of `apply`: results stay on their way, `p.grad` is where they will land.
+
+        Then `wait` for each bucket, and `end_step` once all have been waited for.
+        """
+        self._adopt(self._unused() if self.track_unused else frozenset())
+
+    def wait(self, index: int) -> None:
+        """Wait for one bucket that was submitted; as `apply`, on the current stream."""
         try:
-            for ticket in self._tickets:
-                ticket.wait()
+            self._tickets[index].wait()
         except Exception as error:
             self._failed = True
             raise CommError(
@@ -266,9 +344,22 @@ class Reducer:
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={self.options.timeout:g} s",
             ) from error
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether `end_step` of this step is collective: ranks must then call it at one point.
+
+        The first step, after which buckets are laid out anew, and those that the guard checks.
+        """
+        return self._measuring or self._step.checked
+
+    def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
-            if index not in unused:
+            if index not in unused and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]
+
+    def end_step(self) -> None:
+        """All buckets were waited for: expect the next step's gradients."""
         order, first_step, self._measuring = self._order, self._measuring, False
         self.steps += 1
         self._reset()
@@ -299,12 +390,16 @@ class Reducer:
         exchange.wire = self._wire(exchange.route, form)
 
     def _settle(self, order: list[int]) -> None:
-        """After the first step: buckets in the order in which rank 0 produced gradients."""
-        came = set(order)
+        """After the first step: buckets in the order in which rank 0 produced gradients.
+
+        What was sparse there is in none of them.
+        """
+        came = {*order, *self.sparse}
         order = [*order, *(i for i in self.buckets.order if i not in came)]
         box = [order]
         control = self.communicators.control.handle
         dist.broadcast_object_list(box, group=control, group_src=0)
+        self.sparse |= set(self.buckets.order) - set(box[0])
         if tuple(box[0]) == self.buckets.order:
             for exchange in self.exchanges:
                 exchange.wire = self._wire(
@@ -327,7 +422,9 @@ class Reducer:
         self._lay_out(order)
         checkpoint.move_velocity(self, before, velocity)
         with torch.no_grad():
-            torch._foreach_copy_(self.buckets.views, old)
+            views = self.buckets.views
+            if order:
+                torch._foreach_copy_([views[i] for i in order], [old[i] for i in order])
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is old[index]:
                 parameter.grad = self.buckets.views[index]
@@ -353,6 +450,7 @@ class Reducer:
 
         Only the part that falls into this rank's shard; views, not copies.
         """
+        self.finish()
         found = {}
         for exchange in self.exchanges:
             residual = exchange.state.residual
@@ -385,6 +483,7 @@ class Reducer:
         Residuals and velocities by parameter name, of the parameter's shape, summed over ranks, so
         that `load_state_dict` works in a world of any size.
         """
+        self.finish()
         return checkpoint.collect(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -392,6 +491,7 @@ class Reducer:
 
         Raises UsageError for a checkpoint of other parameters, or in the middle of a step.
         """
+        self.finish()
         checkpoint.check(self, state)
         self.steps = int(state["steps"])
         if self._measuring:

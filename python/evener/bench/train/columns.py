@@ -72,6 +72,30 @@ def _modes() -> Iterable[Column]:
         )
 
 
+def _overlapped() -> Iterable[Column]:
+    """With the optimizer given to accelerate(); and the planner's choice, down to four floors."""
+    for name, (title, _, tolerance) in MODES.items():
+        yield Column(
+            f"{name}-overlap",
+            f"{title} + overlap",
+            f"as {name}, and the optimizer's step overlaps the next forward",
+            "evener",
+            {"algorithm": "2d", "mode": name, "overlap": True},
+            tolerance=tolerance,
+            evener=True,
+        )
+    for floor in ("exact", "fp16", "int8", "topk"):
+        yield Column(
+            f"auto-{floor}",
+            f"planned, {MODES[floor][0]}",
+            f"the planner's choice, down to {floor}, with overlap across the step",
+            "evener",
+            {"mode": "auto", "floor": floor, "overlap": True},
+            tolerance=MODES[floor][2],
+            evener=True,
+        )
+
+
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
@@ -103,6 +127,7 @@ COLUMNS: dict[str, Column] = {
             gpu_only="the hook mixes up its collectives over Gloo when there are several buckets",
         ),
         *_modes(),
+        *_overlapped(),
     )
 }
 

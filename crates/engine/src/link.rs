@@ -1,0 +1,432 @@
+//! What all workers share about one peer: the protocol's state, and which memory is in use.
+//!
+//! # Why one state and not one a worker
+//! Whatever is dealt out in advance waits for the slowest part: with messages assigned to workers,
+//! each with connections of its own, four hidden paths gave two thirds of their sum. So all paths to
+//! a peer pull from one queue. Its lock is held for the bookkeeping of a chunk (well under a
+//! microsecond) and never across a system call that moves a chunk's bytes, so workers copy side by
+//! side. NCCL's threads never take it.
+//!
+//! # Why a caller's memory is safe
+//! A worker that is about to give a caller's memory to the kernel *pins* the message under the lock
+//! and unpins it, under the lock again, when the call has returned. A request is finished (and its
+//! memory given back) only while nothing pins it; where something does, it is noted as *over* and
+//! finished by the last unpin. A pin is held
+//! - for one call, while a chunk's bytes are read;
+//! - from the pulling of a chunk until its last byte is written. On a dead path that may be long:
+//!   when the message is over, whoever has the connection copies the rest ([`Conn::detach`]
+//!   (crate::conn::Conn::detach)) and unpins it.
+//!
+//! Eager slots have no pins: they are read and copied under the lock (16 KiB at most).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use evener_proto::{Event, Lane, LaneConfig, PathId, Place, Side, Why};
+
+use crate::comm::{ACCEPTED, Comm, DECLINED, Peer, lock};
+use crate::control::News;
+use crate::slots::SLOTS;
+use crate::sys::{self, Memory};
+use crate::{Config, Level, Shared};
+
+/// Code of a failed request: the peer or the way to it.
+pub const REMOTE: usize = 0;
+/// Code of a failed request: a message that was longer than its buffer.
+pub const OVERSIZE: usize = 1;
+
+fn code(why: Option<Why>) -> usize {
+    match why {
+        Some(Why::Oversize { .. }) => OVERSIZE,
+        _ => REMOTE,
+    }
+}
+
+/// How a pinned request will end.
+#[derive(Debug, Clone, Copy)]
+enum Over {
+    Done(usize),
+    Failed(usize),
+}
+
+/// One end of a comm.
+#[derive(Debug)]
+struct End {
+    comm: Arc<Comm>,
+    /// Number of the next request to take.
+    next: u64,
+    /// Its eager slots, one after the other.
+    eager: Vec<u8>,
+    failed: bool,
+    /// The caller has closed it.
+    ending: bool,
+    pins: [u16; SLOTS],
+    over: [Option<Over>; SLOTS],
+}
+
+impl End {
+    fn is_pinned(&self) -> bool {
+        self.pins.iter().any(|pins| *pins > 0)
+    }
+
+    fn settle(&mut self, message: u64, over: Over) {
+        if let Some(memory) = self.comm.slots.memory(message) {
+            self.less(memory.length as u64);
+        }
+        match over {
+            Over::Done(length) => self.comm.slots.finish(message, length),
+            Over::Failed(code) => self.comm.slots.fail(code, |number| number == message),
+        }
+    }
+
+    fn less(&self, bytes: u64) {
+        self.comm.peer.under_way.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Ends a taken request, at once or with its last pin. Whether at once.
+    fn finish(&mut self, message: u64, over: Over) -> bool {
+        let place = message as usize % SLOTS;
+        if self.pins[place] > 0 {
+            self.over[place] = Some(over);
+            return false;
+        }
+        self.settle(message, over);
+        true
+    }
+
+    /// Fails all that is unfinished and not pinned now, and the rest with its last pin.
+    fn fail(&mut self, code: usize) {
+        for (over, pins) in self.over.iter_mut().zip(&self.pins) {
+            if *pins > 0 && over.is_none() {
+                *over = Some(Over::Failed(code));
+            }
+        }
+        let pins = &self.pins;
+        let before = self.comm.slots.under_way();
+        self.comm
+            .slots
+            .fail(code, |number| pins[number as usize % SLOTS] == 0);
+        self.less(before - self.comm.slots.under_way());
+    }
+}
+
+/// What is to be done once the lock is free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Chore {
+    /// Close this path.
+    Drop(PathId),
+    /// Copy what connections have queued of messages that are over.
+    Detach,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Link {
+    /// The protocol.
+    pub lane: Lane,
+    ends: HashMap<(Side, u64), End>,
+    /// Which worker has a path.
+    pub owners: HashMap<PathId, usize>,
+    /// Left for after the lock is free: see [`Link::chores`].
+    chores: Vec<Chore>,
+    eager_bytes: usize,
+    eager_slots: usize,
+}
+
+impl Link {
+    /// Without comms or paths.
+    pub fn new(config: &Config, now: Duration) -> Link {
+        let lane = LaneConfig {
+            eager_slots: config.eager_slots,
+            eager_bytes: config.eager_bytes,
+            patience: config.timeout,
+        };
+        Link {
+            lane: Lane::new(lane, now),
+            ends: HashMap::new(),
+            owners: HashMap::new(),
+            chores: Vec::new(),
+            eager_bytes: config.eager_bytes as usize,
+            eager_slots: config.eager_slots,
+        }
+    }
+
+    /// Whether no comm is here.
+    pub fn is_idle(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// What is to be done after the lock was freed.
+    pub fn chores(&mut self) -> Vec<Chore> {
+        std::mem::take(&mut self.chores)
+    }
+
+    // ---- comms ----
+
+    /// Adds an end; with a listener, asks the peer to open it there.
+    pub fn begin(&mut self, comm: &Arc<Comm>, listener: Option<u64>, now: Duration) {
+        let eager = match comm.side {
+            Side::Send => {
+                self.lane.add_send(comm.id, listener, now);
+                Vec::new()
+            }
+            Side::Receive => {
+                self.lane.add_receive(comm.id, now);
+                vec![0; self.eager_slots * self.eager_bytes]
+            }
+        };
+        let end = End {
+            comm: comm.clone(),
+            next: 0,
+            eager,
+            failed: false,
+            ending: false,
+            pins: [0; SLOTS],
+            over: [None; SLOTS],
+        };
+        self.ends.insert((comm.side, comm.id), end);
+        comm.registered.store(true, Ordering::Release);
+    }
+
+    /// The caller has closed a comm: [`Comm::released`] is set once none of its memory is pinned.
+    pub fn release(&mut self, comm: &Comm) {
+        let key = (comm.side, comm.id);
+        self.lane.close(comm.id, comm.side);
+        match self.ends.get_mut(&key) {
+            Some(end) => {
+                end.failed = true;
+                end.ending = true;
+                end.fail(REMOTE);
+                if end.is_pinned() {
+                    self.chores.push(Chore::Detach);
+                }
+                self.bury(key);
+            }
+            None => comm.released.store(true, Ordering::Release),
+        }
+    }
+
+    fn bury(&mut self, key: (Side, u64)) {
+        if let Some(end) = self.ends.get(&key)
+            && end.ending
+            && !end.is_pinned()
+        {
+            end.less(end.comm.slots.under_way());
+            end.comm.slots.fail(REMOTE, |_| true);
+            end.comm.released.store(true, Ordering::Release);
+            self.ends.remove(&key);
+        }
+    }
+
+    /// The engine has stopped: no thread has a pin.
+    pub fn abandon(&mut self) {
+        for (_, end) in self.ends.drain() {
+            end.comm.slots.fail(REMOTE, |_| true);
+            end.comm.released.store(true, Ordering::Release);
+        }
+    }
+
+    /// Takes the requests that a comm's caller has posted.
+    pub fn poll(&mut self, side: Side, id: u64, peer: &Arc<Peer>, shared: &Shared) {
+        loop {
+            let Some(end) = self.ends.get_mut(&(side, id)) else {
+                return;
+            };
+            if end.failed {
+                let code = code(end.comm.failure());
+                end.fail(code);
+                return;
+            }
+            let Some(length) = end.comm.slots.take(end.next) else {
+                return;
+            };
+            end.next += 1;
+            peer.under_way.fetch_add(length as u64, Ordering::Relaxed);
+            let taken = match side {
+                Side::Send => self.lane.send(id, length as u64),
+                Side::Receive => self.lane.post(id, length as u64),
+            };
+            if taken.is_none() {
+                // Cannot be: there are as many slots as the lane's window. Fail rather than hang.
+                end.failed = true;
+                end.comm.fail(Why::PeerClosed);
+            }
+            self.events(peer, shared);
+        }
+    }
+
+    // ---- memory ----
+
+    /// The memory of a taken request, which stays lent until [`Link::unpin`].
+    pub fn pin(&mut self, side: Side, comm: u64, message: u64) -> Option<Memory> {
+        let end = self.ends.get_mut(&(side, comm))?;
+        let place = message as usize % SLOTS;
+        if end.ending || end.over[place].is_some() {
+            return None;
+        }
+        let memory = end.comm.slots.memory(message)?;
+        end.pins[place] += 1;
+        Some(memory)
+    }
+
+    /// The kernel has done with it.
+    pub fn unpin(&mut self, side: Side, comm: u64, message: u64) {
+        let Some(end) = self.ends.get_mut(&(side, comm)) else {
+            return;
+        };
+        let place = message as usize % SLOTS;
+        end.pins[place] = end.pins[place].saturating_sub(1);
+        if end.pins[place] == 0 {
+            if let Some(over) = end.over[place].take() {
+                end.settle(message, over);
+            }
+            self.bury((side, comm));
+        }
+    }
+
+    /// Whether a message's memory is wanted back.
+    pub fn is_over(&self, comm: u64, message: u64) -> bool {
+        self.ends
+            .get(&(Side::Send, comm))
+            .is_none_or(|end| end.ending || end.over[message as usize % SLOTS].is_some())
+    }
+
+    /// Where the bytes from `at` on of an arriving chunk go.
+    pub fn place(&mut self, comm: u64, message: u64, at: u64, rest: usize) -> Target {
+        match self.lane.place(comm, message) {
+            Place::Buffer => match self.pin(Side::Receive, comm, message) {
+                Some(memory) => match memory.part(at, rest) {
+                    Some(part) => Target::Pinned(part),
+                    None => {
+                        self.unpin(Side::Receive, comm, message);
+                        Target::Nowhere
+                    }
+                },
+                None => Target::Nowhere,
+            },
+            Place::Eager(slot) => {
+                let from = (slot * self.eager_bytes) as u64 + at;
+                self.ends
+                    .get_mut(&(Side::Receive, comm))
+                    .and_then(|end| Memory::of(&mut end.eager).part(from, rest))
+                    .map_or(Target::Nowhere, Target::Eager)
+            }
+            Place::Nowhere => Target::Nowhere,
+        }
+    }
+
+    // ---- events ----
+
+    /// Passes on what the protocol has to say.
+    pub fn events(&mut self, peer: &Arc<Peer>, shared: &Shared) {
+        while let Some(event) = self.lane.event() {
+            match event {
+                Event::Sent {
+                    comm,
+                    message,
+                    length,
+                } => self.finish(Side::Send, comm, message, length),
+                Event::Received {
+                    comm,
+                    message,
+                    length,
+                } => self.finish(Side::Receive, comm, message, length),
+                Event::Deliver {
+                    comm,
+                    message,
+                    slot,
+                    length,
+                } => {
+                    if let Some(end) = self.ends.get(&(Side::Receive, comm))
+                        && let Some(memory) = end.comm.slots.memory(message)
+                    {
+                        let from = slot * self.eager_bytes;
+                        let bytes = &end.eager[from..from + length as usize];
+                        // SAFETY: the request is taken and this thread has the lock, so nobody
+                        // finishes it meanwhile; the lane has checked that the message fits.
+                        #[allow(unsafe_code, reason = "an eager message is delivered")]
+                        unsafe {
+                            sys::copy(Memory::read_only(bytes), memory);
+                        }
+                    }
+                    self.finish(Side::Receive, comm, message, length);
+                }
+                Event::Failed { comm, side, why } => self.fail(side, comm, why, peer, shared),
+                Event::Died(path) => self.chores.push(Chore::Drop(path)),
+                Event::Suspected(path) => {
+                    mark(peer, path, true, shared);
+                    shared.news(News::Suspected(peer.key, path));
+                }
+                Event::Recovered(path) => mark(peer, path, false, shared),
+                Event::Open { comm, listener } => {
+                    if !shared.offer(listener, peer.clone(), comm) {
+                        self.lane.decline(comm);
+                    }
+                }
+                Event::Opened { comm, accepted } => {
+                    if let Some(end) = self.ends.get(&(Side::Send, comm)) {
+                        let answer = if accepted { ACCEPTED } else { DECLINED };
+                        end.comm.opened.store(answer, Ordering::Release);
+                    }
+                }
+            }
+        }
+    }
+
+    fn finish(&mut self, side: Side, comm: u64, message: u64, length: u64) {
+        if let Some(end) = self.ends.get_mut(&(side, comm))
+            && !end.finish(message, Over::Done(length as usize))
+            && side == Side::Send
+        {
+            self.chores.push(Chore::Detach);
+        }
+    }
+
+    fn fail(&mut self, side: Side, comm: u64, why: Why, peer: &Peer, shared: &Shared) {
+        let Some(end) = self.ends.get_mut(&(side, comm)) else {
+            return;
+        };
+        end.failed = true;
+        end.comm.fail(why);
+        end.fail(code(Some(why)));
+        if end.is_pinned() {
+            self.chores.push(Chore::Detach);
+        }
+        // A receiver that refused a message stays until it is closed: it must go on saying so.
+        if side == Side::Send || !matches!(why, Why::Oversize { .. }) {
+            self.lane.close(comm, side);
+        }
+        let level = match why {
+            Why::PeerClosed => Level::Debug,
+            _ => Level::Warn,
+        };
+        shared.log(level, &format!("comm {comm} with {}: {why}", peer.name()));
+    }
+}
+
+/// Where bytes that are about to be read go.
+#[derive(Debug, Clone, Copy)]
+pub enum Target {
+    /// To a caller's memory, pinned until [`Link::unpin`].
+    Pinned(Memory),
+    /// To an eager slot: only under the lock.
+    Eager(Memory),
+    /// Nowhere.
+    Nowhere,
+}
+
+fn mark(peer: &Peer, path: PathId, suspect: bool, shared: &Shared) {
+    let Some(stats) = lock(&shared.paths).get(&(peer.key.mirror, path)).cloned() else {
+        return;
+    };
+    stats.suspected(suspect);
+    let what = if suspect {
+        "is suspect: nothing was confirmed for a while"
+    } else {
+        "carries again"
+    };
+    let text = format!("path {}:{} to {} {what}", stats.nic, stats.port, stats.peer);
+    shared.log(Level::Info, &text);
+}

@@ -1,0 +1,171 @@
+//! What comes in: headers to the staging buffer, payload straight to where it belongs.
+
+use std::sync::Arc;
+
+use evener_proto::{Frame, Side};
+
+use super::Worker;
+use crate::comm::{Peer, lock};
+use crate::conn::{Arriving, Conn};
+use crate::link::{Link, Target};
+use crate::sys::Memory;
+
+/// A connection reads at most this much before others have their turn.
+const READ_TURN: usize = 2 << 20;
+
+impl Worker {
+    /// Lets every connection that may have something read. Whether any had.
+    pub(super) fn read_hot(&mut self) -> bool {
+        let mut any = false;
+        for index in std::mem::take(&mut self.hot) {
+            // Out of the table while it reads: nobody else looks for it there meanwhile.
+            let Some(mut conn) = self.conns.get_mut(index).and_then(Option::take) else {
+                continue;
+            };
+            let Some(Some(mine)) = self.links.get_mut(conn.link) else {
+                continue;
+            };
+            let peer = mine.peer.clone();
+            let result = self.read(&peer, &mut conn);
+            let again = conn.readable;
+            if let Some(Some(mine)) = self.links.get_mut(conn.link) {
+                mine.dirty = true;
+            }
+            self.conns[index] = Some(conn);
+            match result {
+                Ok(bytes) => any |= bytes > 0,
+                Err(why) => self.lose(index, &why),
+            }
+            let chores = lock(&peer.link).chores();
+            self.do_chores(&peer, chores);
+            if again && !self.hot.contains(&index) {
+                self.hot.push(index);
+            }
+        }
+        any
+    }
+
+    /// Reads for one turn: bytes, or why the connection is over.
+    fn read(&mut self, peer: &Arc<Peer>, conn: &mut Conn) -> Result<usize, String> {
+        let mut total = 0;
+        loop {
+            let mut link = lock(&peer.link);
+            self.parse(peer, &mut link, conn)?;
+            if !conn.readable || total >= READ_TURN {
+                return Ok(total);
+            }
+            let target = conn.arriving.map(|arriving| target(&mut link, &arriving));
+            let result = match target {
+                None => {
+                    drop(link);
+                    conn.fill(None)
+                }
+                Some(Target::Eager(memory)) => conn.fill(Some(memory)),
+                Some(Target::Nowhere) => {
+                    drop(link);
+                    conn.fill(Some(self.nowhere(conn)))
+                }
+                Some(Target::Pinned(memory)) => {
+                    drop(link);
+                    let result = conn.fill(Some(memory));
+                    if let Some(arriving) = &conn.arriving {
+                        let mut link = lock(&peer.link);
+                        link.unpin(Side::Receive, arriving.comm, arriving.message);
+                        // The same lock does for what has just come.
+                        if matches!(result, Ok(bytes) if bytes > 0) {
+                            self.parse(peer, &mut link, conn)?;
+                        }
+                    }
+                    result
+                }
+            };
+            match result {
+                Ok(0) => return Err("the peer closed it".into()),
+                Ok(bytes) => total += bytes,
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    conn.readable = false;
+                    return Ok(total);
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+    }
+
+    fn nowhere(&mut self, conn: &Conn) -> Memory {
+        let rest = conn.arriving.map_or(0, |chunk| chunk.length - chunk.got);
+        let mut scratch = Memory::of(&mut self.scratch);
+        scratch.length = scratch.length.min(rest as usize);
+        scratch
+    }
+
+    /// Takes frames and their bytes out of the staging buffer.
+    fn parse(&self, peer: &Arc<Peer>, link: &mut Link, conn: &mut Conn) -> Result<(), String> {
+        loop {
+            if let Some(arriving) = conn.arriving {
+                if arriving.got < arriving.length {
+                    if conn.staged() == 0 {
+                        return Ok(());
+                    }
+                    match target(link, &arriving) {
+                        Target::Pinned(memory) => {
+                            conn.unstage(Some(memory));
+                            link.unpin(Side::Receive, arriving.comm, arriving.message);
+                        }
+                        Target::Eager(memory) => conn.unstage(Some(memory)),
+                        Target::Nowhere => conn.unstage(None),
+                    }
+                    continue;
+                }
+                conn.arriving = None;
+                let Arriving {
+                    comm,
+                    message,
+                    offset,
+                    length,
+                    ..
+                } = arriving;
+                link.lane.filled(comm, message, offset, length);
+                link.events(peer, &self.shared);
+                continue;
+            }
+            let Some(header) = conn.header() else {
+                return Ok(());
+            };
+            let frame = Frame::parse(&header).map_err(|error| error.to_string())?;
+            if let Frame::Chunk {
+                comm,
+                message,
+                offset,
+                length,
+                ..
+            } = frame
+            {
+                conn.arriving = Some(Arriving {
+                    comm,
+                    message,
+                    offset,
+                    length,
+                    got: 0,
+                });
+            }
+            let now = self.now();
+            let result = link.lane.receive(conn.path, &frame, now);
+            result.map_err(|error| error.to_string())?;
+            link.events(peer, &self.shared);
+        }
+    }
+}
+
+/// Where the missing bytes of an arriving chunk go now.
+fn target(link: &mut Link, arriving: &Arriving) -> Target {
+    let Arriving {
+        comm,
+        message,
+        offset,
+        length,
+        got,
+    } = *arriving;
+    let (at, rest) = (offset + u64::from(got), (length - got) as usize);
+    link.place(comm, message, at, rest)
+}
