@@ -236,7 +236,7 @@ class Reducer:
         self._issue_complete()
 
     def catch_up(self) -> None:
-        """Take the gradients that are there as this step's: its backward was before this reducer."""
+        """Take the gradients that are there as this step's: they came before this reducer."""
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self._passes_left[index] = 1
