@@ -49,8 +49,8 @@ class Reducer:
     Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
     under `no_sync`), `passes` (backward passes whose gradients are summed before a submission) and
     `on_backward_end` (called by autograd when a backward that brought gradients has ended).
-    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says which
-    were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
+    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says
+    which were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
 
     def __init__(
