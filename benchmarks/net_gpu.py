@@ -40,7 +40,14 @@ VARIANTS = {
     "sockets": SOCKETS,
     "sockets-4x4": {**SOCKETS, "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
     "evener": {"NCCL_NET": NCCL_NAME, "NCCL_NET_PLUGIN_REF_COUNT": "1"},
+    # Its public source, built by whoever has it: --fastsocket PATH.
+    "fastsocket-4x4": {
+        "NCCL_NET": "FastSocket",
+        "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+    },
 }
+DEFAULT_VARIANTS = "sockets,sockets-4x4,evener"
 
 # Bytes and timed steps of each size.
 SIZES = {1 << 20: 200, 64 << 20: 15, 256 << 20: 8}
@@ -176,23 +183,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one hash seed, no 64 MiB")
     parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--variants", default=DEFAULT_VARIANTS, help=", ".join(VARIANTS))
+    parser.add_argument("--fastsocket", type=Path, help="libnccl-net.so of fastsocket")
+    parser.add_argument("--seeds", type=int, default=5, help="1 to so many")
+    parser.add_argument("--only-seed", type=int, help="this one alone")
+    parser.add_argument("--sizes", help="MiB, separated by commas: 1,64,256")
     parser.add_argument("--timeout", type=float, default=60, help="seconds a job")
     parser.add_argument("--algo", help="fix NCCL_ALGO for all, for instance Ring")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/net-gpu.json"))
     options = parser.parse_args()
     sizes = [size for size in SIZES if not (options.quick and size == 64 << 20)]
+    if options.sizes:
+        sizes = [int(size) << 20 for size in options.sizes.split(",")]
     seeds = 1 if options.quick else options.seeds
     cells = []
     began = time.time()
     for network in options.networks.split(","):
-        for seed in range(1, (seeds if network in SEEDED else 1) + 1):
+        numbers = range(1, (seeds if network in SEEDED else 1) + 1)
+        for seed in [options.only_seed] if options.only_seed else numbers:
             spec = NETWORKS[network] + (f",seed={seed}" if seed > 1 else "")
             for name in options.variants.split(","):
                 variant = dict(VARIANTS[name])
                 if name == "evener":
                     variant["NCCL_NET_PLUGIN"] = str(plugin_path())
+                if name.startswith("fastsocket"):
+                    variant["NCCL_NET_PLUGIN"] = str(options.fastsocket.resolve())
                 if options.algo:
                     variant["NCCL_ALGO"] = options.algo
                 started = time.time()

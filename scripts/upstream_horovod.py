@@ -344,6 +344,26 @@ def show(results: list[Result], wall: float) -> None:
     print(f"\n{wall:.0f} s; 'known' fails with upstream's own library as well")
 
 
+def examples(root: Path, options: argparse.Namespace) -> int:
+    """Run the examples in place of the tests."""
+    import upstream_examples
+
+    outcomes = []
+    limit = max(options.timeout, 600.0)
+    for outcome in upstream_examples.run(root, options.only, limit):
+        outcomes.append(outcome)
+        print(f"{outcome.status:5} {outcome.seconds:6.1f} s  {outcome.example}  {outcome.reason}")
+        sys.stdout.flush()
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / f"{outcome.example}.log").write_text(outcome.output)
+    if options.json:
+        rows = [{k: v for k, v in asdict(o).items() if k != "output"} for o in outcomes]
+        document = {"machine": machine(), "lab": upstream_examples.SPEC, "examples": rows}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if any(outcome.status == "fail" for outcome in outcomes) else 0
+
+
 def machine() -> dict[str, Any]:
     """What the results depend on."""
     import torch
@@ -372,7 +392,10 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="a new interpreter for each rank")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--logs", type=Path, help="keep the output of failed tests there")
+    parser.add_argument("--examples", action="store_true", help="the examples, not the tests")
     options = parser.parse_args()
+    if options.examples:
+        return examples(options.dir.resolve(), options)
     jobs = options.jobs or max(2, (os.cpu_count() or 2) // 2)
     root = options.dir.resolve()
     todo = chosen(root, options.only, options.file or FILES)

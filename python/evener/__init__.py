@@ -1,7 +1,8 @@
 """Evener: fast distributed training on ordinary networks and ordinary memory.
 
 Importing this package starts nothing and imports no torch: each pillar is imported by its own name
-(`evener.ddp`, `evener.lab`, ...).
+(`evener.ddp`, `evener.lab`, ...). It does one thing, which must be done before NCCL is loaded: it
+sets NCCL_NET_PLUGIN to Evener's plug-in, unless the user chose a network or EVENER_NET=off.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -12,5 +13,9 @@ try:
     __version__ = version("evener")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
+
+from evener.net.plugin import at_import
+
+at_import()
 
 __all__ = ["EvenerError", "__version__"]

@@ -8,9 +8,11 @@ import click
 
 from evener import __version__, settings
 from evener._click import LazyGroup, run
+from evener.net import plugin
 
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
+    "horovodrun": ("evener.horovod.runner.launch:horovodrun", "`launch` with Horovod's options."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
     "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),
@@ -21,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "evener.plan.command:plan",
         "What a network will cost, what would be sent how: before renting it.",
     ),
+    "zero": ("evener.zero.command:zero_group", "What the memory engine recorded of its steps."),
     "plan-memory": (
         "evener.zero.command:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",
@@ -63,4 +66,5 @@ def show_settings(as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the `evener` command."""
+    plugin.withdraw()  # each verb decides for the jobs that it starts
     run(lambda: evener(prog_name="evener"))

@@ -14,17 +14,21 @@ import logging
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm.options import Algorithm, Options, Wire
+from evener.comm import wires
+from evener.comm.options import Algorithm, Options
 from evener.comm.overlap import StepOverlap, refusal, refuse_model
-from evener.comm.planner.live import Planner, Policy
+from evener.comm.planner.live import Planner
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
+
+MODES = wires.names()
 
 
 class AcceleratedDataParallel(DistributedDataParallel):
@@ -68,7 +72,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
         """Evener's reducer takes the place of communication hooks."""
         raise UsageError(
             "a communication hook has no effect after evener.ddp.accelerate()",
-            "choose with accelerate(wire=...), or leave accelerate out",
+            "choose with accelerate(mode=...), or leave accelerate out",
         )
 
     def train(self, mode: bool = True) -> AcceleratedDataParallel:
@@ -90,28 +94,37 @@ def accelerate(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    algorithm: Algorithm | None = None,
-    wire: Wire | None = None,
-    ratio: float | None = None,
-    bucket_bytes: int | None = None,
     mode: str | None = None,
-    floor: str = "fp16",
+    floor: str | None = None,
+    algorithm: Algorithm | None = None,
+    ratio: float | None = None,
+    warmup_steps: int | None = None,
+    momentum: float = 0.0,
+    scaler: GradScaler | None = None,
+    bucket_bytes: int | None = None,
 ) -> DistributedDataParallel:
     """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
 
-    Collective: call it on every rank, with equal arguments, before the first backward. An argument
-    wins over its variable (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO), which wins
-    over the default, and the default is lossless.
+    Collective: call it on every rank, with equal arguments, before the first backward. A LIGHT_*
+    variable that is set wins over the argument, which wins over the default; the default is
+    lossless.
 
+    `mode`: what crosses between nodes, one of `evener.ddp.MODES`: "exact" (the gradients' dtype),
+    "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or "topk-chunk" (the
+    same share of every 4,096); from int8 on with error feedback, norms and biases exact. Or "auto":
+    a planner measures this network and one step of this model, and takes for every bucket the
+    mildest form behind which the network hides, none harsher than `floor`; docs/plan.md.
     `algorithm`: "2d" (reduce inside the node first), "flat", or "auto": 2-D where there are several
-    nodes with several ranks each. `wire`: what crosses between nodes: "exact" (the gradients'
-    dtype), "fp16", "bf16", or "topk": the share `ratio` of largest magnitude, with error feedback.
-    `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+    nodes with several ranks each. `bucket_bytes`: size up to which gradients are fused; default:
+    DDP's `bucket_cap_mb`.
 
-    `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
-    choose for every bucket the algorithm and the mildest form behind which the network hides: with
-    "exact" lossless ones only, with "auto" down to `floor`. None: no planner, `algorithm` and
-    `wire` hold as given.
+    For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
+    SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
+    velocity, so build the SGD without momentum, and `optimizer` tells this function to check that.
+    `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
+    residuals must follow.
+
+    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
 
     `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
     updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
@@ -128,26 +141,30 @@ def accelerate(
             "wrap the model first: DistributedDataParallel(model)",
         )
     _refuse_unsupported(model)
+    _check_mode(mode, floor)
     options = Options.resolve(
         algorithm=algorithm,
-        wire=wire,
+        wire=None if mode == "auto" else mode,
+        floor=(floor or "") if mode == "auto" else "",
         ratio=ratio,
+        warmup_steps=warmup_steps,
+        momentum=momentum,
         bucket_bytes=int(model.bucket_bytes_cap) if bucket_bytes is None else bucket_bytes,
     )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
+    _check_optimizer(optimizer, options)
     named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
     reducer = Reducer(named, options, model.process_group, track_unused=may_be_unused)
+    if scaler is not None:
+        reducer.follow(scaler)
     # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
     model.__dict__.update(reducer=None, logger=None)
     model.__class__ = AcceleratedDataParallel
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
     object.__setattr__(accelerated, "evener", reducer)
     overlap = _overlap(reducer, optimizer, model.module)
-    planner = None
-    if mode is not None:
-        policy = Policy(mode, floor, options.algorithm, options.topk_min_bytes)
-        planner = Planner(reducer, policy, overlap=overlap is not None)
+    planner = Planner(reducer, overlap=overlap is not None) if options.floor else None
     steps = Steps(reducer, overlap, planner)
     object.__setattr__(accelerated, "evener_steps", steps)
     reducer.on_backward_end = steps.backward_ended
@@ -165,6 +182,34 @@ def _overlap(
         said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
         logger.info("overlap across the step: %s", said)
     return None if why else StepOverlap(reducer, optimizer, module)
+
+
+def _check_mode(mode: str | None, floor: str | None) -> None:
+    if mode not in (None, "auto", *MODES):
+        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(MODES)}, auto")
+    if mode == "auto" and floor not in MODES:
+        raise UsageError(
+            f"mode='auto' with floor={floor!r}: how far it may go is for you to say",
+            f"floor='exact' changes nothing; choose one of {', '.join(MODES)}",
+        )
+    if mode != "auto" and floor is not None:
+        raise UsageError(
+            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+            "leave it out, or give mode='auto'",
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Momentum must be applied once."""
+    if optimizer is None or not options.momentum:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") or "betas" in group:
+            raise UsageError(
+                f"momentum={options.momentum:g} is applied by the reducer, and "
+                f"{type(optimizer).__name__} applies its own",
+                "build torch.optim.SGD(momentum=0), or leave accelerate's momentum out",
+            )
 
 
 def _refuse_unsupported(model: DistributedDataParallel) -> None:

@@ -220,6 +220,36 @@ LIGHT_TOPK_FP16 = _flag(
     _COMM, "LIGHT_TOPK_FP16", False, "Send the values of top-k as FP16 in place of FP32."
 )
 
+EVENER_TOPK_WARMUP = _number(
+    _COMM,
+    "EVENER_TOPK_WARMUP",
+    0,
+    "Steps within which top-k comes down from 25% of the entries to its ratio.",
+)
+EVENER_GUARD_STEPS = _number(
+    _COMM,
+    "EVENER_GUARD_STEPS",
+    200,
+    "Every so many steps each compressed bucket is compared with its dense reduction, and falls "
+    "back to a milder form past a limit (docs/comm.md). 0: never.",
+)
+EVENER_GUARD_RESIDUAL = _real(
+    _COMM,
+    "EVENER_GUARD_RESIDUAL",
+    0.0,
+    "Largest norm of a bucket's residual over its gradient's. 0: each form's own limit.",
+    allowed="a number, 0 or more",
+    ok=lambda value: 0 <= value < float("inf"),
+)
+EVENER_GUARD_COSINE = _real(
+    _COMM,
+    "EVENER_GUARD_COSINE",
+    -1.0,
+    "Least cosine between a bucket's compressed and dense reduction. -1: each form's own limit.",
+    allowed="a number from -1 to 1",
+    ok=lambda value: -1 <= value <= 1,
+)
+
 HOROVOD_FUSION_THRESHOLD = _size(
     _COMM,
     "HOROVOD_FUSION_THRESHOLD",
@@ -322,9 +352,9 @@ EVENER_RENDEZVOUS_FILE = _text(
     allowed="the path of a file or folder on all nodes",
 )
 
-# --- elastic jobs ---
+# --- elastic jobs, functions that run as jobs ---
 
-_ELASTIC = "Elastic jobs"
+_ELASTIC = "Elastic jobs and horovod.run"
 
 HOROVOD_ELASTIC_TIMEOUT = _real(
     _ELASTIC,
@@ -349,11 +379,27 @@ EVENER_ELASTIC_WORKER = _number(
     "Set by the launcher of an elastic job for its workers: which one this is.",
 )
 
+EVENER_RUN = _text(
+    _ELASTIC,
+    "EVENER_RUN",
+    "",
+    "Set by `horovod.run` for its ranks: where they get the function, and bring its results.",
+    allowed="what the launcher sets",
+)
+
 # --- net: the NCCL plug-in. Its Rust side reads the same declarations: scripts/docs.py writes them
 # to crates/engine/src/settings_generated.rs. ---
 
 _NET = "Network"
 
+EVENER_NET = _choice(
+    _NET,
+    "EVENER_NET",
+    "auto",
+    ("auto", "off"),
+    "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself.",
+)
 EVENER_NET_IFNAME = _text(
     _NET,
     "EVENER_NET_IFNAME",

@@ -449,6 +449,55 @@ def test_lines_that_are_not_understood_are_counted(tmp_path: Path) -> None:
     assert run.cite(run.unknown_samples[1][1]) == f"{path}:2"
 
 
+# What the subsystems GRAPH, NET and TUNING say beyond what is used: one line of each form.
+DUMPS = (
+    "=== System : maxBw 370.8 totalBw 370.8 ===",
+    "CPU/0-0 (1/1/2)",
+    "+ PCI[48.0] - GPU/0-1b000 (0)",
+    "              + NVL[370.8] - NVS/0",
+    "+ PCI[12.0] - NIC/0-0",
+    "            + NET[3.1] - NET/0-0 (0/0/3.125000)",
+    "==========================================",
+    "GPU/0-1b000 :GPU/0-1b000 (0/5000.0/LOC) GPU/0-43000 (2/370.8/NVL) NVS/0-0 "
+    "(1/370.8/NVL) CPU/0-0 (1/48.0/PHB) NET/0-0 (3/3.1/PHB)",
+    "NET/0-0 :GPU/0-1b000 (3/3.1/PHB) NET/0-0 (0/5000.0/LOC)",
+    "Pattern 4, crossNic 0, nChannels 2, bw 3.0/3.0, type NVL/PHB, sameChannels 1",
+    " 0 : NET/0-0 GPU/0-1b000 GPU/0-43000 NET/0-0",
+    "Tree 0 : -1 -> 0 -> 1/-1/-1",
+    "  Algorithm   |                            Tree                  |                   "
+    "         Ring                  |",
+    "  Protocol    |             LL |          LL128 |         Simple |",
+    " Max NThreads |            512 |            640 |            512 |",
+    "    Broadcast |    0.0/   0.0|    0.0/   0.0|",
+    "    AllReduce |  112.0/   1.4|  200.8/   0.0|",
+    "GPU Direct RDMA Enabled for GPU 0 / HCA 0 (distance 4 <= 5), read 0 mode Default",
+    "Assigned GIN plugin None to comm",
+    "NET/Evener : TCP engine over eth0; 2 worker(s) for 32 processor(s)",
+    "Bootstrap: Using eth0:10.0.0.1<0>",
+    "NCCL_SOCKET_IFNAME set by environment to eth0",
+    "ncclCommInitRank comm 0x55 rank 0 nranks 4 cudaDev 0 nvmlDev 0 busId 1b000 commId "
+    "0xab - Init COMPLETE",
+    "Init timings - ncclCommInitRank: rank 0 nranks 4 total 0.51 (kernels 0.15, alloc 0.1)",
+)
+
+
+@pytest.mark.parametrize("text", DUMPS)
+def test_dumps_are_known_lines(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(f"n:1:2 [0] NCCL INFO {text}\n")
+    run = collect([path])
+    assert (run.nccl_lines, run.unknown) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["Gadget/0-0 frobnicated", "+frob", "12 : eggs", "All went well", "GPUs are warm | no"]
+)
+def test_what_only_looks_like_a_dump_is_unknown(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(f"n:1:2 [0] NCCL INFO {text}\n")
+    assert collect([path]).unknown == 1
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -47,7 +47,7 @@ def train(rank: int, size: int, wire: str, ratio: float, seeds: list[int]) -> li
         split = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
         test, rest = split[:TEST], split[TEST:]
         torch.manual_seed(seed)
-        model = accelerate(DistributedDataParallel(cnn()), wire=wire, ratio=ratio)  # type: ignore[arg-type]
+        model = accelerate(DistributedDataParallel(cnn()), mode=wire, ratio=ratio)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.15)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(EPOCHS):

@@ -2,13 +2,16 @@
 
 import ctypes
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from evener.net import environment, install, plugin_path, stats
+from evener.net import adopt, environment, install, plugin_path, stats
 from evener.net.command import net
 from evener.net.plugin import PluginError
 
@@ -20,7 +23,19 @@ RECORD = {
     "time": 0.0,
     "net": {
         "devices": [],
-        "peers": [],
+        "peers": [
+            {
+                "peer": "10.0.0.2:5 (abc)",
+                "connections": 24,
+                "comms": 4,
+                "under_way": 0,
+                "trials": 31,
+                "gains": 17,
+                "rerolls": 13,
+                "best_rate": 125_000_000,
+                "late": 19,
+            }
+        ],
         "paths": [
             {
                 "peer": "10.0.0.2:5 (abc)",
@@ -78,6 +93,39 @@ def test_the_variables_respect_a_choice() -> None:
     }
     assert environment({"NCCL_NET": "Socket"}) == {}
     assert environment({"NCCL_NET_PLUGIN": "none"}) == {}
+    assert environment({"EVENER_NET": "off"}) == {}
+    mine = {"NCCL_NET_PLUGIN_REF_COUNT": "0"}
+    assert "uses" in adopt(mine)
+    assert mine == {"NCCL_NET_PLUGIN": str(plugin_path()), "NCCL_NET_PLUGIN_REF_COUNT": "0"}
+    assert "left as it is: NCCL_NET=Socket is set" in adopt({"NCCL_NET": "Socket"})
+
+
+def _environment_of(code: str, **variables: str) -> tuple[dict[str, str | None], str]:
+    """What a fresh process that runs `code` ends with, and what it printed to stderr."""
+    names = ("NCCL_NET_PLUGIN", "NCCL_NET_PLUGIN_REF_COUNT")
+    shown = f"import json, os; print(json.dumps([os.environ.get(name) for name in {names}]))"
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {shown}"],
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(zip(names, json.loads(done.stdout), strict=True)), done.stderr
+
+
+def test_importing_evener_turns_it_on_and_says_so_once() -> None:
+    told, said = _environment_of("import evener", RANK="0")
+    assert told == environment({})
+    assert said == f"evener: NCCL uses {plugin_path()} (EVENER_NET=off: its own network)\n"
+    assert _environment_of("import evener", RANK="1") == (told, "")
+    nothing = dict.fromkeys(told, None)
+    assert _environment_of("import evener", RANK="0", EVENER_NET="off") == (nothing, "")
+    chosen, _ = _environment_of("import evener", NCCL_NET_PLUGIN="mine")
+    assert chosen == {**nothing, "NCCL_NET_PLUGIN": "mine"}
+    taken_back = "import evener.net.plugin as p; p.withdraw()"
+    assert _environment_of(taken_back, RANK="1") == (nothing, "")
 
 
 def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
@@ -91,7 +139,10 @@ def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
     text = run(net, ["stats", str(tmp_path), "--prometheus"]).output
     assert 'evener_net_path_sent_bytes_total{host="no\\"de",pid="7"' in text
     assert 'evener_net_path_live{host="no\\"de",pid="7",port="20001"} 1' in text
-    assert "eth0" in run(net, ["stats", str(tmp_path)]).output
+    shown = run(net, ["stats", str(tmp_path)]).output
+    assert "eth0" in shown
+    row = next(line for line in shown.splitlines() if "1.00 Gb/s" in line)
+    assert [word for word in row.split() if word.isdecimal()] == ["3", "24", "31", "17", "13", "19"]
 
 
 def test_no_directory_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:

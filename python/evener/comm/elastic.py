@@ -21,6 +21,7 @@ connections close. Notices are handed to whoever listens (`evener.horovod.common
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -75,7 +76,11 @@ class _Worker:
         self.wants_sync = True
         self.listeners: list[Listener] = []
         self.lock = threading.Lock()
-        threading.Thread(target=self._watch, name="evener-elastic", daemon=True).start()
+        self._ends = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="evener-elastic", daemon=True)
+        self._watcher.start()
+        # A thread that is inside torch when the interpreter goes takes the process down with it.
+        atexit.register(self._stop)
 
     def _connect(self) -> tuple[Any, str]:
         found = connect(self._contact, time.monotonic() + _CONNECT_TIMEOUT)
@@ -124,14 +129,17 @@ class _Worker:
             self.broken, self.wants_sync = "", True
         return self.member
 
+    def _stop(self) -> None:
+        self._ends.set()
+        self._watcher.join(2.0)
+
     # --- the watching thread ---
 
     def _watch(self) -> None:
         notice = 1
         try:
             store, _ = self._connect()  # a connection of its own: the other one may be waiting
-            while True:
-                time.sleep(_POLL)
+            while not self._ends.wait(_POLL):
                 with self.lock:
                     member, broken = self.member, self.broken
                 if member is None:

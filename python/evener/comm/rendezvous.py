@@ -110,10 +110,7 @@ def init_process_group(
     if dist.is_initialized():
         return _adopt(ranks, deadline)
     if ranks is None and elastic.active():
-        member = elastic.join()
-        deadline = time.monotonic() + seconds  # what counts is how long the peers are late
-        ranks, store, _process.last_joined = member.ranks, member.store, member.reached
-        set_rank(ranks.rank if ranks.size > 1 else None)
+        ranks, store = _join(seconds)
     else:
         ranks = detect() if ranks is None else ranks
         set_rank(ranks.rank if ranks.size > 1 else None)
@@ -122,8 +119,8 @@ def init_process_group(
             _process.place = (ranks.rank, ranks.size)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"evener/{restart}.{_process.generation + 1}", _process.store)
+        ranks = _check_in(ranks, store, seconds, deadline)
     _process.generation += 1
-    ranks = _check_in(ranks, store, seconds, deadline)
     _remove_file()
 
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
@@ -148,6 +145,24 @@ def init_process_group(
         ) from error
     _process.ours, _process.ranks = True, ranks
     return ranks
+
+
+def _join(seconds: float) -> tuple[Ranks, Any]:
+    """A place in the next generation of an elastic job whose members have all come, and its store.
+
+    A member may die on its way: then the others ask anew.
+    """
+    while True:
+        member = elastic.join()
+        _process.last_joined = member.reached
+        set_rank(member.ranks.rank if member.ranks.size > 1 else None)
+        try:
+            deadline = time.monotonic() + seconds  # what counts is how late the peers are
+            return _check_in(member.ranks, member.store, seconds, deadline), member.store
+        except RendezvousError as error:
+            if not elastic.broken():
+                raise
+            logger.info("asking anew for a rank: %s", error.problem)
 
 
 def shutdown() -> None:
@@ -490,12 +505,15 @@ def _wait_for_all(
     while True:
         left = deadline - time.monotonic()
         try:
-            store.wait(names, timedelta(seconds=max(min(left, _PATIENCE), 0.01)))
+            patience = 1.0 if elastic.active() else _PATIENCE
+            store.wait(names, timedelta(seconds=max(min(left, patience), 0.01)))
             return
         except RuntimeError:
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]
             if not missing:
                 return
+            if why := elastic.broken():
+                raise RendezvousError(f"{_ranks_text(missing)} did not come: {why}") from None
         if deadline - time.monotonic() <= 0:
             raise RendezvousError(
                 f"rank {ranks.rank} of {ranks.size} waited {seconds:g} s for "

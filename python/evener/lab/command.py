@@ -29,6 +29,7 @@ from evener.lab.faults import Action, Event, Target
 from evener.lab.lab import Lab, Node, signal_name
 from evener.lab.plan import Plan
 from evener.lab.spec import Spec
+from evener.net.plugin import adopt, has_gpus
 
 _DEFAULT = Spec()
 _PASS_ON = {"allow_interspersed_args": False}  # the first word that is no option starts COMMAND
@@ -58,6 +59,7 @@ class _Order:
         Files under /tmp that `command` names are there in the nodes.
         """
         events = self.events
+        network = adopt(os.environ)  # the nodes inherit it
         named = [word for word in command if len(word) < 4096 and Path(word).exists()]
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _interrupt)
@@ -67,6 +69,8 @@ class _Order:
                 Lab(self.spec, keep=[*self.keep, *named], loopback=self.loopback) as built,
             ):
                 _say(f"{self.spec} ({built.mode})")
+                if has_gpus():
+                    _say(network)
                 if self.sshd:
                     built.sshd()
                 if events:

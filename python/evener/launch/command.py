@@ -29,6 +29,7 @@ from evener.launch.plan import (
     shell_line,
     torchrun,
 )
+from evener.net.plugin import adopt, has_gpus
 
 # Variables by which a batch system tells mpirun which hosts it may use.
 _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF"}
@@ -118,6 +119,9 @@ _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "
     type=click.FloatRange(0, min_open=True),
     help="Elastic: seconds to wait for slots. Default: HOROVOD_ELASTIC_TIMEOUT, 600.",
 )
+@click.option("--mpi-args", metavar="ARGUMENTS", help="More arguments for mpirun.")
+@click.option("--binding-args", metavar="ARGUMENTS", help="For mpirun, in place of --bind-to none.")
+@click.option("--timestamps", is_flag=True, help="The time before each line.")
 @click.option("--tag/--no-tag", default=True, help="[rank@host] before each line.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the engine's commands and messages.")
@@ -144,6 +148,9 @@ def launch(
     reset_limit: int | None,
     cooldown: tuple[float, float] | None,
     elastic_timeout: float | None,
+    mpi_args: str | None,
+    binding_args: str | None,
+    timestamps: bool,
     tag: bool,
     dry_run: bool,
     verbose: bool,
@@ -189,6 +196,8 @@ def launch(
         forward=forward,
         rsh=tuple(shlex.split(rsh)) if rsh else _ssh(ssh_port, ssh_identity_file, start_timeout),
         scratch=scratch_name(),
+        mpi_args=tuple(shlex.split(mpi_args or "")),
+        binding=None if binding_args is None else tuple(shlex.split(binding_args)),
     )
     environment = dict(os.environ)
     notes: list[str] = []
@@ -196,6 +205,9 @@ def launch(
         host_env, kept = placed.environments(placement, {**os.environ, **set_env})
         wishes = replace(wishes, host_env=host_env)
         notes = [*placed.describe(map_file, placement), *kept]
+    network = adopt(environment)
+    if verbose or has_gpus():
+        click.echo(f"evener launch: {network}", err=True)
     if horovod:
         path, note = door.put_in_place(environment.get("PYTHONPATH", ""))
         click.echo(f"evener launch: {note}", err=True)
@@ -217,7 +229,7 @@ def launch(
             Cooldown(*cooldown) if cooldown else None,
             replace(wishes, env={**interface_env(wishes), **wishes.env}),
             environment,
-            Output(tag, output_dir, most or ranks or 1),
+            Output(tag, output_dir, most or ranks or 1, timestamps),
             verbose,
             dry_run,
             engine,
@@ -269,6 +281,11 @@ def launch(
             why,
         )
     else:
+        if wishes.mpi_args or wishes.binding is not None:
+            raise UsageError(
+                f"--mpi-args and --binding-args are for mpirun; this is torchrun ({why})",
+                "add --mpi, or leave them out",
+            )
         plan = torchrun(filled, wishes, environment, local, why)
     if dry_run or verbose:
         for note in notes:
@@ -283,6 +300,7 @@ def launch(
             output_dir=output_dir,
             verbose=verbose,
             tag=tag,
+            timestamps=timestamps,
         ).run()
 
 

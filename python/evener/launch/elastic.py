@@ -127,9 +127,9 @@ class ElasticJob:
 
     def run(self) -> None:
         """Until the job has ended. Raises JobError where it failed."""
-        from evener.comm import contact
-
         self._found = self._discovery.find()  # what is wrong at the start is an error at once
+        from evener.comm import contact  # imports torch
+
         self._store, address = contact.serve(self._limits.timeout)
         self._contact = address.text()
         signals: list[int] = []
@@ -274,7 +274,8 @@ class ElasticJob:
         """Tell the members of what changed, so that they come back at their next commit."""
         members = [w for w in self._workers.values() if self._is_member(w)]
         change = 0
-        if any((w.host, w.slot) not in wanted for w in members):
+        gone = sum((w.host, w.slot) not in wanted for w in members)
+        if 0 < gone < len(members):  # where all are gone, the state would be: rather wait
             change |= REMOVED
         if self._newcomers(wanted):
             change |= ADDED
@@ -325,11 +326,8 @@ class ElasticJob:
         old = [worker for worker in current if (worker.host, worker.slot) in wanted]
         chosen = [*old, *self._newcomers(wanted)]
         if self._generation and not old:
-            raise JobError(
-                "no host of the job is left that has its state: all members' hosts were removed",
-                "keep one of the hosts in the discovery script until others have joined",
-                1,
-            )
+            self._wait_for("one of the hosts that have the job's state; discovery names none")
+            return
         if len(chosen) < self._limits.least:
             self._give_up_if_hopeless()
             self._wait_for(f"{self._limits.least} ranks (--min-np); {len(chosen)} are there")

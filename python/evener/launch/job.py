@@ -23,6 +23,7 @@ from typing import IO
 
 from evener.errors import EvenerError
 from evener.launch import guard
+from evener.launch.output import stamp
 from evener.launch.plan import RANK_MARK, HostCommand, Plan, Wishes
 
 _LAST_LINES = 20
@@ -123,9 +124,11 @@ class Job:
         output_dir: Path | None = None,
         verbose: bool = False,
         tag: bool = True,
+        timestamps: bool = False,
     ) -> None:
         self._plan, self._wishes, self._cwd, self._env = plan, wishes, cwd, env
         self._output_dir, self._verbose, self._tag = output_dir, verbose, tag
+        self._timestamps = timestamps
         self._torchrun = plan.engine == "torchrun"
         old = plan.engine.endswith("4)")
         self._pattern = _TORCHRUN_TAG if self._torchrun else _MPIRUN_TAG if old else _MPIRUN_5_TAG
@@ -207,7 +210,8 @@ class Job:
                     tag = f"[{rank}@{host}] " if host else f"[{rank}] "
                 # A reader that closed the pipe (`| head`) does not end the training.
                 with contextlib.suppress(BrokenPipeError):
-                    out.write(f"{tag if self._tag else ''}{text}\n")
+                    time_of_day = stamp() if self._timestamps else ""
+                    out.write(f"{time_of_day}{tag if self._tag else ''}{text}\n")
                     out.flush()
 
     def _keep(self, rank: int, name: str, text: str) -> None:

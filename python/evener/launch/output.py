@@ -5,8 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from datetime import datetime
 from pathlib import Path
 from typing import IO
+
+
+def stamp() -> str:
+    """The time, to stand before a line."""
+    return datetime.now().astimezone().strftime("[%Y-%m-%d %H:%M:%S] ")
 
 
 class Output:
@@ -15,9 +21,12 @@ class Output:
     Before a worker has a rank its lines are tagged with its host and slot; for the files they wait.
     """
 
-    def __init__(self, tag: bool = True, folder: Path | None = None, ranks: int = 1) -> None:
+    def __init__(
+        self, tag: bool = True, folder: Path | None = None, ranks: int = 1, timestamps: bool = False
+    ) -> None:
         """folder: also write rank.N/stdout and rank.N/stderr there. ranks: how many may come."""
         self._tag, self._folder, self._digits = tag, folder, len(str(max(ranks - 1, 1)))
+        self._timestamps = timestamps
         self._ranks: dict[int, tuple[int, str]] = {}
         self._waiting: dict[int, list[tuple[str, str]]] = {}
         self._files: dict[tuple[int, str], IO[str]] = {}
@@ -43,7 +52,8 @@ class Output:
                 if self._folder is not None:
                     self._waiting.setdefault(worker, []).append((name, text))
             with contextlib.suppress(BrokenPipeError):
-                stream.write(f"{tag if self._tag else ''}{text}\n")
+                time = stamp() if self._timestamps else ""
+                stream.write(f"{time}{tag if self._tag else ''}{text}\n")
                 stream.flush()
 
     def close(self) -> None:

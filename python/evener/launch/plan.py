@@ -47,6 +47,8 @@ class Wishes:
     rsh: tuple[str, ...] = ("ssh",)
     # A folder on each host for torchrun's copies of the output, removed at the end.
     scratch: str = "/tmp/evener-launch"
+    mpi_args: tuple[str, ...] = ()  # more arguments for mpirun
+    binding: tuple[str, ...] | None = None  # mpirun's; None: nothing is bound
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def mpirun(
     argv = ["mpirun", *(["--allow-run-as-root"] if root else []), "-np", str(ranks)]
     if hosts is not None:
         argv += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
-    argv += ["--bind-to", "none", "--map-by", "slot"]
+    bind_none = ("--bind-to", "none", "--map-by", "slot")
+    argv += [*(bind_none if wishes.binding is None else wishes.binding), *wishes.mpi_args]
     argv += ["--tag-output"] if major < 5 else ["--output", "tag"]
     if hosts is not None and any(host.name not in local for host in hosts):
         argv += [daemon, agent, shlex.join(wishes.rsh)]

@@ -1,5 +1,5 @@
 """The NCCL plug-in: where it is, and what makes NCCL load it. docs/net.md shows it from outside."""
 
-from evener.net.plugin import PluginError, environment, plugin_path
+from evener.net.plugin import PluginError, adopt, environment, plugin_path
 
-__all__ = ["PluginError", "environment", "plugin_path"]
+__all__ = ["PluginError", "adopt", "environment", "plugin_path"]

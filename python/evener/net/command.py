@@ -73,7 +73,8 @@ def show_stats(directory: Path | None, as_json: bool, prometheus: bool) -> None:
         raise UsageError(
             "no directory of statistics", "give it, or set EVENER_STATS_DIR here and for the job"
         )
-    rows = stats.rows(stats.read(where))
+    records = stats.read(where)
+    rows = stats.rows(records)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -102,7 +103,23 @@ def show_stats(directory: Path | None, as_json: bool, prometheus: bool) -> None:
             str(row["retransmits"]),
             str(row["heals"]),
         )
+    placement = Table("host", "rank", "peer", "connections")
+    for name in ("tried", "kept", "re-rolled", "late", "best"):
+        placement.add_column(name, justify="right")
+    for peer in stats.peers(records):
+        placement.add_row(
+            peer["host"],
+            "" if peer["rank"] is None else str(peer["rank"]),
+            peer["peer"],
+            str(peer["connections"]),
+            str(peer.get("trials", 0)),
+            str(peer.get("gains", 0)),
+            str(peer.get("rerolls", 0)),
+            str(peer.get("late", 0)),
+            f"{peer.get('best_rate', 0) * 8 / 1e9:.2f} Gb/s",
+        )
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
     console.print(table)
+    console.print(placement)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from evener import settings
 from evener.errors import EvenerError
 
 NCCL_NAME = "Evener"
@@ -31,14 +32,71 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that make NCCL use the plug-in, without those that `env` has already.
 
     `env`: the environment that the job will have (default: the process's). A user who chose a
-    network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the answer is empty then.
+    network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the answer is empty then, and with EVENER_NET=off.
+    Raises PluginError where the plug-in was not built.
     """
     env = os.environ if env is None else env
-    if env.get("NCCL_NET_PLUGIN") or env.get("NCCL_NET"):
+    if _declined(env):
         return {}
-    return {
+    told = {
         "NCCL_NET_PLUGIN": str(plugin_path()),
         # NCCL 2.28.3 to 2.29.7 forget the plug-in with the last communicator, and the next one
         # silently uses sockets (NVIDIA/nccl#1978).
         "NCCL_NET_PLUGIN_REF_COUNT": "1",
     }
+    return {name: value for name, value in told.items() if name not in env}
+
+
+def _declined(env: Mapping[str, str]) -> str:
+    """Why NCCL's network is left alone, or nothing."""
+    for name in ("NCCL_NET_PLUGIN", "NCCL_NET"):
+        if env.get(name):
+            return f"{name}={env[name]} is set"
+    off = env.get(settings.EVENER_NET.name, "").strip().lower() == "off"
+    return "EVENER_NET=off" if off else ""
+
+
+def adopt(env: MutableMapping[str, str]) -> str:
+    """Put what `environment` says into `env`, and say in one line what was done and why."""
+    try:
+        told = environment(env)
+    except PluginError as error:
+        return f"NCCL keeps its own network: {error.problem}"
+    if not told:
+        return f"NCCL's network is left as it is: {_declined(env)}"
+    env.update(told)
+    return f"NCCL uses {told['NCCL_NET_PLUGIN']} (EVENER_NET=off: its own network)"
+
+
+def has_gpus() -> bool:
+    """Whether this machine has an NVIDIA GPU, so that NCCL matters on it."""
+    return any(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
+
+
+_imported: dict[str, str] = {}  # what `at_import` has set
+
+
+def at_import() -> None:
+    """What `import evener` does: `adopt` for this process and its children.
+
+    Says so on rank 0 of a job, before NCCL is loaded; without a job nothing is said.
+    """
+    before = dict(os.environ)
+    line = adopt(os.environ)
+    _imported.update({k: v for k, v in os.environ.items() if k not in before})
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
+    if _imported and rank == "0":
+        from evener.log import info0
+
+        info0("%s", line)
+
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def withdraw() -> None:
+    """Take back what `at_import` has set: for commands that decide for each job they start."""
+    for name, value in _imported.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _imported.clear()

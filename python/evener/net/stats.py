@@ -49,6 +49,15 @@ def rows(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def peers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a peer of every process: connections, and what became of flows that were tried."""
+    return [
+        {"host": record["host"], "pid": record["pid"], "rank": record["rank"], **peer}
+        for record in records
+        for peer in record["net"]["peers"]
+    ]
+
+
 def is_stale(row: dict[str, Any]) -> bool:
     """Whether the file of this row was not written for a while."""
     return float(row["age"]) > _STALE

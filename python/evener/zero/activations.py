@@ -2,7 +2,7 @@
 
 A hook on what autograd saves copies a block's input out as soon as the block has run, and back when
 the block after it is recomputed: two are on the accelerator at a time, and the copies run beside
-the computation. The bits are those that were saved. What the pool has no room for stays where it is.
+the computation. The bits are those that were saved. What the pool has no room for stays.
 """
 
 from __future__ import annotations

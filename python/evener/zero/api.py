@@ -201,8 +201,8 @@ def initialize(
     runs. Uses the default process group where there is one. `batch`: of a micro-batch, for the
     plan. `weights`: a folder of safetensors, or a function (name, parameter) -> value: `model` may
     then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
-    chunks on the accelerator) and `streaming` (of states through it): in place of the plan's choice.
-    A GPU budget in bytes is a limit on torch's allocator from here until the engine is closed.
+    chunks on the accelerator) and `streaming` (of states through it): in place of what is
+    planned. A GPU budget in bytes limits torch's allocator from here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -233,6 +233,11 @@ def initialize(
         measured = machine or probe(device.device, settings.dtype, settings.moments).machine
         tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
         budget = _budget(settings, device.device, ranks)
+        if ranks > 1:
+            # One plan for all: ranks that recompute or gather otherwise would wait for ever.
+            shared: list[Any] = [measured, budget]
+            dist.broadcast_object_list(shared, src=0)
+            measured, budget = shared
         made = plan_units(units, settings, measured, budget, tokens, ranks)
         if not made.fits:
             raise NoFitError(made)
@@ -285,6 +290,7 @@ def initialize(
         streaming=streaming,
         stale_updates=settings.stale_updates,
         offload=offload,
+        compiler=settings.compile,
         plan=made,
     )
     front = ZeroOptimizer(engine, groups)

@@ -48,10 +48,13 @@ class Chunk:
     error: BaseException | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     updated: threading.Event = field(default_factory=threading.Event)
+    saved: threading.Event = field(default_factory=threading.Event)
+    """Clear while a checkpoint has still to read the states: nobody writes them then."""
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.updated.set()
+        self.saved.set()
         self.bytes = self.flat.numel() * self.flat.element_size()
 
     def bind(self) -> None:

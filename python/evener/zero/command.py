@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evener.errors import UsageError
-from evener.zero import shapes
+from evener.zero import report, shapes
 from evener.zero.api import plan
 from evener.zero.config import Config
 from evener.zero.device import pick
@@ -153,3 +153,23 @@ def plan_memory(
                 click.echo(f"  {place.where:5} {place.numel / 1e6:10.1f} M  {place.name}")
     if not made.fits:
         raise click.exceptions.Exit(1)
+
+
+@click.group("zero")
+def zero_group() -> None:
+    """What the memory engine recorded."""
+
+
+@zero_group.command("report")
+@click.argument("recording", type=click.Path(exists=True, dir_okay=False))
+@click.option("-o", "--output", type=click.Path(), help="The page; default: beside the recording.")
+def zero_report(recording: str, output: str | None) -> None:
+    """RECORDING (of `zero.report.write`) as an HTML page: timeline, residency, prediction."""
+    record = report.read(recording)
+    path = Path(output) if output else Path(recording).with_suffix(".html")
+    path.write_text(report.page(record), encoding="utf-8")
+    found = record["summary"]
+    click.echo(
+        f"{found['step'] * 1000:.1f} ms a step, {found['transfers hidden']:.0%} of copies hidden, "
+        f"{found['exposed optimizer'] * 1000:.1f} ms of the optimizer exposed: {path}"
+    )

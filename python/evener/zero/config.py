@@ -33,7 +33,8 @@ class Config:
     recomputed), "offload" (and their inputs wait on the host), or "auto": what the plan finds
     fastest. chunked_loss: the loss is `zero.cross_entropy`. balance: whether the optimizer's states
     stream through the accelerator beside the cores; "auto": where the probe shows a gain.
-    stale_updates: a pass does not wait for the optimizer.
+    stale_updates: a pass does not wait for the optimizer. compile: each block by torch.compile
+    (a string: by this backend).
     """
 
     stage: int = 3
@@ -55,6 +56,7 @@ class Config:
     chunked_loss: bool = False
     balance: bool | str = "auto"
     stale_updates: bool = False
+    compile: bool | str = False
     depth: int = 2
     small: int = 100_000
     gradient: torch.dtype | None = None
@@ -102,6 +104,7 @@ _FP16 = {
 }  # fmt: skip
 _EVENER = {
     "budget", "moments", "depth", "device", "checkpointing", "loss", "balance", "stale_updates",
+    "compile",
 }  # fmt: skip
 
 
@@ -217,6 +220,11 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)
     config.balance = _choice(own, "balance", ("auto", False, True), "auto")
     config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
+    config.compile = own.get("compile", False)
+    if not isinstance(config.compile, bool | str):
+        raise ConfigError(
+            f"evener.compile = {config.compile!r} is not known", "give true, false or a backend"
+        )
     config.chunked_loss = _choice(own, "loss", ("plain", "chunked"), "plain") == "chunked"
     if "activation_checkpointing" in source:
         section = _section(source, "activation_checkpointing")

@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,13 @@ from evener.zero.transfers import Worker
 from evener.zero.units import Unit
 
 logger = logging.getLogger("evener.zero")
+
+
+class Saving(Protocol):
+    """A checkpoint on its way."""
+
+    def wait(self) -> None:
+        """Until it is written, or has failed."""
 
 
 @dataclass
@@ -89,6 +96,7 @@ class Engine:
         streaming: bool = False,
         stale_updates: bool = False,
         offload: Offload | None = None,
+        compiler: bool | str = False,
         plan: Plan | None = None,
     ) -> None:
         self.module = model
@@ -108,6 +116,8 @@ class Engine:
         self.skipped_steps = 0
         self.micro_steps = 0
         self.scheduler: Any = None
+        self.saving: Saving | None = None
+        """The checkpoint that is being written, or the last one."""
         self.param_groups: list[dict[str, Any]] = []
         self._norm: torch.Tensor | None = None
         self._groups = process_groups
@@ -136,6 +146,7 @@ class Engine:
         self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
         self._hooks: list[Any] = []
         self._originals: list[tuple[nn.Module, Any]] = []
+        self._compiler = compiler
         for index, (unit, chunks) in enumerate(store.units):
             live = _Live(unit, index, chunks, checkpointing and unit.repeated)
             self._live.append(live)
@@ -223,6 +234,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self.saving is not None:
+            self.saving.wait()
         self.drain()
         for hook in self._hooks:
             hook.remove()
@@ -372,6 +385,10 @@ class Engine:
     def _wrap(self, live: _Live, module: nn.Module) -> None:
         inner = module.forward
         self._originals.append((module, inner))
+        if self._compiler and live.unit.repeated:
+            # The block itself; the engine's hooks stay outside of what is compiled.
+            backend = self._compiler if isinstance(self._compiler, str) else "inductor"
+            inner = torch.compile(inner, backend=backend)
 
         def body(*args: Any, **kwargs: Any) -> Any:
             if live.in_backward:  # recomputed: the weights are here
@@ -606,6 +623,8 @@ class Engine:
                 continue
             assert chunk.gradient is not None
             noise = Noise(self.seed, chunk.index * self.world + self.rank)
+            with self.spans.host("wait", "training for the checkpoint", chunk.group.name):
+                chunk.saved.wait()
             with self.spans.device("optimizer", "compute", chunk.group.name):
                 update_on_device(
                     self.rule.kind,

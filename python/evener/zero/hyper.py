@@ -265,9 +265,7 @@ def update_on_device(
     for begin in range(0, gradient.numel(), SLICE):
         end = min(begin + SLICE, gradient.numel())
         at = Noise(noise.seed, noise.stream, noise.offset + begin)
-        _in_torch(
-            kind, part(states, begin, end), gradient[begin:end], hyper, step, scale, at
-        )
+        _in_torch(kind, part(states, begin, end), gradient[begin:end], hyper, step, scale, at)
 
 
 def _in_torch(

@@ -33,6 +33,7 @@ from evener.zero.hyper import SLICE, Noise, Rule, States, part, update_on_device
 from evener.zero.planner import SLOTS
 from evener.zero.spans import Spans
 
+
 @dataclass
 class Update:
     """An optimizer step of one chunk."""
@@ -179,6 +180,7 @@ class Lanes:
         assert chunk.gradient is not None
         if chunk.gradient_event is not None:
             chunk.gradient_event.synchronize()
+        chunk.saved.wait()
         noise = self._noise(chunk, piece.begin)
         with self.spans.host("optimizer", "host lane", chunk.group.name):
             update_on_host(
@@ -216,6 +218,7 @@ class Lanes:
     def _through(self, piece: _Slice, slot: _Slot) -> None:
         job, chunk, device = piece.job, piece.job.chunk, self.device
         assert chunk.gradient is not None
+        chunk.saved.wait()
         numel = piece.end - piece.begin
         home = part(chunk.states, piece.begin, piece.end).tensors()
         gradient = chunk.gradient[piece.begin : piece.end]
@@ -249,9 +252,7 @@ class Lanes:
         slot.empty = chunk.updated_event = device.record("states out")
 
 
-def measure(
-    lanes: Lanes, jobs: list[Update], repeats: int = 2
-) -> float:
+def measure(lanes: Lanes, jobs: list[Update], repeats: int = 2) -> float:
     """Parameters/s of these updates, the first one as a warm-up."""
     best = float("inf")
     for number in range(repeats + 1):

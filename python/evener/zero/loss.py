@@ -1,8 +1,8 @@
 """Cross-entropy that never holds the logits in float32.
 
 `functional.cross_entropy(logits.float(), ...)` takes 16 bytes of memory a logit with its backward
-pass: 4 GB for 8,192 tokens of a vocabulary of 32,000. Here float32 exists for `SLAB` rows at a time,
-and what stays is the logits as they came and their gradient.
+pass: 4 GB for 8,192 tokens of a vocabulary of 32,000. Here float32 exists for `SLAB` rows at a
+time, and what stays is the logits as they came and their gradient.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ SLAB = 1024
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignore: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignore: int) -> torch.Tensor:
         losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
         norms = torch.empty_like(losses)
         kept = targets != ignore
@@ -34,7 +32,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.mul_(kept).sum() / count
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, at, kept, norms, count = ctx.saved_tensors
         found = torch.empty_like(logits)
         weights = torch.where(kept, gradient / count, 0.0)
@@ -53,7 +51,7 @@ def cross_entropy(
     logits in float32, to rounding.
 
     logits: [..., classes], any floating dtype; targets: [...], int64. Rows with `ignore_index`
-    count for nothing; to predict the next token, give the targets shifted, with `ignore_index` last,
+    count for nothing; to predict the next token, give the targets shifted, `ignore_index` last,
     rather than a slice of the logits, which would be a copy.
     """
     found: torch.Tensor = _CrossEntropy.apply(

@@ -236,12 +236,13 @@ def _times(
     if work.ranks > 1 and machine.network:
         gathered = total * formats.compute.itemsize * (work.ranks - 1) / work.ranks
         gathered /= machine.network
+    rate = machine.balanced if work.streaming and machine.balanced else machine.host_adam
     return {
         "forward": forward,
         "backward": forward * (3 if work.checkpointing else 2),
         "weights in": moved * formats.compute.itemsize / machine.h2d,
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
-        "host optimizer": updated / (machine.balanced if work.streaming else machine.host_adam),
+        "host optimizer": updated / rate,
         "activations out": work.offloaded / machine.d2h,
         "device optimizer": kept / machine.device_adam,
         "gather": gathered,

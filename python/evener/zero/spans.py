@@ -167,4 +167,3 @@ def summary(spans: list[Span]) -> dict[str, Any]:
         part = [s for s in compute if s.name.startswith(phase)]
         found[phase] = covered(part, [])[0] / count
     return found
-

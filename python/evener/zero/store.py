@@ -121,9 +121,9 @@ def build(
     placeholder = torch.full((1,), torch.nan, dtype=formats.compute, device=device.device)
     for number, unit in enumerate(units):
         chunks = []
-        for part in unit.groups:
-            stays = part.name in resident
-            chunk = _chunk(part, index, formats, rule, device, host, stays, world)
+        for cluster in unit.groups:
+            stays = cluster.name in resident
+            chunk = _chunk(cluster, index, formats, rule, device, host, stays, world)
             chunk.keeps = number == 0 or stage <= 2 or (stays and world == 1)
             chunk.placeholder = placeholder
             _fill(chunk, device, rank, world, group, source)
@@ -136,7 +136,7 @@ def build(
             else:
                 chunk.empty()
                 chunk.unbind()
-            for place, piece in enumerate(part.pieces):
+            for place, piece in enumerate(cluster.pieces):
                 places[piece.parameter] = (index, place)
             chunks.append(chunk)
             index += 1

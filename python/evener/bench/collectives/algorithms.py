@@ -1,9 +1,11 @@
 """Evener's own all-reduce, by algorithm, beside the library's rows (`--algo flat,2d,2d+bf16`).
 
 `ALGORITHM` or `ALGORITHM+WIRE`, as `evener.comm` has them. What is timed is a step of the reducer
-that training uses, one gradient of the size: hand in, reduce, hand out. A wire that keeps less than
-the gradients' values is not checked here, and its row says N/A. Bandwidths count the gradient's
-bytes, not what was sent, so that rows compare: less sent shows as a higher figure.
+that training uses, one gradient of the size: hand in, reduce, hand out, each step by itself and
+with fresh values (the library's calls follow one another, which favours them when small). A wire
+that keeps less than the gradients' values is not checked here, and its row says N/A. Bandwidths
+count the gradient's bytes, not what was sent, so that rows compare: less sent shows as a higher
+figure.
 """
 
 from __future__ import annotations
@@ -124,29 +126,31 @@ def _measure(
     reducer = Reducer([("gradient", parameter)], replace(CommOptions.resolve(), **chosen))
     try:
         parameter.grad = torch.zeros_like(parameter)
+        # Normal deviates, as gradients nearly are: what selects or quantises depends on values.
+        generator = torch.Generator(device).manual_seed(processes.rank)
+        fresh = torch.randn(count, device=device, generator=generator).to(parameter.dtype)
 
         def step() -> None:
             reducer.flush()
             reducer.apply()
+            _wait(device)
 
+        total = 0.0
         # The first step of a reducer only measures; scratch memory comes with the second.
-        for _ in range(2 + options.warmup_iters):
+        for number in range(-2 - options.warmup_iters, options.iters):
+            parameter.grad.copy_(fresh)
+            _wait(device)
+            processes.barrier()
+            begin = time.perf_counter()
             step()
-        _wait(device)
-        processes.barrier()
-        begin = time.perf_counter()
-        for _ in range(options.iters):
-            step()
-        _wait(device)
-        seconds = (time.perf_counter() - begin) / options.iters
-        seconds = sum(processes.gather(seconds)) / ranks
+            total += time.perf_counter() - begin if number >= 0 else 0.0
+        seconds = sum(processes.gather(total / options.iters)) / ranks
         bad = None
         if options.check and wire in _WHOLE:
             # The average of whole numbers need not be one: sums are what is compared.
             op = "sum" if options.op == "sum" else "avg"
             fill(parameter.grad, _mine(kind, op, processes))
             step()
-            _wait(device)
             near = 0.0 if op == "sum" else 0.01
             bad = sum(processes.gather(wrong(parameter.grad, reduced(kind, op, ranks, 1), near)))
         detail = reducer.describe()

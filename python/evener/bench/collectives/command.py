@@ -138,8 +138,7 @@ _OPTIONS = (
     click.option(
         "--rounds",
         type=click.IntRange(min=1),
-        default=2,
-        help="Rounds of a sweep: between two, chance shows.",
+        help="Rounds of a sweep (2): between two, chance shows.",
     ),
     *(
         click.option(*names, hidden=True, expose_value=False, callback=_refuse)
@@ -156,10 +155,11 @@ def _command(name: str) -> click.Command:
         if sweep:
             from evener.bench.collectives.sweep import run_sweep
 
-            run_sweep(name, sweep, through, rounds, sys.argv[1:], given["output_file"])
+            run_sweep(name, sweep, through, rounds or 2, sys.argv[1:], given["output_file"])
             return
-        if through:
-            raise UsageError("--through without --sweep: nothing is started", "leave it out")
+        if through or rounds:
+            flag = "--through" if through else "--rounds"
+            raise UsageError(f"{flag} is for --sweep, which was not given", f"leave {flag} out")
         given["algo"] = tuple(filter(None, given["algo"].split(",")))
         for option, flag in (("minbytes", "-b"), ("maxbytes", "-e"), ("stepbytes", "-i")):
             given[option] = size(given[option], flag)

@@ -80,6 +80,9 @@ def execute(task: Task, options: Options, column: Column, report: Report) -> Non
 
 
 def _enter_group(task: Task, column: Column) -> None:
+    # A column says all that is done to gradients; these would overrule it.
+    for name in [name for name in os.environ if name.startswith("LIGHT_")]:
+        del os.environ[name]
     os.environ.update(
         RANK=str(task.rank),
         WORLD_SIZE=str(task.world),

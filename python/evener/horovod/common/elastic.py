@@ -127,6 +127,19 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
+def _kept(state: State) -> bool:
+    """Save the state, so that a change costs no work where the last commit is long ago.
+
+    False where that was too late, because a rank failed: the state is then the last commit's.
+    """
+    try:
+        state.save()
+    except HorovodInternalError:
+        state.restore()
+        return False
+    return True
+
+
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
     """`func(state, ...)`, called again after each change of the ranks.
 
@@ -144,7 +157,8 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                         state.sync()
                     return func(state, *args, **kwargs)
                 except HostsUpdatedInterrupt as interrupt:
-                    needs_sync = not interrupt.skip_sync
+                    kept = _kept(state)
+                    needs_sync = not interrupt.skip_sync or not kept
                     logger.info("hosts have changed: entering the new world")
                 except RuntimeError as error:
                     # NCCL's own error, where the generation is broken, means the same.

@@ -1,1 +1,7 @@
-"""`horovod.runner`: jobs that are started from Python, and `horovodrun`."""
+"""`horovod.runner`: `run` for functions (function.py), `horovodrun` for commands (launch.py)."""
+
+from __future__ import annotations
+
+from evener.horovod.runner.function import run
+
+__all__ = ["run"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from evener.comm import rendezvous
 from evener.horovod.common.elastic import State, run_fn
 from evener.horovod.torch.elastic.sampler import ElasticSampler
 from evener.horovod.torch.elastic.state import TorchState
@@ -22,6 +23,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reset() -> None:
     shutdown()
+    rendezvous.shutdown()  # where an earlier init came only half of its way
     init()
 
 
