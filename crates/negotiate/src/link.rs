@@ -258,7 +258,7 @@ impl Node {
         let deadline = Instant::now() + timeout;
         let mut core = lock(&self.shared);
         loop {
-            if let Some(action) = core.worker.next() {
+            if let Some(action) = core.worker.take_action() {
                 return Some(action);
             }
             let left = deadline.saturating_duration_since(Instant::now());

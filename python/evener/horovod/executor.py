@@ -154,7 +154,7 @@ class Executor:
             lane.fill_(answer.op in (Min, Product))
             self._activity(answers, "GLOO_ALLREDUCE")
             options = dist.AllreduceOptions()
-            options.reduceOp = _OPS[answer.op]
+            options.reduceOp = _OPS[answer.op]  # type: ignore[assignment]
             made.cpu.allreduce([work], options).wait()  # type: ignore[union-attr]
             if (lane.item() != 0) != (answer.op in (Min, Product)):
                 self._end(answers)
