@@ -110,7 +110,7 @@ def train(rank: int, size: int, variant: Variant, seed: int, epochs: int) -> dic
     split = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     test, rest = split[:TEST], split[TEST:]
     torch.manual_seed(seed)
-    model = accelerate(DistributedDataParallel(cnn()), mode=variant.mode, **variant.options)
+    model = accelerate(DistributedDataParallel(cnn()), wire=variant.mode, **variant.options)
     optimizer = _optimizer(variant, model)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):

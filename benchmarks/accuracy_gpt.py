@@ -118,7 +118,7 @@ def train(
     torch.manual_seed(seed)
     net = GPT(int(symbols.max()) + 1, layers, heads, width, context).to(device)
     wrapped = DistributedDataParallel(net, device_ids=[device] if gpu else None)
-    model = accelerate(wrapped, mode=mode, ratio=given.ratio)
+    model = accelerate(wrapped, wire=mode, ratio=given.ratio)
     decay = [p for p in net.parameters() if p.dim() > 1]
     plain = [p for p in net.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
