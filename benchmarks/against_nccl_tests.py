@@ -84,7 +84,9 @@ def environment() -> dict[str, str]:
     wheels = package("nvidia")
     folders = [str(p) for p in wheels.glob("*/lib")] if wheels else []
     path = os.pathsep.join([*folders, os.environ.get("LD_LIBRARY_PATH", "")])
-    return {"NCCL_NVLS_ENABLE": "0", **os.environ, "LD_LIBRARY_PATH": path}
+    # Without the plug-in, which `import evener` names, here and in one of the two programs.
+    own = {"NCCL_NET_PLUGIN": "none", "LD_LIBRARY_PATH": path}
+    return {"NCCL_NVLS_ENABLE": "0", **os.environ, **own}
 
 
 def run(command: list[str], limit: float) -> dict[int, dict[str, tuple[float, float]]]:

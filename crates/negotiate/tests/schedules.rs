@@ -221,7 +221,7 @@ impl World {
     fn executes(&mut self, rank: u32) -> bool {
         let r = rank as usize;
         if self.ranks[r].running.is_none() {
-            let Some(action) = self.ranks[r].worker.next() else {
+            let Some(action) = self.ranks[r].worker.take_action() else {
                 return false;
             };
             let (answers, real) = match &action {

@@ -9,7 +9,7 @@ planned from what this machine measures.
 from evener.zero import report
 from evener.zero.api import NoFitError, ZeroOptimizer, initialize, plan
 from evener.zero.budget import Budget
-from evener.zero.checkpoint import CheckpointError
+from evener.zero.checkpoint import CheckpointError, Save
 from evener.zero.checkpoint import begin as begin_checkpoint
 from evener.zero.checkpoint import load as load_checkpoint
 from evener.zero.checkpoint import save as save_checkpoint
@@ -30,6 +30,7 @@ __all__ = [
     "NoFitError",
     "Plan",
     "Probe",
+    "Save",
     "ZeroOptimizer",
     "begin_checkpoint",
     "cross_entropy",

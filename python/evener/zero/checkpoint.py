@@ -177,7 +177,7 @@ class Save:
         name = f"step-{engine.global_steps:08d}"
         self.final, self._work = folder / name, folder / f".{name}.writing"
         self._rank, self._world = engine.rank, engine.world
-        self._group = _group(engine)
+        self._group: dist.ProcessGroup | None = _group(engine)
         self._error: BaseException | None = None
         self.told = False
         """Whether somebody has asked for the result."""
@@ -258,7 +258,8 @@ def _group(engine: Engine) -> dist.ProcessGroup | None:
     previous = engine.saving
     if isinstance(previous, Save):
         return previous._group
-    return dist.new_group(backend="gloo")
+    made: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return made
 
 
 def save(engine: Engine, folder: str | Path, extra: Any = None) -> Path:

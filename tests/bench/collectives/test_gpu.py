@@ -31,9 +31,10 @@ RUN = (
 
 
 @pytest.fixture(autouse=True)
-def no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVLink multicast is not there in every virtual machine, and not what is tested."""
+def plain_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVLink multicast is not there in every virtual machine; a plug-in is not what is tested."""
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "none")
 
 
 def bench(tmp_path: Path, name: str, **given: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import logging
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -89,6 +90,8 @@ class StepOverlap:
             ),
         ]
         interpose.watch(self)
+        own = weakref.WeakMethod(self.finish)
+        reducer.finish = lambda: None if (call := own()) is None else call("a checkpoint")
 
     def _step_method(self) -> Callable[..., Any]:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,7 +125,8 @@ class StepOverlap:
     def backward_ended(self, at_once: bool) -> None:
         """All gradients came and were submitted. `at_once`: take an ordinary step."""
         with self._lock:
-            if at_once or self.off or self.reducer.measuring:
+            capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+            if at_once or self.off or self.reducer.ends_together or capturing:
                 self.reducer.apply()
                 return
             self.reducer.defer()
@@ -159,8 +163,9 @@ class StepOverlap:
                     self.reducer.wait(bucket)
                     optimizers.update(self.optimizer, self._groups.get(bucket, []))
                     self._events[bucket] = self._stream.record_event()
+                # Here, on the stream that waits for all of them: it may look at what they measured.
+                self.reducer.end_step()
             self._groups.clear()
-            self.reducer.end_step()
         self.state = State.DEFERRED
         self._arm(self._waiting)
 

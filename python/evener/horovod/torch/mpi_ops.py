@@ -51,9 +51,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Find the other ranks and start. Collective; does nothing where it is done already.
 
     comm: None or the list of all ranks; NotBuiltError for others. process_sets: those that exist
-    from the start, a list of ProcessSet, the same on all ranks; or "dynamic". Raises RendezvousError
-    where the ranks do not find each other, SettingError for a bad variable, ValueError for a set
-    that cannot be.
+    from the start, a list of ProcessSet, the same on all ranks; or "dynamic". Raises
+    RendezvousError where the ranks do not find each other, SettingError for a bad variable,
+    ValueError for a set that cannot be.
     """
     STATE.init(comm, process_sets)
 
