@@ -61,7 +61,7 @@ def worker(mode: str, profile: str) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     form, _, overlap = mode.partition("+")
     model = accelerate(
-        DistributedDataParallel(net), optimizer if overlap else None, mode=form, bucket_bytes=0
+        DistributedDataParallel(net), optimizer if overlap else None, wire=form, bucket_bytes=0
     )
     x = torch.randn(2, WIDTH, requires_grad=True)
 

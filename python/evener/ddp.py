@@ -96,6 +96,7 @@ def accelerate(
     *,
     mode: str | None = None,
     floor: str | None = None,
+    wire: str | None = None,
     algorithm: Algorithm | None = None,
     ratio: float | None = None,
     warmup_steps: int | None = None,
@@ -109,27 +110,27 @@ def accelerate(
     variable that is set wins over the argument, which wins over the default; the default is
     lossless.
 
-    `mode`: what crosses between nodes, one of `evener.ddp.MODES`: "exact" (the gradients' dtype),
-    "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or "topk-chunk" (the
-    same share of every 4,096); from int8 on with error feedback, norms and biases exact. Or "auto":
-    a planner measures this network and one step of this model, and takes for every bucket the
-    mildest form behind which the network hides, none harsher than `floor`; docs/plan.md.
-    `algorithm`: "2d" (reduce inside the node first), "flat", or "auto": 2-D where there are several
-    nodes with several ranks each. `bucket_bytes`: size up to which gradients are fused; default:
-    DDP's `bucket_cap_mb`.
-
-    For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
-    SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
-    velocity, so build the SGD without momentum, and `optimizer` tells this function to check that.
-    `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
-    residuals must follow.
-
-    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
+    `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
+    choose for every bucket the algorithm and the mildest form behind which the network hides: with
+    "exact" lossless ones only, with "auto" down to `floor` ("fp16"). One of `MODES` but "exact"
+    forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or
+    "topk-chunk" (the same share of every 4,096); from int8 on with error feedback, norms and biases
+    exact. None: no planner; `wire` names the form, `algorithm` "2d" (reduce inside the node first),
+    "flat", or "auto": 2-D where there are several nodes with several ranks each; docs/plan.md.
+    `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
 
     `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
     updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
     the same. Only for optimizers that are known to update each entry on its own; for others, and
     for models whose use of parameters cannot be noticed, the log says why it is not done.
+
+    For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
+    SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
+    velocity, so build the SGD without momentum, which is checked where `optimizer` is given.
+    `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
+    residuals must follow.
+
+    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
@@ -141,18 +142,18 @@ def accelerate(
             "wrap the model first: DistributedDataParallel(model)",
         )
     _refuse_unsupported(model)
-    _check_mode(mode, floor)
-    options = Options.resolve(
+    options = _resolve(
+        mode,
+        floor,
+        wire,
         algorithm=algorithm,
-        wire=None if mode == "auto" else mode,
-        floor=(floor or "") if mode == "auto" else "",
         ratio=ratio,
         warmup_steps=warmup_steps,
         momentum=momentum,
         bucket_bytes=int(model.bucket_bytes_cap) if bucket_bytes is None else bucket_bytes,
     )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
-    _check_optimizer(optimizer, options)
+    _check_momentum(optimizer, options)
     named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
     reducer = Reducer(named, options, model.process_group, track_unused=may_be_unused)
@@ -164,11 +165,56 @@ def accelerate(
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
     object.__setattr__(accelerated, "evener", reducer)
     overlap = _overlap(reducer, optimizer, model.module)
-    planner = Planner(reducer, overlap=overlap is not None) if options.floor else None
-    steps = Steps(reducer, overlap, planner)
+    steps = Steps(reducer, overlap, _planner(reducer, mode, options, overlap))
     object.__setattr__(accelerated, "evener_steps", steps)
     reducer.on_backward_end = steps.backward_ended
     return accelerated
+
+
+def _resolve(mode: str | None, floor: str | None, wire: str | None, **given: Any) -> Options:
+    """Options, with the form that `mode` forces in `wire`."""
+    allowed = ("auto", *MODES)
+    if mode is not None and mode not in allowed:
+        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(allowed)}")
+    if floor is not None and mode != "auto":
+        raise UsageError(
+            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+            "leave it out, or give mode='auto'",
+        )
+    if mode is not None and wire is not None:
+        raise UsageError(
+            f"mode={mode!r} and wire={wire!r} both say what is sent", "give one of them"
+        )
+    if mode not in (None, "exact", "auto"):
+        wire = mode
+    if mode == "auto":
+        given["floor"] = floor or "fp16"
+    return Options.resolve(wire=wire, **given)
+
+
+def _planner(
+    reducer: Reducer, mode: str | None, options: Options, overlap: StepOverlap | None
+) -> Planner | None:
+    if mode not in ("exact", "auto"):
+        return None
+    if options.wire != "exact":
+        if reducer.communicators.rank == 0:
+            logger.info("mode=%s: no planner, because %s was asked for", mode, options.wire)
+        return None
+    return Planner(reducer, overlap=overlap is not None)
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Momentum must be applied once."""
+    if optimizer is None or not options.momentum:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") or "betas" in group:
+            raise UsageError(
+                f"momentum={options.momentum:g} is applied by the reducer, and "
+                f"{type(optimizer).__name__} applies its own",
+                "build torch.optim.SGD(momentum=0), or leave accelerate's momentum out",
+            )
 
 
 def _overlap(
@@ -182,34 +228,6 @@ def _overlap(
         said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
         logger.info("overlap across the step: %s", said)
     return None if why else StepOverlap(reducer, optimizer, module)
-
-
-def _check_mode(mode: str | None, floor: str | None) -> None:
-    if mode not in (None, "auto", *MODES):
-        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(MODES)}, auto")
-    if mode == "auto" and floor not in MODES:
-        raise UsageError(
-            f"mode='auto' with floor={floor!r}: how far it may go is for you to say",
-            f"floor='exact' changes nothing; choose one of {', '.join(MODES)}",
-        )
-    if mode != "auto" and floor is not None:
-        raise UsageError(
-            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
-            "leave it out, or give mode='auto'",
-        )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, options: Options) -> None:
-    """Momentum must be applied once."""
-    if optimizer is None or not options.momentum:
-        return
-    for group in optimizer.param_groups:
-        if group.get("momentum") or "betas" in group:
-            raise UsageError(
-                f"momentum={options.momentum:g} is applied by the reducer, and "
-                f"{type(optimizer).__name__} applies its own",
-                "build torch.optim.SGD(momentum=0), or leave accelerate's momentum out",
-            )
 
 
 def _refuse_unsupported(model: DistributedDataParallel) -> None:

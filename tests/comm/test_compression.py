@@ -386,9 +386,8 @@ def refused(rank: int, size: int) -> None:
     def model() -> DistributedDataParallel:
         return DistributedDataParallel(torch.nn.Linear(4, 4))
 
-    for floor in (None, "int3"):
-        with pytest.raises(UsageError, match=f"floor={floor!r}"):
-            accelerate(model(), mode="auto", floor=floor)
+    with pytest.raises(UsageError, match="both say what is sent"):
+        accelerate(model(), mode="exact", wire="fp16")
     with pytest.raises(UsageError, match="floor='int8'"):
         accelerate(model(), mode="topk", floor="int8")
     with pytest.raises(UsageError, match="mode='fp12'"):

@@ -44,7 +44,7 @@ def train_against_the_reference(
     model = accelerate(
         DistributedDataParallel(models.seeded(DTYPES[dtype]), find_unused_parameters=True),
         algorithm=algorithm,  # type: ignore[arg-type]
-        mode=wire,
+        wire=wire,
         bucket_bytes=bucket_bytes,
     )
     narrowest = max((dtype, wire if wire in TOLERANCE else dtype), key=TOLERANCE.__getitem__)

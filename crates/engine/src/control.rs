@@ -25,6 +25,7 @@ use evener_proto::dial::{Delivered, Dialer, Order, Route};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::comm::{Peer, PeerKey, lock};
+use crate::fds;
 use crate::hello::{ANSWER, Answer, GREETING, Greeting, MOST_ADDRESSES};
 use crate::stats::PathStats;
 use crate::sys::{self, Epoll, LinkWatch, Memory, Ready};
@@ -105,12 +106,19 @@ pub struct Control {
     recorded: Duration,
 }
 
+impl Drop for Control {
+    fn drop(&mut self) {
+        fds::forget(self.listener.as_raw_fd());
+    }
+}
+
 impl Control {
     /// A control thread's state.
     pub fn new(shared: Arc<Shared>, listener: Socket) -> std::io::Result<Control> {
         let epoll = Epoll::new()?;
         epoll.add_readable(shared.control_fd(), WAKER)?;
         epoll.add_readable(listener.as_raw_fd(), LISTENER)?;
+        fds::note(listener.as_raw_fd());
         let links = LinkWatch::new().ok();
         if let Some(links) = &links {
             epoll.add_readable(links.fd(), LINKS)?;

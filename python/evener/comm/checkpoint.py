@@ -76,15 +76,19 @@ def check(reducer: Reducer, state: dict[str, Any]) -> None:
                 )
 
 
-def install(reducer: Reducer, state: dict[str, Any]) -> None:
-    """Divide what `check` has accepted among the ranks. The layout is settled."""
+def install(reducer: Reducer, state: dict[str, Any], *, forms: bool = True) -> None:
+    """Divide what `check` has accepted among the ranks. The layout is settled.
+
+    `forms`: take over too where the guard had fallen back.
+    """
     for exchange in reducer.exchanges:
         mine = exchange.state
         steps = [int(state["compressed_steps"].get(name, 0)) for name in exchange.names]
         mine.steps = max(steps)
         mine.residual = mine.velocity = mine.sent = mine.guess = None
-        forms = {state["forms"].get(name) for name in exchange.names}
-        _fall_back(reducer, exchange.bucket.index, forms)
+        if forms:
+            before = {state["forms"].get(name) for name in exchange.names}
+            _fall_back(reducer, exchange.bucket.index, before)
         if any(name in state["residual"] for name in exchange.names):
             whole = _whole(reducer, exchange.bucket, state["residual"])
             mine.residual = exchange.take_over(whole, local=True)

@@ -25,19 +25,18 @@ class Options:
 
     `algorithm`: "2d" reduces inside the node first, "flat" does not, "auto" takes "2d" where there
     are several nodes with several ranks each. `wire`: the form in which data crosses between nodes,
-    one of `evener.comm.wires.names()`. `floor`: the harshest form that a planner may choose in its
-    place; empty: none plans. `ratio`: share of entries that top-k sends, reached within
-    `warmup_steps`. `momentum`: applied by the reducer, not the optimizer; top-k then applies it
-    before it selects. `guard_steps`: steps between two checks of the accuracy guard, 0 for none;
-    `guard_residual` 0 and `guard_cosine` -1 stand for each form's own limits. Sizes are bytes;
-    `bucket_bytes` 0 means one bucket a tensor. `average`: divide by the world size. `predivide`:
-    gradients are divided by it before they are summed, and the sum by world size / predivide (both
-    only where `average`).
+    one of `evener.comm.wires.names()`; `floor`: the least exact one that a planner may choose.
+    `ratio`: share of entries that top-k sends, reached within `warmup_steps`. `momentum`: applied
+    by the reducer, not the optimizer; top-k then applies it before it selects. `guard_steps`: steps
+    between two checks of the accuracy guard, 0 for none; `guard_residual` 0 and `guard_cosine` -1
+    stand for each form's own limits. Sizes are bytes; `bucket_bytes` 0 means one bucket a tensor.
+    `average`: divide by the world size. `predivide`: gradients are divided by it before they are
+    summed, and the sum by world size / predivide (both only where `average`).
     """
 
     algorithm: Algorithm = "auto"
     wire: str = "exact"
-    floor: str = ""
+    floor: str = "exact"
     ratio: float = 0.01
     warmup_steps: int = 0
     momentum: float = 0.0
@@ -58,7 +57,7 @@ class Options:
         from evener.comm import wires  # it needs this module
 
         _one_of("wire", self.wire, wires.names())
-        _one_of("floor", self.floor, ("", *wires.names()))
+        _one_of("floor", self.floor, wires.names())
         _require("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps")
         _require("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
         _require("ratio", self.ratio, 0 < self.ratio <= 1, "a number above 0 and at most 1")
@@ -77,10 +76,10 @@ class Options:
         *,
         algorithm: Algorithm | None = None,
         wire: str | None = None,
-        floor: str = "",
         ratio: float | None = None,
         warmup_steps: int | None = None,
         momentum: float = 0.0,
+        floor: str = "exact",
         bucket_bytes: int = 25 << 20,
         average: bool = True,
         predivide: float = 1.0,
@@ -110,11 +109,10 @@ class Options:
         return cls(
             algorithm=default_algorithm if algorithm is None else algorithm,
             wire="exact" if wire is None else wire,
-            # A form that a variable asks for leaves nothing to plan.
-            floor="" if wire is not None else floor,
             ratio=settings.LIGHT_TOPK_RATIO.default if ratio is None else ratio,
             warmup_steps=warmup_steps,
             momentum=momentum,
+            floor=floor,
             guard_steps=settings.EVENER_GUARD_STEPS.get(env),
             guard_residual=settings.EVENER_GUARD_RESIDUAL.get(env),
             guard_cosine=settings.EVENER_GUARD_COSINE.get(env),

@@ -104,6 +104,7 @@ class Reducer:
         self._step = Step()
         self._measuring = True
         self._failed = False
+        self._choices: tuple[tuple[str, str], ...] | None = None
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -117,9 +118,10 @@ class Reducer:
     def _lay_out(self, order: Iterable[int]) -> None:
         size = len(self.communicators.route.levels.inner)
         dense = frozenset[int]()
-        if wires.get(self.options.floor or self.options.wire).lossy:
+        if any(wires.get(form).lossy for form in (self.options.wire, self.options.floor)):
             dense = frozenset(i for i, p in enumerate(self.parameters) if p.dim() <= 1)
         self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size, dense)
+        self._fallen: dict[int, str] = {}
         self._make_exchanges()
         self.sequence = tuple(range(len(self.buckets)))
         self._reset()
@@ -134,24 +136,32 @@ class Reducer:
         """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
 
         Between steps only, and the same on every rank. "flat" or "2d"; a form of `wires.names()`.
-        A bucket that remembers something of its shard stays on its route.
         """
-        for index, (algorithm, form) in enumerate(choices):
-            old = self.exchanges[index]
-            flat = algorithm == "flat"
-            route = self.communicators.flat() if flat else self._route_of(old.bucket)
-            if route is not old.route and old.state.residual is None and old.state.velocity is None:
-                wire = self._wire(route, "exact")
-                self.exchanges[index] = Exchange(old.bucket, route, wire, self.options, old.names)
-            self.use(index, self.permitted(index, form))
+        self._choices = tuple(choices)
+        before = self.exchanges
+        moves = any(
+            exchange.state.residual is not None or exchange.state.velocity is not None
+            for exchange in before
+            if exchange.route is not self._route_of(exchange.bucket)
+        )
+        state = checkpoint.collect(self) if moves else None
+        self._make_exchanges()
+        if state is not None:
+            checkpoint.install(self, state, forms=False)
+        else:
+            for exchange, same in zip(self.exchanges, before, strict=True):
+                exchange.state = same.state
         self.resequence(sequence)
 
-    def permitted(self, index: int, form: str) -> str:
-        """`form`, or "exact" where this bucket must not be sent in it (norms, small shards)."""
+    def permitted(self, index: int, form: str) -> bool:
+        """Whether a planner may send this bucket in `form`: not norms, not small shards."""
         exchange = self.exchanges[index]
-        return choose(dataclasses.replace(self.options, wire=form), exchange.route, exchange.bucket)
+        options = dataclasses.replace(self.options, wire=form)
+        return choose(options, exchange.route, exchange.bucket) == form
 
     def _route_of(self, bucket: Bucket) -> Route:
+        if self._choices is not None and self._choices[bucket.index][0] == "flat":
+            return self.communicators.flat()
         if bucket.bytes > self.options.two_level_max_bytes:
             return self.communicators.flat()
         return self.communicators.route
@@ -164,16 +174,28 @@ class Reducer:
             names = [self.names[slot.index] for slot in bucket.slots]
             self.exchanges.append(Exchange(bucket, route, wire, self.options, names))
 
+    def _form(self, bucket: Bucket, route: Route) -> str:
+        """The guard's verdict, else the planner's choice, else what was asked for."""
+        if bucket.index in self._fallen:
+            return self._fallen[bucket.index]
+        if self._choices is not None and route.levels.nodes > 1:
+            return wires.suitable(self._choices[bucket.index][1], bucket)
+        return choose(self.options, route, bucket)
+
     def _first_form(self, route: Route, bucket: Bucket) -> str:
-        form = choose(self.options, route, bucket)
+        form = self._form(bucket, route)
         return "exact" if self._measuring and wires.get(form).feedback else form
 
     def _wire(self, route: Route, form: str) -> Wire:
         """Buckets of one route and form share the wire, and so its scratch memory."""
         key = (id(route), form)
         if key not in self._wires:
-            self._wires[key] = wires.get(form)(route, self.options)
+            self._wires[key] = self.make_wire(form, route)
         return self._wires[key]
+
+    def make_wire(self, form: str, route: Route) -> Wire:
+        """A new wire of that form for buckets that take `route`."""
+        return wires.get(form)(route, self.options)
 
     def _reset(self) -> None:
         """Forget the step: every gradient is still to come."""
@@ -242,6 +264,13 @@ class Reducer:
         if self.recorder is not None and not self._missing[bucket]:
             self.recorder.complete(bucket)
         self._issue_complete()
+
+    def catch_up(self) -> None:
+        """Take the gradients that are there as this step's: they came before this reducer."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._passes_left[index] = 1
+                self._arrived(index, parameter)
 
     def _issue_complete(self) -> None:
         while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
@@ -385,8 +414,12 @@ class Reducer:
         return verdicts
 
     def use(self, bucket: int, form: str) -> None:
-        """From the next step on, exchange `bucket` in `form`. Between steps, on all ranks alike."""
+        """From the next step on, exchange `bucket` in `form`, whatever a planner may choose.
+
+        Between steps, on all ranks alike.
+        """
         exchange = self.exchanges[bucket]
+        self._fallen[bucket] = form
         exchange.wire = self._wire(exchange.route, form)
 
     def _settle(self, order: list[int]) -> None:
@@ -422,9 +455,10 @@ class Reducer:
         self._lay_out(order)
         checkpoint.move_velocity(self, before, velocity)
         with torch.no_grad():
-            views = self.buckets.views
             if order:
-                torch._foreach_copy_([views[i] for i in order], [old[i] for i in order])
+                torch._foreach_copy_(
+                    [self.buckets.views[i] for i in order], [old[i] for i in order]
+                )
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is old[index]:
                 parameter.grad = self.buckets.views[index]
@@ -437,7 +471,7 @@ class Reducer:
         """One line: ranks, levels and why, buckets, forms on the wire."""
         route = self.communicators.route
         kind = "2-D" if route.levels.two_level else "flat"
-        forms = [choose(self.options, e.route, e.bucket) for e in self.exchanges]
+        forms = [self._form(e.bucket, e.route) for e in self.exchanges]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
         return (

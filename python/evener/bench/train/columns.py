@@ -66,7 +66,7 @@ def _modes() -> Iterable[Column]:
             f"Evener {title}",
             f"two levels, {what}",
             "evener",
-            {"algorithm": "2d", "mode": name},
+            {"algorithm": "2d", "wire": name},
             tolerance=tolerance,
             evener=True,
         )
@@ -80,7 +80,7 @@ def _overlapped() -> Iterable[Column]:
             f"{title} + overlap",
             f"as {name}, and the optimizer's step overlaps the next forward",
             "evener",
-            {"algorithm": "2d", "mode": name, "overlap": True},
+            {"algorithm": "2d", "wire": name, "overlap": True},
             tolerance=tolerance,
             evener=True,
         )
@@ -112,7 +112,7 @@ COLUMNS: dict[str, Column] = {
             "Horovod's way",
             "Evener's flat path in FP32, buckets of 128 MiB, NCCL_ALGO=RING: one ring over all",
             "evener",
-            {"algorithm": "flat", "mode": "exact", "bucket_bytes": 128 << 20},
+            {"algorithm": "flat", "wire": "exact", "bucket_bytes": 128 << 20},
             {"NCCL_ALGO": "RING"},
         ),
         Column("ddp-fp16", "DDP + fp16", "DDP with its own fp16_compress_hook", "hook:fp16"),

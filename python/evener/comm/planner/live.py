@@ -54,7 +54,7 @@ class Planner:
     ) -> None:
         """`measure`: in place of the probe, for tests; collective as the probe is."""
         self.reducer, self.overlap = reducer, overlap
-        self.forms = ladder(reducer.options.floor or "exact")
+        self.forms = ladder(reducer.options.floor)
         self.decision: Decision | None = None
         self.costs: Costs | None = None
         self.measured_ms: float | None = None
@@ -98,7 +98,7 @@ class Planner:
             self.forms,
             overlap=self.overlap,
             algorithm=self.reducer.options.algorithm,
-            allowed=lambda bucket, form: self.reducer.permitted(bucket, form) == form,
+            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
         )
 
     def _probe(self, profile: StepProfile) -> Costs:

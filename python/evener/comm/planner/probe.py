@@ -35,6 +35,7 @@ class Probe:
     def __init__(self, communicators: Communicators) -> None:
         self.communicators = communicators
         self.device = communicators.device
+        self._states: dict[tuple[str, int], ShardState] = {}
 
     def costs(self, wires: Mapping[str, Wire], sizes: tuple[int, int], *, flat: bool) -> Costs:
         """Costs for buckets from `sizes[0]` to `sizes[1]` bytes, of FP32 gradients.
@@ -78,7 +79,9 @@ class Probe:
         dist.all_gather_into_tensor(whole, shard, group=group.handle)
 
     def _exchange(self, shard: torch.Tensor, wire: Wire) -> None:
-        wire.exchange(shard, ShardState(-1))
+        # Some forms keep residuals, which must have the shard's length.
+        key = (wire.name, shard.numel())
+        wire.exchange(shard, self._states.setdefault(key, ShardState(0)))
 
     def _curve(self, sizes: tuple[int, int], operation: Callable[[torch.Tensor], None]) -> Curve:
         large = min(max(sizes[1], 4 * _LEAST_BYTES), _MOST_BYTES)

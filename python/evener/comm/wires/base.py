@@ -118,15 +118,18 @@ def choose(options: Options, route: Route, bucket: Bucket) -> str:
     if route.levels.nodes == 1 or route.outer.size == 1:
         return "exact"  # nothing crosses a network
     form = get(options.wire)
-    if form.lossy and bucket.dense:
-        return "exact"
     if form.sparse:
         shard_bytes = numel * bucket.buffer.element_size()
         if shard_bytes < options.topk_min_bytes or numel >= 2**31:
             return "exact"
-    if _CASTS.get(form.name) == bucket.buffer.dtype:
-        return "exact"  # it is so already
-    return form.name
+    return suitable(form.name, bucket)
+
+
+def suitable(form: str, bucket: Bucket) -> str:
+    """`form`, or exact where it has nothing to do: norms, biases, what is so already."""
+    if get(form).lossy and bucket.dense:
+        return "exact"
+    return "exact" if _CASTS.get(form) == bucket.buffer.dtype else form
 
 
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
