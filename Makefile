@@ -17,10 +17,11 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom soak-net test-rust test-python lint format docs wheel clean preflight constraints
+.PHONY: help setup demo test loom soak-net test-rust test-python lint format docs wheel clean preflight \
+        constraints upstream-horovod
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 preflight:
 	@$(PYTHON) scripts/preflight.py
@@ -71,6 +72,11 @@ soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the 
 
 test-python: $(STAMPS)/native $(STAMPS)/plugin
 	$(BIN)/python -m pytest
+
+# DIR is the user's own checkout of github.com/horovod/horovod; ARGS: see --help.
+upstream-horovod: $(STAMPS)/native ## upstream Horovod's own tests: make upstream-horovod DIR=CHECKOUT
+	@test -n "$(DIR)" || { echo "error: DIR is not set"; echo "  fix: make upstream-horovod DIR=checkout-of-horovod"; exit 2; }
+	$(BIN)/python scripts/upstream_horovod.py $(DIR) $(ARGS)
 
 lint: $(STAMPS)/native
 	cargo fmt --all --check

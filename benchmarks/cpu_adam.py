@@ -16,13 +16,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from evener import __version__, _optimizers
 from evener.settings import parse_size
 
-HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
 def torch_fused(n: int, dtype: torch.dtype) -> Callable[[], object]:
@@ -32,11 +33,11 @@ def torch_fused(n: int, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def evener(
-    n: int, master: str, moments: torch.dtype, gradient: torch.dtype, output: bool, **run: object
+    n: int, master: str, moments: torch.dtype, gradient: torch.dtype, output: bool, **run: Any
 ) -> Callable[[], object]:
     weights = torch.randn(n)
     first, second = torch.zeros(n, dtype=moments), torch.zeros(n, dtype=moments)
-    state = {
+    state: Any = {
         "f32": weights,
         "split": _optimizers.split(weights),
         "bf16": weights.to(torch.bfloat16),
@@ -48,13 +49,27 @@ def evener(
     def call() -> None:
         nonlocal step
         step += 1
-        how = _optimizers.Run(**run)  # type: ignore[arg-type]
+        how = _optimizers.Run(**run)
         _optimizers.adam(state, grad, first, second, out, step=step, run=how, **HYPER)
 
     return call
 
 
-def variants(n: int) -> dict[str, tuple[Callable[[], object], int]]:
+def deepspeed(n: int, dtype: torch.dtype) -> Callable[[], object] | None:
+    """DeepSpeed's CPU Adam, where it is installed; its kernel is compiled at the first use."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    weights = torch.nn.Parameter(torch.randn(n).to(dtype))
+    weights.grad = torch.randn(n).to(dtype)
+    step: Callable[[], object] = DeepSpeedCPUAdam(
+        [weights], adamw_mode=True, fp32_optimizer_states=dtype == torch.float32, **HYPER
+    ).step
+    return step
+
+
+def variants(n: int, best_only: bool) -> dict[str, tuple[Callable[[], object], int]]:
     """Name: (a call that does one step, bytes of memory traffic a parameter)."""
     f32, bf16 = torch.float32, torch.bfloat16
     best = _optimizers.instruction_sets()
@@ -67,7 +82,10 @@ def variants(n: int) -> dict[str, tuple[Callable[[], object], int]]:
         "evener split master, bf16 moments, bf16 in": (evener(n, "split", bf16, bf16, False), 18),
         "evener all-bf16, stochastic rounding": (evener(n, "bf16", bf16, bf16, False), 14),
     }
-    for name in best[1:]:
+    for name, dtype, traffic in (("fp32", f32, 28), ("all-bf16", bf16, 14)):
+        if (call := deepspeed(n, dtype)) is not None:
+            made[f"DeepSpeed {name}"] = (call, traffic)
+    for name in () if best_only else best[1:]:
         how = {"instructions": name}
         made[f"evener fp32 ({name})"] = (evener(n, "f32", f32, f32, False, **how), 28)
         made[f"evener split, bf16 moments ({name})"] = (
@@ -81,10 +99,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--elements", type=lambda text: parse_size(text), default=32 << 20)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--best-only", action="store_true", help="only the best instructions")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/cpu_adam.json"))
     arguments = parser.parse_args()
     n = arguments.elements
-    made = variants(n)
+    made = variants(n, arguments.best_only)
     times: dict[str, list[float]] = {name: [] for name in made}
     for round_ in range(arguments.repeats + 2):
         for name, (call, _) in made.items():

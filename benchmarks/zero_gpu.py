@@ -1,22 +1,27 @@
-"""Training with states in host memory, on one GPU, beside FSDP2 with CPU offload; JSON and a table.
+"""Training with states in host memory on the GPUs of one node beside its peers; JSON and a table.
 
-    python benchmarks/zero_gpu.py [--quick] [--json FILE] [--no-peers]
+    python benchmarks/zero_gpu.py [--quick] [--only PREFIX,...] [--gpus N] [--json FILE]
 
-A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens, checkpointing,
-clipping at 1.0; --quick: 8 layers, so that all variants run within four minutes. Each variant runs
-in a process of its own (a peer that runs out of memory takes nobody with it), one after the other.
-Reported: median seconds a step, tokens/s, peak GPU memory (allocator and driver), peak host memory,
-and the plan's prediction beside the measurement.
+A Llama-shaped model (2.69B parameters: 32 layers, width 2560), 8 x 1024 tokens a GPU, blocks
+recomputed, clipping at 1.0; --quick: 8 layers. Rows that start with "largest" train one sequence of
+1024 tokens in 24 GB of GPU and 110 GB of host memory; "loss" trains a small model for 300 steps
+beside an independent plain loop. Each row runs in processes of its own (a peer that runs out of
+memory takes nobody with it), one after the other; `--gpus` starts each under torchrun.
+
+Reported: seconds a step from idle to idle over all steps, tokens/s, peak GPU memory of the process
+(allocated, reserved, and the driver's figure for the whole GPU), peak host memory, the plan's
+prediction, and for Evener where the time of a step went (3 more steps, recorded). GB are 1e9 bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
-import resource
-import statistics
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -25,193 +30,249 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+import zero_peers as peers
+from zero_models import (
+    Driver,
+    Llama,
+    batch_of,
+    bind,
+    loss_of,
+    memory,
+    on_meta,
+    timed,
+    timed_phase,
+    value_of,
+)
 
-VOCABULARY = 32000
+from evener import zero
 
-
-class Block(nn.Module):
-    """A pre-norm Llama block."""
-
-    def __init__(self, width: int, heads: int, inner: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm2 = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, inner, bias=False)
-        self.up = nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(a.transpose(1, 2).reshape(rows, length, width))
-        h = self.norm2(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-
-class Llama(nn.Module):
-    """`recompute`: checkpoint each block (the engine does it by itself)."""
-
-    def __init__(self, layers: int, width: int, recompute: bool) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.embed = nn.Embedding(VOCABULARY, width)
-        inner = -(-8 * width // 3 // 256) * 256
-        self.layers = nn.ModuleList(Block(width, width // 128, inner) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
-
-
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    out = model(tokens)
-    return functional.cross_entropy(out[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def timed(
-    step: Callable[[torch.Tensor], float], tokens: torch.Tensor, steps: int
-) -> dict[str, Any]:
-    times, losses = [], []
-    for number in range(steps + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        losses.append(step(tokens))
-        if number >= 3:
-            times.append(time.perf_counter() - start)
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "seconds": statistics.median(times),
-        "spread": [min(times), max(times)],
-        "tokens_per_second": tokens.numel() / statistics.median(times),
-        "gpu_allocated": torch.cuda.max_memory_allocated(),
-        "gpu_reserved": torch.cuda.max_memory_reserved(),
-        "gpu_driver_now": total - free,
-        "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "losses": losses,
-    }
+TRACES = Path(os.environ.get("OUT", "."))
 
 
 def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[str, Any]:
-    from evener import zero
-
-    torch.manual_seed(0)
-    model = Llama(layers, width, recompute=False)
+    """The engine; `own`: keys of its section of the configuration, and `trace`: a file's name."""
+    trace = own.pop("trace", None)
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-        "evener": {"checkpointing": True, "device": "cuda", **own},
+        "optimizer": {"type": "AdamW", "params": peers.HYPER},
+        "evener": {"checkpointing": True, "device": "cuda", "loss": "chunked", **own},
     }
-    machine = zero.probe(torch.device("cuda"), moments=own_moments(own)).machine
-    settings = zero.config.read(config)
-    made = zero.plan(
-        model,
-        config=settings,
-        budget=own.get("budget", "auto"),
-        batch=(batch, 1024),
-        machine=machine,
-    )
-    engine, *_ = zero.initialize(model=model, config=config, batch=(batch, 1024), machine=machine)
-    tokens = torch.randint(0, VOCABULARY, (batch, 1024), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
+    took: dict[str, float] = {}
+    moments = torch.bfloat16 if own.get("moments") == "bf16" else torch.float32
+    with timed_phase(took, "probe"):
+        found = zero.probe(torch.device("cuda", torch.cuda.current_device()), moments=moments)
+    with timed_phase(took, "initialize"):
+        engine, *_ = zero.initialize(
+            model=on_meta(layers, width),
+            config=config,
+            batch=(batch, 1024),
+            machine=found.machine,
+            weights=value_of,
+        )
+    plan = engine.plan
+    assert plan is not None
 
-    def step(tokens: torch.Tensor) -> float:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
         loss = loss_of(engine, tokens)
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return loss.detach()
 
-    found = timed(step, tokens, steps)
+    tokens = batch_of(batch)
+    result = timed(step, tokens, steps, engine.drain)
+    shares = engine.updated
+    engine.record()
+    for _ in range(3):
+        step(tokens)
+    spans = engine.recorded()
+    result["where"] = zero.spans.summary(spans)
+    rank = int(os.environ.get("RANK", "0"))
+    if trace and rank == 0:
+        zero.report.write(engine, spans, TRACES / trace, found)
+    result |= {
+        "parameters": sum(place.numel for place in plan.places),
+        "preparation": took,
+        "updated": shares,
+        "plan": {
+            "seconds": plan.step_seconds,
+            "bound": plan.bound,
+            "gpu_bytes": plan.gpu_bytes,
+            "host_bytes": plan.host_bytes,
+            "resident": len(plan.resident),
+            "streaming": plan.streaming,
+            "checkpointing": plan.checkpointing,
+            "times": plan.times,
+        },
+        "machine": dataclasses.asdict(found.machine),
+        "host_adam_alone": found.host_adam_alone,
+        "pinned": engine.store.host.pinned,
+    }
     engine.close()
-    predicted = {
-        "seconds": made.step_seconds,
-        "bound": made.bound,
-        "gpu_bytes": made.gpu_bytes,
-        "host_bytes": made.host_bytes,
-        "times": made.times,
+    return result
+
+
+def loss_curve(*_: int) -> dict[str, Any]:
+    """300 steps of a small model: the engine (all offloaded, both lanes, clipping), the plain loop
+    with float32 masters twice (what two runs of the same loop differ by is the noise)."""
+    shape, count = (4, 512, False), 300
+
+    def tokens(step: int) -> torch.Tensor:
+        # A language that can be learnt: each token is a function of the one before, with noise.
+        generator = torch.Generator("cuda").manual_seed(step)
+        rows = torch.randint(0, 512, (4, 256), device="cuda", generator=generator)
+        for place in range(1, rows.shape[1]):
+            follow = (rows[:, place - 1] * 7 + 3) % 512
+            keep = torch.rand(4, device="cuda", generator=generator) < 0.9
+            rows[:, place] = torch.where(keep, follow, rows[:, place])
+        return rows
+
+    data = [tokens(step) for step in range(count)]
+
+    def plain() -> list[float]:
+        model = peers.filled(Llama(*shape), torch.bfloat16, "cuda")
+        masters = peers.Masters(model, 3e-4, 0.1, 1.0)
+        for master, (name, parameter) in zip(
+            masters.masters, model.named_parameters(), strict=True
+        ):
+            master.copy_(value_of(name, parameter))
+        losses = []
+        for rows in data:
+            loss = loss_of(model, rows)
+            loss.backward()
+            masters.step()
+            losses.append(loss.detach())
+        return [float(loss) for loss in losses]
+
+    def engine_losses(streaming: bool) -> list[float]:
+        config = {
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+            "evener": {"checkpointing": True, "device": "cuda"},
+        }
+        with torch.device("meta"):
+            model = Llama(*shape)
+        engine, *_ = zero.initialize(
+            model=model, config=config, weights=value_of, resident=set(), streaming=streaming
+        )
+        losses = []
+        for rows in data:
+            loss = loss_of(engine, rows)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        engine.close()
+        return [float(loss) for loss in losses]
+
+    first, second = plain(), plain()
+    runs = {"streaming": engine_losses(True), "host": engine_losses(False)}
+
+    def apart(a: list[float], b: list[float]) -> dict[str, float]:
+        gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
+        tail = sum(a[-50:]) / 50 - sum(b[-50:]) / 50
+        return {"largest": max(gaps), "mean": sum(gaps) / len(gaps), "last 50, mean": tail}
+
+    return {
+        "plain": first,
+        **runs,
+        "noise": apart(first, second),
+        "engine": {name: apart(first, losses) for name, losses in runs.items()},
+        "lanes": apart(runs["streaming"], runs["host"]),
     }
-    host = engine.store.host
-    return {**found, "plan": predicted, "machine": vars(machine), "pinned": host.pinned}
 
 
-def own_moments(own: dict[str, Any]) -> torch.dtype:
-    return torch.bfloat16 if own.get("moments") == "bf16" else torch.float32
+def _evener(**own: Any) -> Callable[..., dict[str, Any]]:
+    return lambda *shape: evener(*shape, **own)
 
 
-def resident(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
-    """All on the GPU, all bf16: the speed of a model that fits."""
-    torch.manual_seed(0)
-    model = Llama(layers, width, recompute=True).to("cuda", torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    return timed(plain(model, optimizer), torch.randint(0, VOCABULARY, (batch, 1024)).cuda(), steps)
+def _largest(layers: int, width: int, **own: Any) -> Callable[..., dict[str, Any]]:
+    budget = {"gpu": 24_000_000_000, "host": 110_000_000_000}
+    return lambda *_: evener(layers, width, 1, 3, budget=budget, **own)
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
-    def step(tokens: torch.Tensor) -> float:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
-
-
-def fsdp(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
-    """FSDP2 with CPUOffloadPolicy and torch's fused CPU AdamW."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    torch.manual_seed(0)
-    model = Llama(layers, width, recompute=True)
-    how: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "offload_policy": CPUOffloadPolicy(),
-    }
-    for layer in model.layers:
-        fully_shard(layer, **how)
-    fully_shard(model, **how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    tokens = torch.randint(0, VOCABULARY, (batch, 1024)).cuda()
-    found = timed(plain(model, optimizer), tokens, steps)
-    dist.destroy_process_group()
-    return found
-
-
-VARIANTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "resident all-bf16 (the bound)": resident,
-    "FSDP2 CPU offload": fsdp,
-    "evener, all offloaded, 8 GB": lambda *a: evener(*a, budget={"gpu": "8GB"}),
-    "evener, bf16 moments, 8 GB": lambda *a: evener(*a, budget={"gpu": "8GB"}, moments="bf16"),
-    "evener, 24 GB": lambda *a: evener(*a, budget={"gpu": "24GB"}),
+SMALL = {"gpu": 8_000_000_000}
+ROWS: dict[str, Callable[..., dict[str, Any]]] = {
+    "evener, all offloaded, 8 GB": _evener(budget=SMALL, trace="zero_offloaded.json"),
+    "evener, bf16 moments, 8 GB": _evener(budget=SMALL, moments="bf16"),
+    "evener, 24 GB": _evener(budget={"gpu": 24_000_000_000}),
+    "resident all-bf16 (the bound)": peers.resident,
+    "largest, fp32 states": _largest(42, 4096),
+    "largest, bf16 moments": _largest(37, 5120, moments="bf16"),
+    "loss": loss_curve,
+    "evener, cores only, 8 GB": _evener(budget=SMALL, balance=False),
+    "FSDP2 CPU offload": peers.fsdp,
+    "DeepSpeed ZeRO-3 offload": peers.deepspeed,
 }
 
 
+def run_one(name: str, layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
+    """A row, in this process."""
+    bind()
+    with Driver() as driver:
+        found = ROWS[name](layers, width, batch, steps)
+        return {**found, **memory(driver)}
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    """A line of the table, and for Evener where the time went."""
+
+    def gb(value: float) -> str:
+        return f"{value / 1e9:.2f}"
+
+    def seconds(times: dict[str, float]) -> str:
+        return ", ".join(f"{key} {value:.3f}" for key, value in times.items())
+
+    if "failed" in row:
+        print(f"{name:30} failed: {row['failed']}", flush=True)
+        return
+    if "noise" in row:
+        print(f"{name:30} engine {row['engine']}, noise {row['noise']}", flush=True)
+        return
+    print(
+        f"{name:30} {row['seconds']:.3f} s {row['tokens_per_second']:8,.0f} tokens/s  GPU "
+        f"{gb(row['gpu_allocated'])}/{gb(row['gpu_reserved'])}/{gb(row['gpu_driver'])} GB  "
+        f"host {gb(row['host'])} GB  row {row['row_s']:.0f} s",
+        flush=True,
+    )
+    if not (plan := row.get("plan")):
+        return
+    where, share, machine = row["where"], row["updated"], row["machine"]
+    streamed = share["stream"] / max(1, sum(share.values()))
+    print(
+        f"    plan {plan['seconds']:.3f} s, bound by {plan['bound']}: "
+        f"{plan['seconds'] / row['seconds']:.2f} of it reached; GPU {gb(plan['gpu_bytes'])} GB, "
+        f"host {gb(plan['host_bytes'])} GB, {plan['resident']} chunks resident, "
+        f"streaming {plan['streaming']}"
+    )
+    print("    planned: " + seconds(plan["times"]))
+    print(
+        f"    recorded step {where['step']:.3f}: forward {where['forward']:.3f}, "
+        f"backward {where['backward']:.3f}, optimizer {where['optimizer']:.3f} "
+        f"(exposed {where['exposed optimizer']:.3f}, streamed {streamed:.0%}), "
+        f"copies {where['transfers']:.3f} (hidden {where['transfers hidden']:.0%})"
+    )
+    print("    busy: " + seconds(where["busy"]) + "; waits: " + seconds(where["waits"]))
+    print(
+        f"    probe, G parameters/s: cores {gb(machine['host_adam'])} (alone "
+        f"{gb(row['host_adam_alone'])}), both lanes {gb(machine['balanced'])}, GPU "
+        f"{gb(machine['device_adam'])}; PCIe {gb(machine['h2d'])}/{gb(machine['d2h'])} GB/s; "
+        f"prepared: {seconds(row['preparation'])}",
+        flush=True,
+    )
+
+
 def main() -> None:
+    """Parse, run the rows, write the record after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="8 layers, 5 steps")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--only", help="rows whose names begin so, separated by ;")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=150, help="seconds for a row")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/zero_gpu.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -219,51 +280,56 @@ def main() -> None:
     steps = arguments.steps or (5 if arguments.quick else 8)
     if arguments.one:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-        found = VARIANTS[arguments.one](layers, arguments.width, arguments.batch, steps)
-        print("RESULT " + json.dumps(found, default=str))
+        found = run_one(arguments.one, layers, arguments.width, arguments.batch, steps)
+        if os.environ.get("RANK", "0") == "0":
+            print("RESULT " + json.dumps(found, default=str), flush=True)
         return
     if not torch.cuda.is_available():
         sys.exit("no GPU here: this benchmark needs one")
-    rows: dict[str, Any] = {}
-    for name in VARIANTS:
-        if arguments.no_peers and not name.startswith("evener"):
-            continue
-        command = [sys.executable, __file__, "--one", name, "--layers", str(layers)]
-        command += ["--width", str(arguments.width), "--batch", str(arguments.batch)]
-        command += ["--steps", str(steps)]
-        try:
-            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
-        except subprocess.TimeoutExpired:
-            rows[name] = {"failed": "ran past 600 s"}
-            continue
-        lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-        rows[name] = json.loads(lines[-1][7:]) if lines else {"failed": f"exit {run.returncode}"}
-        show(name, rows[name])
-    record = {
-        "command": "python " + " ".join(["benchmarks/zero_gpu.py", *sys.argv[1:]]),
+    said = [*sys.argv[1:]]
+    if "--json" in said:
+        at = said.index("--json")
+        del said[at : at + 2]  # where this machine keeps its files is no part of the figure
+    wanted = arguments.only.split(";") if arguments.only else [""]
+    record: dict[str, Any] = {
+        "command": "python benchmarks/zero_gpu.py " + shlex.join(said),
         "gpu": torch.cuda.get_device_name(),
+        "gpus": arguments.gpus,
         "cpus": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "layers": layers,
         "width": arguments.width,
         "batch": arguments.batch,
-        "rows": rows,
+        "steps": steps,
+        "rows": {},
     }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def show(name: str, row: dict[str, Any]) -> None:
-    if "failed" in row:
-        print(f"{name:32} failed: {row['failed']}", flush=True)
-        return
-    plan = row.get("plan")
-    said = f"  plan {plan['seconds']:.3f} s ({plan['bound']})" if plan else ""
-    print(
-        f"{name:32} {row['seconds']:.3f} s  {row['tokens_per_second']:9,.0f} tokens/s  "
-        f"GPU {row['gpu_reserved'] / 1e9:.1f} GB  host {row['host_peak'] / 1e9:.1f} GB{said}",
-        flush=True,
-    )
+    for name in ROWS:
+        if not any(name.startswith(start) for start in wanted):
+            continue
+        command = [sys.executable]
+        if arguments.gpus > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={arguments.gpus}"]
+        command += [__file__, "--one", name, "--layers", str(layers), "--steps", str(steps)]
+        command += ["--width", str(arguments.width), "--batch", str(arguments.batch)]
+        begun = time.perf_counter()
+        row: dict[str, Any]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            try:
+                text, _ = process.communicate(timeout=arguments.limit)
+                lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+                status = process.returncode
+                row = json.loads(lines[-1][7:]) if lines else {"failed": f"exit {status}"}
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                row = {"failed": f"ran past {arguments.limit:.0f} s"}
+        row["row_s"] = time.perf_counter() - begun
+        record["rows"][name] = row
+        show(name, row)
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     python examples/pretrain_gpt.py                   a minute on a CPU
     python examples/pretrain_gpt.py --size 7b         on a GPU, states in host memory
+    python examples/pretrain_gpt.py --size 7b --gpu 24GB --host 110GB --moments bf16
     python examples/pretrain_gpt.py --folder run1     checkpoints there; run it again to resume
 
 Bytes are the tokens, so nothing is downloaded. Start from here: `initialize`, `backward`, `step`,
-`save_checkpoint` and `load_checkpoint` are all there is.
+`begin_checkpoint` and `load_checkpoint` are all there is. The model is made on the meta device, and
+its initial values chunk by chunk, so that it is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -79,6 +81,16 @@ def batch(data: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor
     return torch.stack([data[s : s + length + 1] for s in starts.tolist()]).long()
 
 
+def initial(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's first value, drawn on the GPU where there is one: it has no time for cores."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.endswith("bias"):
+        return torch.zeros(parameter.shape)
+    if "norm" in name:
+        return torch.ones(parameter.shape)
+    return torch.randn(parameter.shape, device=device).mul_(0.02)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
@@ -86,11 +98,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--gpu", default="auto", help="GPU budget, as 24GB")
     parser.add_argument("--host", default="auto", help="host budget, as 110GB")
-    parser.add_argument("--folder", type=Path, help="checkpoints, every 50 steps")
+    parser.add_argument("--moments", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--folder", type=Path, help="checkpoints are written and looked for there")
     arguments = parser.parse_args()
     length, large = LENGTH[arguments.size], arguments.size != "tiny"
     torch.manual_seed(0)
-    model = GPT(*SIZES[arguments.size], length)
+    with torch.device("meta"):
+        model = GPT(*SIZES[arguments.size], length)
     count = sum(p.numel() for p in model.parameters())
     limits = {k: v for k, v in (("gpu", arguments.gpu), ("host", arguments.host)) if v != "auto"}
     config = {
@@ -98,29 +113,49 @@ def main() -> None:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": torch.cuda.is_available()},
-        "evener": {"checkpointing": large, "budget": limits or "auto"},
+        "evener": {
+            "budget": limits or "auto",
+            "checkpointing": "auto" if large else False,
+            "loss": "chunked",
+            "moments": arguments.moments,
+        },
     }
-    engine, _, _, _ = zero.initialize(model=model, config=config, batch=(arguments.rows, length))
+    engine, _, _, _ = zero.initialize(
+        model=model, config=config, batch=(arguments.rows, length), weights=initial
+    )
     first = 0
     if arguments.folder and zero.checkpoint.find(arguments.folder):
         first = zero.load_checkpoint(engine, arguments.folder)["step"]
         print(f"resumed at step {first}")
     print(f"{count / 1e6:.1f} M parameters on {engine.device.device}")
+    if plan := engine.plan:
+        print(
+            f"planned: {plan.gpu_bytes / 1e9:.1f} GB of GPU and {plan.host_bytes / 1e9:.1f} GB of "
+            f"host memory, {plan.tokens_per_second:,.0f} tokens/s, bound by {plan.bound}"
+        )
     data = text()
     tokens, start = 0, time.perf_counter()
     for step in range(first, arguments.steps):
         rows = batch(data, step, arguments.rows, length)
-        logits = engine(rows[:, :-1]).float()
-        target = rows[:, 1:].to(logits.device)
-        loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        logits = engine(rows[:, :-1])
+        loss = zero.cross_entropy(logits, rows[:, 1:].to(logits.device))
         engine.backward(loss)
         engine.step()
-        tokens += target.numel()
-        if (step + 1) % 10 == 0 or step + 1 == arguments.steps:
+        tokens += rows[:, 1:].numel()
+        last = step + 1 == arguments.steps
+        if (step + 1) % 10 == 0 or last or (large and step - first < 5):
             rate = tokens / (time.perf_counter() - start)
-            print(f"step {step + 1:5}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
-        if arguments.folder and ((step + 1) % 50 == 0 or step + 1 == arguments.steps):
-            zero.save_checkpoint(engine, arguments.folder, extra={"step": step + 1})
+            left = (arguments.steps - step - 1) * rows[:, 1:].numel() / rate
+            print(
+                f"step {step + 1:5}/{arguments.steps}  loss {loss.item():.3f}  "
+                f"{rate:,.0f} tokens/s  {left:,.0f} s left",
+                flush=True,
+            )
+        if arguments.folder and ((step + 1) % arguments.every == 0 or last):
+            # Written while the next steps run.
+            zero.begin_checkpoint(engine, arguments.folder, extra={"step": step + 1})
+    if arguments.folder and isinstance(engine.saving, zero.Save):
+        print(f"checkpoint {engine.saving.result()}")
     engine.close()
 
 

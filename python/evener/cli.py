@@ -12,12 +12,18 @@ from evener.net import plugin
 
 VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
+    "horovodrun": ("evener.horovod.runner.launch:horovodrun", "`launch` with Horovod's options."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
     "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
+    "plan": (
+        "evener.plan.command:plan",
+        "What a network will cost, what would be sent how: before renting it.",
+    ),
+    "zero": ("evener.zero.command:zero_group", "What the memory engine recorded of its steps."),
     "plan-memory": (
         "evener.zero.command:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",

@@ -1,7 +1,7 @@
 """The DDP door: one line for a script that wraps its model in DistributedDataParallel.
 
     model = DistributedDataParallel(model)
-    model = evener.ddp.accelerate(model)
+    model = evener.ddp.accelerate(model, optimizer)
 
 The model stays a DistributedDataParallel (`no_sync`, `module`, `state_dict`, buffer broadcasts work
 as before); only its gradient reduction is replaced by `evener.comm`'s, and the memory of DDP's own
@@ -14,14 +14,21 @@ import logging
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm.options import Algorithm, Options, Wire
+from evener.comm import wires
+from evener.comm.options import Algorithm, Options
+from evener.comm.overlap import StepOverlap, refusal, refuse_model
+from evener.comm.planner.live import Planner
 from evener.comm.reducer import Reducer
+from evener.comm.steps import Steps
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
+
+MODES = wires.names()
 
 
 class AcceleratedDataParallel(DistributedDataParallel):
@@ -31,11 +38,13 @@ class AcceleratedDataParallel(DistributedDataParallel):
     """
 
     evener: Reducer
+    evener_steps: Steps
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DDP: broadcast buffers, move inputs, call the module; then expect gradients."""
         if torch.is_grad_enabled():
             self.evener.active = self.require_backward_grad_sync
+        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling())
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
@@ -46,6 +55,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
             output = self.module(*inputs, **kwargs)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
+        self.evener_steps.forward_ended()
         self.require_forward_param_sync = (
             torch.is_grad_enabled() and self.require_backward_grad_sync
         )
@@ -62,32 +72,65 @@ class AcceleratedDataParallel(DistributedDataParallel):
         """Evener's reducer takes the place of communication hooks."""
         raise UsageError(
             "a communication hook has no effect after evener.ddp.accelerate()",
-            "choose with accelerate(wire=...), or leave accelerate out",
+            "choose with accelerate(mode=...), or leave accelerate out",
         )
 
-    def _end_of_backward(self) -> None:
-        self.evener.flush()
-        self.evener.apply()
+    def train(self, mode: bool = True) -> AcceleratedDataParallel:
+        """As torch's; evaluation begins with all parameters up to date."""
+        if not mode:
+            self.evener_steps.finish("evaluation")
+        super().train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a deferred step still needs go when it has used them."""
+        if self.evener_steps.overlap is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.evener_steps.overlap.zero_grad(set_to_none, self.parameters())
 
 
 def accelerate(
     model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
+    mode: str | None = None,
+    floor: str | None = None,
+    wire: str | None = None,
     algorithm: Algorithm | None = None,
-    wire: Wire | None = None,
     ratio: float | None = None,
+    warmup_steps: int | None = None,
+    momentum: float = 0.0,
+    scaler: GradScaler | None = None,
     bucket_bytes: int | None = None,
 ) -> DistributedDataParallel:
     """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
 
-    Collective: call it on every rank, with equal arguments, before the first backward. An argument
-    wins over its variable (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO), which wins
-    over the default, and the default is lossless.
+    Collective: call it on every rank, with equal arguments, before the first backward. A LIGHT_*
+    variable that is set wins over the argument, which wins over the default; the default is
+    lossless.
 
-    `algorithm`: "2d" (reduce inside the node first), "flat", or "auto": 2-D where there are several
-    nodes with several ranks each. `wire`: what crosses between nodes: "exact" (the gradients'
-    dtype), "fp16", "bf16", or "topk": the share `ratio` of largest magnitude, with error feedback.
+    `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
+    choose for every bucket the algorithm and the mildest form behind which the network hides: with
+    "exact" lossless ones only, with "auto" down to `floor` ("fp16"). One of `MODES` but "exact"
+    forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or
+    "topk-chunk" (the same share of every 4,096); from int8 on with error feedback, norms and biases
+    exact. None: no planner; `wire` names the form, `algorithm` "2d" (reduce inside the node first),
+    "flat", or "auto": 2-D where there are several nodes with several ranks each; docs/plan.md.
     `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+
+    `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
+    updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
+    the same. Only for optimizers that are known to update each entry on its own; for others, and
+    for models whose use of parameters cannot be noticed, the log says why it is not done.
+
+    For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
+    SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
+    velocity, so build the SGD without momentum, which is checked where `optimizer` is given.
+    `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
+    residuals must follow.
+
+    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
@@ -99,23 +142,92 @@ def accelerate(
             "wrap the model first: DistributedDataParallel(model)",
         )
     _refuse_unsupported(model)
-    options = Options.resolve(
+    options = _resolve(
+        mode,
+        floor,
+        wire,
         algorithm=algorithm,
-        wire=wire,
         ratio=ratio,
+        warmup_steps=warmup_steps,
+        momentum=momentum,
         bucket_bytes=int(model.bucket_bytes_cap) if bucket_bytes is None else bucket_bytes,
     )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
+    _check_momentum(optimizer, options)
     named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
     reducer = Reducer(named, options, model.process_group, track_unused=may_be_unused)
+    if scaler is not None:
+        reducer.follow(scaler)
     # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
     model.__dict__.update(reducer=None, logger=None)
     model.__class__ = AcceleratedDataParallel
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
     object.__setattr__(accelerated, "evener", reducer)
-    reducer.on_backward_end = accelerated._end_of_backward
+    overlap = _overlap(reducer, optimizer, model.module)
+    steps = Steps(reducer, overlap, _planner(reducer, mode, options, overlap))
+    object.__setattr__(accelerated, "evener_steps", steps)
+    reducer.on_backward_end = steps.backward_ended
     return accelerated
+
+
+def _resolve(mode: str | None, floor: str | None, wire: str | None, **given: Any) -> Options:
+    """Options, with the form that `mode` forces in `wire`."""
+    allowed = ("auto", *MODES)
+    if mode is not None and mode not in allowed:
+        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(allowed)}")
+    if floor is not None and mode != "auto":
+        raise UsageError(
+            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+            "leave it out, or give mode='auto'",
+        )
+    if mode is not None and wire is not None:
+        raise UsageError(
+            f"mode={mode!r} and wire={wire!r} both say what is sent", "give one of them"
+        )
+    if mode not in (None, "exact", "auto"):
+        wire = mode
+    if mode == "auto":
+        given["floor"] = floor or "fp16"
+    return Options.resolve(wire=wire, **given)
+
+
+def _planner(
+    reducer: Reducer, mode: str | None, options: Options, overlap: StepOverlap | None
+) -> Planner | None:
+    if mode not in ("exact", "auto"):
+        return None
+    if options.wire != "exact":
+        if reducer.communicators.rank == 0:
+            logger.info("mode=%s: no planner, because %s was asked for", mode, options.wire)
+        return None
+    return Planner(reducer, overlap=overlap is not None)
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Momentum must be applied once."""
+    if optimizer is None or not options.momentum:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") or "betas" in group:
+            raise UsageError(
+                f"momentum={options.momentum:g} is applied by the reducer, and "
+                f"{type(optimizer).__name__} applies its own",
+                "build torch.optim.SGD(momentum=0), or leave accelerate's momentum out",
+            )
+
+
+def _overlap(
+    reducer: Reducer, optimizer: torch.optim.Optimizer | None, module: torch.nn.Module
+) -> StepOverlap | None:
+    if optimizer is None:
+        return None
+    why = refusal(optimizer) or refuse_model(reducer, module)
+    if reducer.communicators.rank == 0:
+        kind = type(optimizer).__name__
+        said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
+        logger.info("overlap across the step: %s", said)
+    return None if why else StepOverlap(reducer, optimizer, module)
 
 
 def _refuse_unsupported(model: DistributedDataParallel) -> None:

@@ -220,6 +220,36 @@ LIGHT_TOPK_FP16 = _flag(
     _COMM, "LIGHT_TOPK_FP16", False, "Send the values of top-k as FP16 in place of FP32."
 )
 
+EVENER_TOPK_WARMUP = _number(
+    _COMM,
+    "EVENER_TOPK_WARMUP",
+    0,
+    "Steps within which top-k comes down from 25% of the entries to its ratio.",
+)
+EVENER_GUARD_STEPS = _number(
+    _COMM,
+    "EVENER_GUARD_STEPS",
+    200,
+    "Every so many steps each compressed bucket is compared with its dense reduction, and falls "
+    "back to a milder form past a limit (docs/comm.md). 0: never.",
+)
+EVENER_GUARD_RESIDUAL = _real(
+    _COMM,
+    "EVENER_GUARD_RESIDUAL",
+    0.0,
+    "Largest norm of a bucket's residual over its gradient's. 0: each form's own limit.",
+    allowed="a number, 0 or more",
+    ok=lambda value: 0 <= value < float("inf"),
+)
+EVENER_GUARD_COSINE = _real(
+    _COMM,
+    "EVENER_GUARD_COSINE",
+    -1.0,
+    "Least cosine between a bucket's compressed and dense reduction. -1: each form's own limit.",
+    allowed="a number from -1 to 1",
+    ok=lambda value: -1 <= value <= 1,
+)
+
 HOROVOD_FUSION_THRESHOLD = _size(
     _COMM,
     "HOROVOD_FUSION_THRESHOLD",
@@ -230,10 +260,65 @@ HOROVOD_CYCLE_TIME = _real(
     _COMM,
     "HOROVOD_CYCLE_TIME",
     1.0,
-    "Accepted for the sake of existing command lines. Upstream wakes up so often to fuse what was "
-    "submitted since; Evener starts a bucket when it is complete, and nothing polls.",
+    "Milliseconds for which Horovod's asynchronous operations are gathered before they are "
+    "announced to the other ranks. Waiting for one announces at once.",
     allowed="a number of milliseconds, 0 or more",
     ok=lambda value: 0 <= value < float("inf"),
+)
+HOROVOD_CACHE_CAPACITY = _number(
+    _COMM,
+    "HOROVOD_CACHE_CAPACITY",
+    1024,
+    "Agreements on Horovod's operations that are remembered, so that the same operation is "
+    "announced by a number. 0: none, and no schedule is frozen.",
+)
+EVENER_FREEZE_AFTER = _number(
+    _COMM,
+    "EVENER_FREEZE_AFTER",
+    8,
+    "How often the same sequence of small Horovod all-reduces must come in a row before it runs "
+    "without negotiation. 0: never.",
+    high=64,
+)
+HOROVOD_TIMELINE = _text(
+    _COMM,
+    "HOROVOD_TIMELINE",
+    "",
+    "File into which rank 0 writes a timeline of Horovod's operations, in Chrome's trace format. "
+    "DYNAMIC: none until hvd.start_timeline().",
+    allowed="the path of a file, or DYNAMIC",
+)
+HOROVOD_TIMELINE_MARK_CYCLES = _flag(
+    _COMM, "HOROVOD_TIMELINE_MARK_CYCLES", False, "Mark rounds of negotiation in the timeline."
+)
+HOROVOD_STALL_CHECK_DISABLE = _flag(
+    _COMM,
+    "HOROVOD_STALL_CHECK_DISABLE",
+    False,
+    "Do not warn of operations that some ranks submitted and others did not.",
+)
+HOROVOD_STALL_CHECK_TIME_SECONDS = _real(
+    _COMM,
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    60.0,
+    "Seconds after which such an operation is warned of, with the missing ranks.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+HOROVOD_STALL_SHUTDOWN_TIME_SECONDS = _real(
+    _COMM,
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    0.0,
+    "Seconds after which such an operation ends the job with an error on every rank. 0: "
+    "EVENER_TIMEOUT.",
+    allowed="a number of seconds, 0 or more",
+    ok=lambda value: 0 <= value < float("inf"),
+)
+HOROVOD_DYNAMIC_PROCESS_SETS = _flag(
+    _COMM,
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    False,
+    "Accepted for the sake of existing command lines: process sets can be added at any time.",
 )
 HOROVOD_MPI_THREADS_DISABLE = _flag(
     _COMM,
@@ -250,6 +335,14 @@ EVENER_TIMEOUT = _real(
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )
+EVENER_PROFILE = _text(
+    _COMM,
+    "EVENER_PROFILE",
+    "",
+    "A file in which rank 0 of `evener.ddp.accelerate` leaves the profile of a training step, for "
+    "`evener plan --profile`. Unset: none is written.",
+    allowed="the path of a file",
+)
 EVENER_RENDEZVOUS_FILE = _text(
     _COMM,
     "EVENER_RENDEZVOUS_FILE",
@@ -257,6 +350,41 @@ EVENER_RENDEZVOUS_FILE = _text(
     "A file that all nodes share, or a folder for one: rank 0 leaves its address there where the "
     "launcher gives neither MASTER_ADDR nor MPI. Rank 0 removes it when all have come.",
     allowed="the path of a file or folder on all nodes",
+)
+
+# --- elastic jobs, functions that run as jobs ---
+
+_ELASTIC = "Elastic jobs and horovod.run"
+
+HOROVOD_ELASTIC_TIMEOUT = _real(
+    _ELASTIC,
+    "HOROVOD_ELASTIC_TIMEOUT",
+    600.0,
+    "Seconds that the launcher of an elastic job waits for enough slots, and for the workers that "
+    "it started, before it gives up.",
+    allowed="a number of seconds above 0",
+    ok=lambda value: 0 < value < float("inf"),
+)
+EVENER_ELASTIC = _text(
+    _ELASTIC,
+    "EVENER_ELASTIC",
+    "",
+    "Set by the launcher of an elastic job for its workers: where its store is.",
+    allowed="what the launcher sets",
+)
+EVENER_ELASTIC_WORKER = _number(
+    _ELASTIC,
+    "EVENER_ELASTIC_WORKER",
+    0,
+    "Set by the launcher of an elastic job for its workers: which one this is.",
+)
+
+EVENER_RUN = _text(
+    _ELASTIC,
+    "EVENER_RUN",
+    "",
+    "Set by `horovod.run` for its ranks: where they get the function, and bring its results.",
+    allowed="what the launcher sets",
 )
 
 # --- net: the NCCL plug-in. Its Rust side reads the same declarations: scripts/docs.py writes them

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_logs import VERSIONS, Job, job, published_case
 
-from evener.analyze import collect, document, picture, run_checks
+from evener.analyze import collect, document, page, picture, run_checks
 from evener.analyze.parse import (
     hops,
     init,
@@ -347,6 +347,89 @@ def test_no_file_makes_the_whole_raise(
     json.dumps(document(result, run_checks(result)), allow_nan=False)
 
 
+TOPOLOGY = (
+    '<system version="1"><cpu numaid="0"><pci busid="0000:1b:00.0" class="0x030200">'
+    '<gpu dev="0" rank="0" gdr="1"><nvlink target="0000:1c:00.0" count="18"/></gpu></pci>'
+    '<nic><net name="mlx5_0" dev="0" speed="400000" port="1" latency="0.0" guid="0x1" '
+    'maxconn="1" gdr="1" rail="0"/></nic></cpu></system>'
+)
+GRAPH = (
+    '<graphs version="1"><graph id="0" pattern="4" nchannels="1" speedintra="20">'
+    '<channel><net dev="0"/><gpu dev="0" rank="0"/><gpu dev="1"/><net dev="0"/></channel>'
+    "</graph></graphs>"
+)
+REPORT = (
+    '{"version": 3, "args": ["all_reduce_perf"], "config": {"devices": [{"rank": 0, "pid": 1, '
+    '"hostname": "a", "device": 0, "device_hex": "0000:1b:00", "device_info": "x"}]}, "results": '
+    '[{"size": 8, "count": 2, "type": "float", "redop": "sum", "root": "-1", "out_of_place": '
+    '{"time": 1.5, "alg_bw": 1.0, "bus_bw": 2.0, "nwrong": 0}, "in_place": null}], '
+    '"out_of_bounds": {"count": 0, "okay": true}, "average_bus_bandwidth": {"bandwidth": 2.0}}'
+)
+OLD_TABLE = (
+    "#  Rank  0 Pid  123 on  node-a device  0 [0x1b] A GPU\n"
+    "#       size         count      type   redop     time   algbw   busbw  error     time   "
+    "algbw   busbw  error\n"
+    "        1024           256     float     sum    12.34    0.08    0.15  0e+00    12.10    "
+    "0.08    0.15  0e+00\n# Avg bus bandwidth    : 0.15\n"
+)
+NEW_TABLE = (
+    "#  Rank  0 Group  0 Pid    123 on     node-a device  0 [0000:1b:00] A GPU\n"
+    "#       size         count      type   redop    root     time   algbw   busbw  #wrong     "
+    "time   algbw   busbw  #wrong\n"
+    "        1024           256     float     sum      -1    12.34    0.08    0.15       0    "
+    "12.10    0.08    0.15     N/A\n# Out of bounds values : 0 OK\n# Avg bus bandwidth : 0.15\n"
+)
+MATRIX = (
+    "\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\n"
+    "GPU0\t X \tNV18\tPIX\t0-31\t0\nGPU1\tNV18\t X \tSYS\t0-31\t0\n"
+    "NIC0\tPIX\tSYS\t X \n\nNIC Legend:\n\n  NIC0: mlx5_0\n"
+)
+READERS = {
+    "topology": TOPOLOGY,
+    "graph": GRAPH,
+    "json": REPORT,
+    "old table": OLD_TABLE,
+    "new table": NEW_TABLE,
+    "matrix": MATRIX,
+}
+# What breaks numbers, attributes and types in each of them.
+PIECES = (
+    "-1", "1e400", "nan", "inf", "-inf", '""', "null", "[]", "{}", "true", "9" * 400, "0x", "<",
+    ">", "&", '"', "\n", "\t", "\x00", " ", "/", "\ufffd", "GPU7", "NIC9", "#", "1.5.5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+@settings(deadline=None, max_examples=25)  # machines are busy
+@given(data=st.data())
+def test_no_file_of_any_format_makes_the_whole_raise(
+    tmp_path_factory: pytest.TempPathFactory, reader: str, data: st.DataObject
+) -> None:
+    import json
+
+    text = READERS[reader]
+    for _ in range(data.draw(st.integers(0, 5))):
+        at = data.draw(st.integers(0, len(text)))
+        cut = data.draw(st.integers(0, 12))
+        put = data.draw(st.sampled_from(PIECES) | st.text(max_size=8))
+        text = text[:at] + put + text[at + cut :]
+    path = tmp_path_factory.mktemp("fuzz") / "file"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    result = picture(collect([path]))
+    findings = run_checks(result)
+    json.dumps(document(result, findings), allow_nan=False)
+    page(result, findings)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_unbroken_file_is_read(reader: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(READERS[reader])
+    run = collect([path])
+    found = (run.topologies, run.graphs, run.tables, run.tables, run.tables, run.matrices)
+    assert dict(zip(READERS, found, strict=True))[reader]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_log_cut_anywhere(version: str, tmp_path: Path) -> None:
     text = job(Job(version)).encode()
@@ -364,6 +447,55 @@ def test_lines_that_are_not_understood_are_counted(tmp_path: Path) -> None:
     run = collect([path])
     assert (run.unknown, run.nccl_lines, run.lines) == (2, 2, 2)
     assert run.cite(run.unknown_samples[1][1]) == f"{path}:2"
+
+
+# What the subsystems GRAPH, NET and TUNING say beyond what is used: one line of each form.
+DUMPS = (
+    "=== System : maxBw 370.8 totalBw 370.8 ===",
+    "CPU/0-0 (1/1/2)",
+    "+ PCI[48.0] - GPU/0-1b000 (0)",
+    "              + NVL[370.8] - NVS/0",
+    "+ PCI[12.0] - NIC/0-0",
+    "            + NET[3.1] - NET/0-0 (0/0/3.125000)",
+    "==========================================",
+    "GPU/0-1b000 :GPU/0-1b000 (0/5000.0/LOC) GPU/0-43000 (2/370.8/NVL) NVS/0-0 "
+    "(1/370.8/NVL) CPU/0-0 (1/48.0/PHB) NET/0-0 (3/3.1/PHB)",
+    "NET/0-0 :GPU/0-1b000 (3/3.1/PHB) NET/0-0 (0/5000.0/LOC)",
+    "Pattern 4, crossNic 0, nChannels 2, bw 3.0/3.0, type NVL/PHB, sameChannels 1",
+    " 0 : NET/0-0 GPU/0-1b000 GPU/0-43000 NET/0-0",
+    "Tree 0 : -1 -> 0 -> 1/-1/-1",
+    "  Algorithm   |                            Tree                  |                   "
+    "         Ring                  |",
+    "  Protocol    |             LL |          LL128 |         Simple |",
+    " Max NThreads |            512 |            640 |            512 |",
+    "    Broadcast |    0.0/   0.0|    0.0/   0.0|",
+    "    AllReduce |  112.0/   1.4|  200.8/   0.0|",
+    "GPU Direct RDMA Enabled for GPU 0 / HCA 0 (distance 4 <= 5), read 0 mode Default",
+    "Assigned GIN plugin None to comm",
+    "NET/Evener : TCP engine over eth0; 2 worker(s) for 32 processor(s)",
+    "Bootstrap: Using eth0:10.0.0.1<0>",
+    "NCCL_SOCKET_IFNAME set by environment to eth0",
+    "ncclCommInitRank comm 0x55 rank 0 nranks 4 cudaDev 0 nvmlDev 0 busId 1b000 commId "
+    "0xab - Init COMPLETE",
+    "Init timings - ncclCommInitRank: rank 0 nranks 4 total 0.51 (kernels 0.15, alloc 0.1)",
+)
+
+
+@pytest.mark.parametrize("text", DUMPS)
+def test_dumps_are_known_lines(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(f"n:1:2 [0] NCCL INFO {text}\n")
+    run = collect([path])
+    assert (run.nccl_lines, run.unknown) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["Gadget/0-0 frobnicated", "+frob", "12 : eggs", "All went well", "GPUs are warm | no"]
+)
+def test_what_only_looks_like_a_dump_is_unknown(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(f"n:1:2 [0] NCCL INFO {text}\n")
+    assert collect([path]).unknown == 1
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from nccl_logs import VERSIONS, Job, job, published_case
 
-from evener.analyze import collect, page, picture, run_checks
-from evener.fabric import FabricMap, read_map
+from evener.analyze import collect, document, page, picture, run_checks
+from evener.fabric import FabricMap, parse_map, read_map
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 MAP = Path(__file__).parents[2] / "examples" / "asterfusion" / "map.yaml"
@@ -99,3 +99,62 @@ def test_drawings_are_well_formed(tmp_path: Path) -> None:
     html = render(tmp_path, published_case(), published_map(tmp_path))
     for part in html.split("<svg")[2:]:
         ElementTree.fromstring("<svg" + part[: part.index("</svg>")] + "</svg>")
+
+
+TREE_MAP = """
+version: 1
+hosts:
+  a: {gpus: [mlx5_0, mlx5_0], nics: {mlx5_0: {speed: 100G, switch: leaf0}}}
+  b: {gpus: [mlx5_0, mlx5_0], nics: {mlx5_0: {speed: 100G, switch: leaf1}}}
+switches: [leaf0, leaf1]
+links:
+  - {between: [leaf0, leaf1], speed: 100G, count: 2}
+"""
+
+
+def tree_log(*places: str) -> str:
+    """Four ranks on two hosts and a line of trees each."""
+    lines = []
+    for rank, place in enumerate(places):
+        at = f"{'ab'[rank // 2]}:{10 + rank}:{20 + rank} [{rank % 2}] NCCL INFO "
+        comm = f"comm 0x5{rank} rank {rank} nranks 4 cudaDev {rank % 2} busId {rank + 1}b000"
+        lines += [f"{at}{comm} commId 0xab - Init START", f"{at}Trees {place}"]
+        lines += [f"{at}{comm} commId 0xab - Init COMPLETE"]
+    return "\n".join(lines) + "\n"
+
+
+def test_trees_are_laid_on_the_fabric(tmp_path: Path) -> None:
+    # One chain 0 - 1 - 2 - 3 with its root at 0: one edge between the hosts, used both ways.
+    text = tree_log(
+        "[0] 1/-1/-1->0->-1", "[0] 2/-1/-1->1->0", "[0] 3/-1/-1->2->1", "[0] -1/-1/-1->3->2"
+    )
+    path = tmp_path / "run.log"
+    path.write_text(text)
+    result = picture(collect([path]), parse_map(TREE_MAP))
+    assert [(p.source, p.destination, p.channels) for p in result.tree_pairs] == [
+        (1, 2, [0]),
+        (2, 1, [0]),
+    ]
+    assert result.tree_load is not None
+    assert result.tree_load.crossing_share == 1
+    # algbw crosses each way, and busbw is 3/2 of it with four ranks.
+    assert result.tree_load.links["leaf0", "leaf1"].weight == pytest.approx(2 / 3)
+    html = page(result, run_checks(result))
+    outline(html)
+    assert "100% of their traffic between hosts leaves its switch" in html
+    assert html.count("pair cross") == 2
+    found = document(result, run_checks(result))["trees"]
+    assert [(p["from"], p["to"], p["routes"][0]["crosses"]) for p in found["pairs"]] == [
+        (1, 2, True),
+        (2, 1, True),
+    ]
+    assert found["fabric"]["bound"] == pytest.approx(12.5 * 3 / 2)  # the card, 100 Gb/s
+
+
+def test_an_edge_that_one_end_tells_is_enough(tmp_path: Path) -> None:
+    text = tree_log("[0] 1/2/-1->0->-1", "[0] -1/-1/-1->1->0", "", "[0] -1/-1/-1->3->-1")
+    path = tmp_path / "run.log"
+    path.write_text(text)
+    result = picture(collect([path]))
+    assert [(p.source, p.destination) for p in result.tree_pairs] == [(0, 2), (2, 0)]
+    assert "The trees on the fabric" in page(result, run_checks(result))

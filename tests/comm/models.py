@@ -71,7 +71,7 @@ def mean_over_ranks(local: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:

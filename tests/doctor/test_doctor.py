@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from evener.doctor import Line, examine, kernel, nccl, nics
 from evener.doctor.command import doctor
-from evener.doctor.peer import Server, examine_peer, flows, paths, rate
+from evener.doctor.peer import Server, examine_peer, flows, paths, per_flow_cap, rate
 
 
 def machine(root: Path, **files: str) -> Path:
@@ -133,6 +133,67 @@ def test_several_flows_that_gain_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     line = next(iter(flows("node-b", 1)))
     assert line.state == "bad"
     assert "one flow gets 1/4.0 of what 4 get" in line.found
+
+
+@pytest.mark.parametrize(
+    ("rates", "cap"),
+    [
+        ({1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}, 1.0),
+        ({1: 1.0, 2: 2.0, 4: 4.1, 8: 5.0}, 1.0),  # the card is full before the eighth
+        ({1: 1.0, 2: 1.0, 4: 2.0, 8: 3.0}, 0.0),  # a hash over paths
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, 0.0),
+        ({1: 0.0, 2: 0.0, 4: 0.0, 8: 0.0}, 0.0),
+    ],
+)
+def test_a_cap_a_flow_is_told_from_paths(rates: dict[int, float], cap: float) -> None:
+    assert per_flow_cap(rates) == cap
+
+
+def test_a_cap_is_said_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener.doctor.peer.rate", lambda _host, _port, n: n * 0.625e9)
+    assert "each flow gets about 5.00 Gb/s" in next(iter(flows("node-b", 1))).found
+
+
+@pytest.mark.parametrize(
+    ("version", "highest"),
+    [((2, 19, 3), 7), ((2, 23, 4), 8), ((2, 28, 9), 11), ((2, 30, 7), 12), ((2, 18, 1), None)],
+)
+def test_what_an_nccl_takes(version: tuple[int, ...], highest: int | None) -> None:
+    takes = nccl.accepted(version)
+    assert (max(takes) if takes else None) == highest
+
+
+def test_a_plugin_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "/nowhere/libnccl-net-x.so")
+    found = [line for line in nccl.plugin(Path("/")) if line.state == "bad"]
+    assert "is not there" in found[0].found
+
+
+def test_strict_reverse_path_filters_matter_with_several_cards(tmp_path: Path) -> None:
+    files = {f"sys__class__net__eth{n}__operstate": "up" for n in range(2)}
+    files |= {f"proc__sys__net__ipv4__conf__eth{n}__rp_filter": str(n) for n in range(2)}
+    files["proc__sys__net__ipv4__conf__all__rp_filter"] = "0"
+    root = machine(tmp_path, **files)
+    (line,) = nics.replies(root)
+    assert line.state == "bad"
+    assert "strict on eth1" in line.found
+    machine(tmp_path, proc__sys__net__ipv4__conf__all__rp_filter="2")
+    assert [line.state for line in nics.replies(root)] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("value", "nodes", "state"), [("1", 2, "bad"), ("1", 1, "good"), ("0", 2, "good")]
+)
+def test_numa_balancing(value: str, nodes: int, state: str, tmp_path: Path) -> None:
+    root = machine(tmp_path, proc__sys__kernel__numa_balancing=value)
+    for node in range(nodes):
+        (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
+    assert [line.state for line in kernel.balancing(root)] == [state]
+
+
+def test_cpu_governor(tmp_path: Path) -> None:
+    root = machine(tmp_path, sys__devices__system__cpu__cpu0__cpufreq__scaling_governor="powersave")
+    assert [line.state for line in kernel.governor(root)] == ["info"]
 
 
 def test_a_peer_that_is_not_there() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import evener.horovod.torch as hvd
-from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
+from evener.horovod.common.exceptions import NotInitializedError
 from tests import worlds
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -82,7 +82,7 @@ def handles(rank: int, size: int) -> None:
     if rank == 0:
         first = hvd.allreduce_async_(torch.ones(1), name="twice")
         assert not hvd.poll(first)
-        with pytest.raises(ValueError, match="'twice' is still in flight"):
+        with pytest.raises(ValueError, match=r"'allreduce\.twice' is still in flight"):
             hvd.allreduce_async_(torch.ones(1), name="twice")
     else:
         time.sleep(0.3)
@@ -153,8 +153,9 @@ def disagreements(rank: int, size: int) -> list[str]:
         lambda: hvd.allreduce(whole, prescale_factor=1.0 + rank, name="factor"),
         lambda: hvd.broadcast(whole, rank, name="root"),
         lambda: hvd.allgather(torch.ones(1, 2 + rank), name="columns"),
-        lambda: hvd.allreduce(whole, name=f"name{rank}"),
-        lambda: hvd.allreduce(whole, name="kind") if rank else hvd.allgather(whole, name="kind"),
+        lambda: hvd.reducescatter(both[0], name="rows"),
+        lambda: hvd.alltoall(torch.ones(2, 2 + rank), name="columns"),
+        lambda: hvd.grouped_allreduce([whole] * (1 + rank), name="group"),
         lambda: hvd.broadcast_parameters([("a", both[0]), ("b", whole)], 0),
     ]
     said = []
@@ -170,16 +171,26 @@ def disagreements(rank: int, size: int) -> list[str]:
 def test_disagreement_is_the_same_error_on_every_rank_and_no_harm() -> None:
     first, second = worlds.run([2], disagreements)
     assert first == second
-    assert (
-        first[0]
-        == "mismatched tensor shape in allreduce of 'shape': rank 0 has [2], rank 1 has [3]"
-    )
     for text, part in zip(
         first,
-        ("shape", "dtype", "reduction", "prescale", "root", "behind", "name1", "kind", "tensor a"),
+        (
+            "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2], but another "
+            "rank sent a tensor of shape [3].",
+            "Mismatched data types: One rank had type float64, but another rank had type float32.",
+            "Mismatched reduction operation: One rank sent reduction op 4",
+            "Mismatched prescale and/or postscale factors: One rank sent factors (1, 1), but "
+            "another rank sent factors (2, 1).",
+            "Mismatched BROADCAST root ranks: One rank specified root rank 0, but another rank "
+            "specified root rank 1.",
+            "Mismatched ALLGATHER tensor shapes: One rank sent a tensor with dimension 1 equal",
+            "Mismatched REDUCESCATTER tensor shapes",
+            "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension 1 equal",
+            "Mismatched ALLREDUCE groups: One rank sent 1 tensors, but another rank sent 2.",
+            'shape [3].*(tensor "a")',
+        ),
         strict=True,
     ):
-        assert part in text
+        assert all(piece in text for piece in part.split(".*")), text
 
 
 def dies(rank: int, size: int) -> None:
@@ -189,7 +200,7 @@ def dies(rank: int, size: int) -> None:
         import os
 
         os._exit(3)
-    with pytest.raises(hvd.HorovodInternalError, match="allreduce of 'lost' failed"):
+    with pytest.raises(hvd.HorovodInternalError, match=r"lost failed|has been shut down"):
         hvd.allreduce(torch.ones(1), name="lost")
     with pytest.raises(hvd.HorovodInternalError, match="an earlier operation failed"):
         hvd.allreduce(torch.ones(1))
@@ -232,16 +243,7 @@ def test_a_wrong_variable_is_refused_at_init(monkeypatch: pytest.MonkeyPatch) ->
     assert not hvd.is_initialized()
 
 
-@pytest.mark.parametrize("name", ["alltoall", "reducescatter", "join", "grouped_allreduce"])
-def test_what_is_planned_says_so(name: str) -> None:
-    with pytest.raises(NotBuiltError, match=f"hvd.{name} is planned"):
-        getattr(hvd, name)(torch.ones(1))
-
-
 def test_introspection_without_init() -> None:
-    assert not hasattr(hvd, "elastic")
-    with pytest.raises(NotImplementedError):
-        _ = hvd.SyncBatchNorm
     assert hvd.gloo_built()
     assert not hvd.mpi_built()
     assert hvd.nccl_built() == 0 or torch.cuda.is_available()

@@ -163,9 +163,11 @@ def refusals(rank: int, size: int) -> str:
     ):
         with pytest.raises(ValueError, match=text):
             wrap(inner, **arguments)  # type: ignore[arg-type]
-    for planned in ({"op": hvd.Adasum}, {"sparse_as_dense": True}, {"process_set": object()}):
-        with pytest.raises(NotImplementedError, match="planned"):
-            wrap(inner, named, **planned)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="planned"):
+        wrap(inner, named, compression=object)  # type: ignore[arg-type]
+    by_adasum = wrap(inner, named, op=hvd.Adasum)
+    with pytest.raises(AssertionError, match="skip_synchronize"), by_adasum.skip_synchronize():
+        pass
     other = model_of() if rank == 0 else nn.Sequential(nn.Linear(6, 9))
     with pytest.raises(hvd.HorovodInternalError) as refused:
         wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
@@ -254,3 +256,56 @@ def test_lightccs_variables_are_honoured() -> None:
     }
     for first, last in worlds.run([1, 1], learns, env=env):
         assert last < first / 4
+
+
+def sparse(rank: int, size: int) -> None:
+    hvd.init()
+    for as_dense in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
+        want = copy.deepcopy(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), sparse_as_dense=as_dense
+        )
+        plain = torch.optim.SGD(want.parameters(), lr=0.5)
+        for step in range(4):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            model(torch.tensor([rank, step % 6, 5])).square().sum().backward()
+            for r in range(size):
+                (want(torch.tensor([r, step % 6, 5])).square().sum() / size).backward()
+            optimizer.step()
+            assert model[0].weight.grad is not None
+            assert model[0].weight.grad.is_sparse
+            plain.step()
+        for have, expected in zip(model.parameters(), want.parameters(), strict=True):
+            torch.testing.assert_close(have, expected)
+
+
+def test_sparse_gradients() -> None:
+    worlds.run([2], sparse)
+
+
+def combines(rank: int, _size: int) -> None:
+    hvd.init()
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), compression=compression, op=hvd.Adasum
+        )
+        # Updates that are orthogonal add up; ones that are parallel are averaged.
+        apart = torch.tensor([[1.0, 0, 0, 0]] if rank == 0 else [[0, 2.0, 0, 0]])
+        model(apart).sum().backward()
+        optimizer.step()
+        assert model.weight.tolist() == [[-1.0, -2.0, 0.0, 0.0]]
+        optimizer.zero_grad()
+        model(torch.tensor([[0, 0, 0, 3.0]])).sum().backward()
+        optimizer.step()
+        assert model.weight.tolist() == [[-1.0, -2.0, 0.0, -3.0]]
+
+
+def test_adasum_combines_the_updates() -> None:
+    worlds.run([2], combines)

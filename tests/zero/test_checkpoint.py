@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from evener import zero
 from evener.errors import UsageError
 from evener.zero import checkpoint
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import start, weights
+from tests.zero.test_engine import configuration, start, weights
 
 
 def train(engine: zero.Engine, data: list[torch.Tensor]) -> list[float]:
@@ -149,6 +151,15 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         zero.save_checkpoint(engine, tmp_path)
     assert checkpoint.find(tmp_path) == path
     monkeypatch.undo()
+    # And by the system itself: no file of this process may grow beyond a few pages.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(zero.CheckpointError, match=r"not written.*\n.*as it was"):
+            zero.save_checkpoint(engine, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoint.find(tmp_path) == path
     assert checkpoint.find(tmp_path) != zero.save_checkpoint(engine, tmp_path).with_name("x")
     assert not list(tmp_path.glob(".*"))
     engine.close()
@@ -176,3 +187,64 @@ def test_safetensors_out_and_in(tmp_path: Path, dtype: torch.dtype) -> None:
         zero.initialize(model=empty, config=config, weights=tmp_path, resident=set())
     engine.close()
     second.close()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """A slow writer: the next steps begin, wait chunk by chunk, and what is saved is the state of
+    the moment when it was asked for."""
+    read: list[str] = []
+    inner = checkpoint._Progress.reading
+
+    def slow(self: Any, chunk: Any) -> None:
+        time.sleep(0.01)
+        read.append(chunk.group.name)
+        inner(self, chunk)
+
+    monkeypatch.setattr(checkpoint._Progress, "reading", slow)
+    data = batches(8)
+    torch.manual_seed(0)
+    engine, *_ = zero.initialize(
+        model=Model(), config=configuration(), resident={"layers.1/0"}, streaming=streaming
+    )
+    train(engine, data[:2])
+    saved = {name: value.clone() for name, value in weights(engine).items()}
+    saving = zero.begin_checkpoint(engine, tmp_path, extra={"row": 2})
+    begun = not saving.done()
+    want = train(engine, data[2:4])
+    path = saving.result()
+    assert begun and path.name == "step-00000002"
+    # Read in the order of the next forward pass, so that it waits least.
+    assert read.index("embed/0") < read.index("layers.0/0") < read.index("head/0")
+    end = {name: value.clone() for name, value in weights(engine).items()}
+    again = zero.begin_checkpoint(engine, tmp_path)
+    again.wait()
+    assert zero.load_checkpoint(engine, path) == {"row": 2}
+    assert all(torch.equal(saved[name], value) for name, value in weights(engine).items())
+    assert train(engine, data[2:4]) == want
+    assert all(torch.equal(end[name], value) for name, value in weights(engine).items())
+    engine.close()
+
+
+def test_what_fails_beside_training_is_raised_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    engine = start(Model())
+    train(engine, batches(1))
+    good = zero.save_checkpoint(engine, tmp_path)
+    train(engine, batches(1))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_all", full)
+    saving = zero.begin_checkpoint(engine, tmp_path)
+    saving.wait()
+    train(engine, batches(2))  # nobody waits for a writer that is gone
+    with pytest.raises(zero.CheckpointError, match="No space left"):
+        zero.begin_checkpoint(engine, tmp_path)
+    assert checkpoint.find(tmp_path) == good
+    engine.close()

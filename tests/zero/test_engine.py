@@ -310,8 +310,8 @@ def test_races_between_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
     monkeypatch.setattr(Chunk, "allocate", slow(poisoned))
     monkeypatch.setattr(
-        "evener.zero.engine.update_on_host",
-        slow(zero.engine.update_on_host),  # type: ignore[attr-defined]
+        "evener.zero.lanes.update_on_host",
+        slow(zero.lanes.update_on_host),  # type: ignore[attr-defined]
     )
     engine = start(model, {"layers.1/0"}, evener={"depth": 3})
     for tokens in batches(8):
@@ -332,7 +332,7 @@ def test_what_fails_on_a_thread_is_raised_where_the_user_is(
     torch.manual_seed(0)
     engine = start(Model())
     tokens = batches(1)[0]
-    monkeypatch.setattr("evener.zero.engine.update_on_host", broken)
+    monkeypatch.setattr("evener.zero.lanes.update_on_host", broken)
     engine.backward(loss_of(engine, tokens))
     engine.step()
     with pytest.raises(EvenerError, match="optimizer step on the host failed: no room"):
@@ -399,3 +399,43 @@ def test_what_cannot_be_is_refused_before_anything_is_moved() -> None:
             optimizer=torch.optim.Adagrad(model.parameters()),
         )
     assert not model.embed.weight.isnan().any()
+
+
+def test_blocks_that_are_compiled_give_the_same_bits() -> None:
+    ends = []
+    for compiler in (False, "aot_eager"):
+        torch.manual_seed(0)
+        engine = start(Model(), evener={"compile": compiler, "checkpointing": True})
+        for tokens in batches(3):
+            engine.backward(loss_of(engine, tokens))
+            engine.step()
+        ends.append({name: value.clone() for name, value in weights(engine).items()})
+        engine.close()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_activations_on_the_host_change_no_bit(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener.zero.activations.SMALL", 1)
+    torch.manual_seed(0)
+    model = Model(tied=tied)
+    plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
+    engine, *_ = zero.initialize(
+        model=model,
+        config=configuration(
+            evener={"checkpointing": "offload", "budget": {"gpu": "1GB", "host": "4GB"}}
+        ),
+        machine=zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9),
+        batch=(4, 16),
+    )
+    assert engine.plan is not None and engine.plan.checkpointing == "offload"
+    assert engine._offload is not None
+    for tokens in batches(4):
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+        loss_of(plain.model, tokens).backward()
+        plain.step()
+    assert_same(engine, plain)
+    # One place for each block, taken in every step again.
+    assert [len(free) for free in engine._offload._free.values()] == [4]
+    engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,42 @@ def test_plans_go_to_json() -> None:
     made = plan([Part("a", 8)], Formats(), Work(1, 0), MACHINE, Budget(1 << 40, 0))
     assert json.loads(json.dumps(made.to_dict()))["places"][0]["where"] == "gpu"
     assert dataclasses.is_dataclass(made)
+
+
+def test_the_plan_chooses_what_is_fastest() -> None:
+    shape = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000}
+
+    def choose(gpu: str, balanced: float, **own: object) -> zero.Plan:
+        settings: dict[str, object] = {"checkpointing": "auto", "loss": "chunked", **own}
+        config = zero.config.read({"bf16": {"enabled": True}, "evener": settings})
+        machine = dataclasses.replace(MACHINE, balanced=balanced)
+        return zero.plan(
+            shape,
+            config=config,
+            machine=machine,
+            budget={"gpu": gpu, "host": "200GB"},
+            batch=(8, 1024),
+        )
+
+    # Room for everything: nothing is recomputed. Little room: what is saved takes chunks more.
+    assert choose("200GB", 0).checkpointing == "none"
+    given = {mode: choose("16GB", 0, checkpointing=mode) for mode in (True, "offload")}
+    best = choose("16GB", 0)
+    assert best.checkpointing != "none"
+    assert best.step_seconds == min(plan.step_seconds for plan in given.values())
+    need = {
+        mode: choose("1GB", 0, checkpointing=mode).gpu_bytes for mode in (False, True, "offload")
+    }
+    assert need["offload"] < need[True] < need[False]
+    between = f"{(need['offload'] + need[True]) // 2}"
+    assert choose(between, 0).checkpointing == "offload" and choose(between, 0).offloaded > 0
+    # The streaming lane only where the probe says that it helps.
+    assert choose("16GB", 2 * MACHINE.host_adam).streaming
+    assert not choose("16GB", 1.01 * MACHINE.host_adam).streaming
+    assert not choose("16GB", 2 * MACHINE.host_adam, balance=False).streaming
+    slow, fast = choose("16GB", 0), choose("16GB", 2 * MACHINE.host_adam)
+    assert fast.step_seconds < slow.step_seconds
+    refused = choose("1GB", 0)
+    assert not refused.fits and re.search(
+        r"needs \d+\.\d+ GB of accelerator memory, the budget is 1\.07 GB", refused.problem
+    )

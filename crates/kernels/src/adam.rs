@@ -149,25 +149,23 @@ impl Work for Step<'_> {
         if s.coupled == 0.0 {
             // Not only faster: 0 * w is NaN where w is infinite.
             self.tensors
-                .each_block(self.noise, |w, g, m, v| update::<false>(s, w, g, m, v));
+                .each(self.noise, |w, g, m, v| update::<false>(s, w, g, m, v));
         } else {
             self.tensors
-                .each_block(self.noise, |w, g, m, v| update::<true>(s, w, g, m, v));
+                .each(self.noise, |w, g, m, v| update::<true>(s, w, g, m, v));
         }
     }
 }
 
+/// New weight, first and second moment of one element.
 #[inline(always)]
-fn update<const COUPLED: bool>(s: Scalars, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
-    for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
-        let mut gradient = g * s.scale;
-        if COUPLED {
-            gradient += s.coupled * *w;
-        }
-        let first = s.beta1 * *m + s.rest1 * gradient;
-        let second = s.beta2 * *v + s.rest2 * (gradient * gradient);
-        *m = first;
-        *v = second;
-        *w = *w * s.shrink - s.rate * (first / (second.sqrt() * s.root + s.epsilon));
+fn update<const COUPLED: bool>(s: Scalars, w: f32, g: f32, m: f32, v: f32) -> (f32, f32, f32) {
+    let mut gradient = g * s.scale;
+    if COUPLED {
+        gradient += s.coupled * w;
     }
+    let first = s.beta1 * m + s.rest1 * gradient;
+    let second = s.beta2 * v + s.rest2 * (gradient * gradient);
+    let new = w * s.shrink - s.rate * (first / (second.sqrt() * s.root + s.epsilon));
+    (new, first, second)
 }

@@ -3,7 +3,11 @@
 //! chooses the instructions at run time.
 
 pub mod adam;
+pub mod casts;
+pub mod chunks;
 pub mod formats;
+mod fused;
+pub mod int8;
 pub mod isa;
 pub mod norm;
 pub mod pool;

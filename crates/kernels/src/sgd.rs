@@ -92,24 +92,21 @@ impl Work for Step<'_> {
             (1.0 - self.sgd.dampening) as f32
         };
         let nesterov = self.sgd.nesterov;
-        self.tensors.each_block(self.noise, |w, g, m, _| {
-            for ((w, g), m) in w.iter_mut().zip(g).zip(m) {
-                let mut gradient = g * scale;
-                if decay != 0.0 {
-                    gradient += decay * *w;
-                }
-                let mut direction = gradient;
-                if momentum != 0.0 {
-                    let buffer = momentum * *m + new * gradient;
-                    *m = buffer;
-                    direction = if nesterov {
-                        gradient + momentum * buffer
-                    } else {
-                        buffer
-                    };
-                }
-                *w -= lr * direction;
+        self.tensors.each(self.noise, |w, g, m, v| {
+            let mut gradient = g * scale;
+            if decay != 0.0 {
+                gradient += decay * w;
             }
+            let (mut direction, mut buffer) = (gradient, m);
+            if momentum != 0.0 {
+                buffer = momentum * m + new * gradient;
+                direction = if nesterov {
+                    gradient + momentum * buffer
+                } else {
+                    buffer
+                };
+            }
+            (w - lr * direction, buffer, v)
         });
     }
 }

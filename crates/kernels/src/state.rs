@@ -1,10 +1,12 @@
 //! The tensors of one optimizer step: master weights, gradient, moments and the copy that the
 //! accelerator computes with, each in the format that it is stored in. Formats are chosen at run
 //! time, once a block; a block is staged as f32 in the first-level cache, unless it is f32 already.
+//! The usual formats have loops without that stop, in `fused`.
 
 use crate::formats::{
-    BLOCK, from_bf16, from_f16, join, mix, split, to_bf16, to_bf16_stochastic, to_f16,
+    BLOCK, counter_hash, from_bf16, from_f16, join, mix, split, to_bf16, to_bf16_stochastic, to_f16,
 };
+use crate::fused::{self, Element};
 
 /// Why a call was refused. Nothing has been written when it is returned.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -130,12 +132,16 @@ pub struct Noise {
 }
 
 impl Noise {
-    /// 32 random bits for each element from `at` on.
+    /// 32 random bits of the element `at` of these tensors: 16 for each moment.
+    #[inline(always)]
+    pub(crate) fn bits(self, at: u32) -> u32 {
+        counter_hash(self.offset.wrapping_add(at), self.key)
+    }
+
     #[inline(always)]
     fn fill(self, at: usize, random: &mut [u32]) {
-        let first = self.offset.wrapping_add(at as u32);
-        for (i, bits) in (0u32..).zip(random) {
-            *bits = mix(first.wrapping_add(i) ^ self.key);
+        for (i, bits) in (at as u32..).zip(random) {
+            *bits = self.bits(i);
         }
     }
 }
@@ -262,14 +268,10 @@ impl<'a> Tensors<'a> {
         )
     }
 
-    /// Calls `update(index, weights, gradient, first, second)` block by block, all staged as f32
-    /// and of one length (a moment that is absent is a scratch block), and stores what it leaves.
+    /// Replaces each element's weight and moments by what `update` makes of (weight, gradient,
+    /// first, second); a moment that is absent is read as what it was in scratch memory and lost.
     #[inline(always)]
-    pub(crate) fn each_block(
-        &mut self,
-        noise: Noise,
-        mut update: impl FnMut(&mut [f32], &[f32], &mut [f32], &mut [f32]),
-    ) {
+    pub(crate) fn each(&mut self, noise: Noise, update: impl Element) {
         let mut stage = [[0f32; BLOCK]; 4];
         let mut random = [0u32; BLOCK];
         let [weights, gradient, first, second] = &mut stage;
@@ -277,14 +279,16 @@ impl<'a> Tensors<'a> {
             || matches!(self.second, Moment::Bf16(_))
             || matches!(self.master, Master::Bf16(_));
         let length = self.len();
-        let mut at = 0;
+        let mut at = fused::run(self, noise, update);
         while at < length {
             let n = BLOCK.min(length - at);
             let g = self.gradient.load(at, &mut gradient[..n]);
             let m = self.first.load(at, &mut first[..n]);
             let v = self.second.load(at, &mut second[..n]);
             let w = self.master.load(at, &mut weights[..n]);
-            update(w, g, m, v);
+            for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
+                (*w, *m, *v) = update(*w, *g, *m, *v);
+            }
             self.output.store(at, w);
             if rounded {
                 noise.fill(at, &mut random[..n]);

@@ -3,23 +3,28 @@
 //! arXiv 1712.01887; Stich et al., "Sparsified SGD with memory", arXiv 1809.07599).
 //!
 //! # How
-//! The order of non-negative IEEE 754 numbers is the order of their bit patterns, so the k-th
-//! largest magnitude is found by a radix search over the 31 magnitude bits: three histograms of
-//! 11, 11 and 9 bits. The first is filled while the residual is added; the two others look only
-//! at entries that share the prefix found so far. Then one pass takes every entry above the
-//! threshold and, of those equal to it, the ones with the lowest index, so the same input selects
-//! the same entries on every machine.
+//! The order of non-negative IEEE 754 numbers is the order of their bit patterns. The first pass over
+//! memory adds the gradient and counts the upper 11 of the 31 magnitude bits; that histogram says in
+//! which bin the k-th largest magnitude lies. The second pass notes every entry from that bin up, in
+//! blocks that are skipped by one comparison where all of it is smaller: at 1% nearly all are. The
+//! exact threshold is then found among the noted ones alone, and of those equal to it the lowest
+//! indices are taken, so the same input selects the same entries on every machine.
 //!
 //! # Infinities and NaN
 //! Their bit patterns are the largest, so they are sent first: a loss scaler on the other side sees
 //! the overflow and skips the step. They are never kept: an entry that is not finite leaves 0 in
 //! the residual, whether it was sent or not, and later steps are not poisoned.
 
+use crate::isa::{Isa, Work};
+
 const MAGNITUDE: u32 = 0x7fff_ffff;
 const INFINITY: u32 = 0x7f80_0000;
 
-/// The digits of the radix search, from the highest: (shift, width in bits).
-const DIGITS: [(u32, u32); 3] = [(20, 11), (9, 11), (0, 9)];
+/// The histogram counts the bits from here up.
+const SHIFT: u32 = 20;
+const BINS: usize = 1 << (31 - SHIFT);
+/// Entries that the second pass skips by one comparison.
+const SPAN: usize = 64;
 
 /// Why a call was refused. Nothing has been written when it is returned.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -61,14 +66,19 @@ pub fn select_with_feedback(
     indices: &mut [i32],
 ) -> Result<(), TopKError> {
     check(gradient.len(), residual.len(), values.len(), indices.len())?;
-    let (shift, _) = DIGITS[0];
-    let mut histogram = vec![0usize; 1 << DIGITS[0].1];
-    for (kept, new) in residual.iter_mut().zip(gradient) {
-        *kept += new;
-        histogram[(magnitude(*kept) >> shift) as usize] += 1;
-    }
-    let threshold = threshold(residual, values.len(), &histogram);
-    take(residual, &threshold, values, indices);
+    let isa = Isa::detect();
+    let counts = isa.run(Accumulate { gradient, residual });
+    let (lowest, candidates) = lowest_bin(&counts, values.len());
+    // What is not finite must be found too, wherever the bin lies.
+    let bound = ((lowest as u32) << SHIFT).min(INFINITY);
+    let mut noted = Vec::with_capacity(candidates);
+    isa.run(Note {
+        data: residual,
+        bound,
+        noted: &mut noted,
+    });
+    let threshold = threshold(residual, &noted, values.len());
+    take(residual, &noted, &threshold, values, indices);
     Ok(())
 }
 
@@ -89,8 +99,80 @@ fn check(gradient: usize, residual: usize, values: usize, indices: usize) -> Res
     Ok(())
 }
 
+#[inline(always)]
 fn magnitude(x: f32) -> u32 {
     x.to_bits() & MAGNITUDE
+}
+
+/// Adds the gradient, and counts the upper magnitude bits of the sums.
+struct Accumulate<'a> {
+    gradient: &'a [f32],
+    residual: &'a mut [f32],
+}
+
+impl Work for Accumulate<'_> {
+    type Output = Vec<usize>;
+
+    #[inline(always)]
+    fn run(self) -> Vec<usize> {
+        // Two tables: neighbours often fall into one bin, and a counter waits for its last store.
+        let mut tables = [[0u32; BINS]; 2];
+        for (kept, new) in self
+            .residual
+            .chunks_mut(SPAN)
+            .zip(self.gradient.chunks(SPAN))
+        {
+            for (kept, new) in kept.iter_mut().zip(new) {
+                *kept += new;
+            }
+            for (i, kept) in kept.iter().enumerate() {
+                tables[i & 1][(magnitude(*kept) >> SHIFT) as usize] += 1;
+            }
+        }
+        let [even, odd] = tables;
+        even.iter()
+            .zip(odd)
+            .map(|(a, b)| *a as usize + b as usize)
+            .collect()
+    }
+}
+
+/// The bin in which the k-th largest entry lies, and how many entries are in it or above.
+fn lowest_bin(counts: &[usize], k: usize) -> (usize, usize) {
+    let mut above = 0;
+    for (bin, count) in counts.iter().enumerate().rev() {
+        above += count;
+        if above >= k && above > 0 {
+            return (bin, above);
+        }
+    }
+    (0, above)
+}
+
+/// Notes, in ascending order, the entries whose magnitude bits are at least `bound`.
+struct Note<'a> {
+    data: &'a [f32],
+    bound: u32,
+    noted: &'a mut Vec<u32>,
+}
+
+impl Work for Note<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (block, entries) in self.data.chunks(SPAN).enumerate() {
+            let largest = entries.iter().fold(0, |most, x| magnitude(*x).max(most));
+            if largest < self.bound {
+                continue;
+            }
+            for (i, x) in entries.iter().enumerate() {
+                if magnitude(*x) >= self.bound {
+                    self.noted.push((block * SPAN + i) as u32);
+                }
+            }
+        }
+    }
 }
 
 /// Where the selection ends: everything above `bits` is taken, and `ties` of those equal to it.
@@ -99,57 +181,42 @@ struct Threshold {
     ties: usize,
 }
 
-/// The k-th largest magnitude. `histogram` counts the first digit.
-fn threshold(data: &[f32], k: usize, histogram: &[usize]) -> Threshold {
+/// The k-th largest magnitude; it is among the `noted`.
+fn threshold(data: &[f32], noted: &[u32], k: usize) -> Threshold {
     if k == 0 {
         return Threshold {
             bits: MAGNITUDE,
             ties: 0,
         };
     }
-    let (mut prefix, mut wanted) = descend(histogram, k, 0, DIGITS[0].0);
-    for window in DIGITS.windows(2) {
-        let (above, (shift, width)) = (window[0].0, window[1]);
-        let mut counts = vec![0usize; 1 << width];
-        let mask = (1u32 << width) - 1;
-        for x in data {
-            let bits = magnitude(*x);
-            if bits >> above == prefix >> above {
-                counts[((bits >> shift) & mask) as usize] += 1;
-            }
-        }
-        (prefix, wanted) = descend(&counts, wanted, prefix, shift);
-    }
+    let mut bits: Vec<u32> = noted.iter().map(|i| magnitude(data[*i as usize])).collect();
+    let (larger, kth, _) = bits.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
+    let kth = *kth;
+    let above = larger.iter().filter(|bits| **bits > kth).count();
     Threshold {
-        bits: prefix,
-        ties: wanted,
+        bits: kth,
+        ties: k - above,
     }
 }
 
-/// One digit of the search: the largest bin in which the `wanted`-th entry from above lies, put
-/// into `prefix`, and how many entries are still wanted from that bin.
-fn descend(counts: &[usize], mut wanted: usize, prefix: u32, shift: u32) -> (u32, usize) {
-    for (bin, count) in counts.iter().enumerate().rev() {
-        if *count >= wanted {
-            return (prefix | ((bin as u32) << shift), wanted);
-        }
-        wanted -= count;
-    }
-    // The counts add up to at least `wanted`, because k is at most the number of elements.
-    unreachable!("fewer entries than wanted")
-}
-
-fn take(data: &mut [f32], threshold: &Threshold, values: &mut [f32], indices: &mut [i32]) {
+fn take(
+    data: &mut [f32],
+    noted: &[u32],
+    threshold: &Threshold,
+    values: &mut [f32],
+    indices: &mut [i32],
+) {
     let mut ties = threshold.ties;
     let mut next = 0;
-    for (index, entry) in data.iter_mut().enumerate() {
+    for index in noted {
+        let entry = &mut data[*index as usize];
         let bits = magnitude(*entry);
         let tie = bits == threshold.bits && ties > 0;
         if bits > threshold.bits || tie {
             ties -= usize::from(tie);
             values[next] = *entry;
             // Checked: the length fits i32.
-            indices[next] = index as i32;
+            indices[next] = *index as i32;
             next += 1;
             *entry = 0.0;
         } else if bits >= INFINITY {

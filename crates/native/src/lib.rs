@@ -11,6 +11,8 @@
 )]
 
 mod arena;
+mod compress;
+mod negotiate;
 mod optimizer;
 
 use evener_drive::bench::{self, Scenario};
@@ -129,6 +131,12 @@ fn net_bench(
 mod _native {
     #[pymodule_export]
     use super::arena::HostArena;
+    #[pymodule_export]
+    use super::compress::{
+        cast_narrow, cast_widen, chunks_add, chunks_select, int8_dequantize_sum, int8_quantize,
+    };
+    #[pymodule_export]
+    use super::negotiate::Negotiator;
     #[pymodule_export]
     use super::net_bench;
     #[pymodule_export]

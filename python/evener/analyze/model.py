@@ -128,6 +128,22 @@ class Communicator:
             pair.channels.sort()
         return sorted(found.values(), key=lambda p: (p.channels[0], p.source, p.destination))
 
+    def tree_pairs(self) -> list[Pair]:
+        """Directed pairs on different hosts along the trees' edges, both ways: up to reduce, down
+        to broadcast. Channels are those whose trees have the edge, as either end told it."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for channel, places in self.trees.items():
+            for place in places.values():
+                above = () if place.up is None else (place.up,)
+                for other in (*above, *place.down):
+                    if self.apart(place.rank, other):
+                        found.setdefault((place.rank, other), set()).add(channel)
+                        found.setdefault((other, place.rank), set()).add(channel)
+        return sorted(
+            (Pair(*ends, sorted(channels), self.where) for ends, channels in found.items()),
+            key=lambda p: (p.channels[0], p.source, p.destination),
+        )
+
     def gpu(self, rank: int) -> int | None:
         """The GPU's index on its host, None where nothing tells.
 

@@ -86,6 +86,10 @@ class Picture:
     bandwidth: Bandwidth | None
     pairs: list[Pair] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
+    tree_pairs: list[Pair] = field(default_factory=list)
+    tree_routes: list[Route] = field(default_factory=list)
+    tree_load: Load | None = None
+    """Of the trees on the map's fabric, in shares of the bus bandwidth of an all-reduce."""
     traffic: Traffic | None = None
     line_rate: float | None = None
     """Bus bandwidth, GB/s, at which the cards of a host are full; None where not known."""
@@ -121,7 +125,12 @@ def picture(run: Run, fabric: FabricMap | None = None) -> Picture:
         return result
     result.pairs = world.pairs()
     result.routes = [route for pair in result.pairs for route in _routes(run, world, pair, fabric)]
+    result.tree_pairs = world.tree_pairs()
+    result.tree_routes = [
+        route for pair in result.tree_pairs for route in _routes(run, world, pair, fabric)
+    ]
     if fabric is not None:
+        result.tree_load = _tree_load(world, result.tree_routes, fabric)
         result.traffic = _traffic(world, result.routes, fabric)
     result.line_rate, result.line_rate_from = _line_rate(result)
     return result
@@ -280,6 +289,24 @@ def _traffic(world: Communicator, routes: list[Route], fabric: FabricMap) -> Tra
     if not flows:
         return None
     return Traffic(load(fabric, flows), rewired, moves, load(rewired, after), flows, placed / total)
+
+
+def _tree_load(world: Communicator, routes: list[Route], fabric: FabricMap) -> Load | None:
+    """What an all-reduce over the trees puts on the fabric.
+
+    Each edge carries the channel's part of the data once up and once down: algbw x k / C, and algbw
+    is busbw x n / 2(n-1).
+    """
+    ranks, channels = world.size or len(world.members), max(len(world.trees), 1)
+    if ranks < 2:
+        return None
+    part = ranks / (2 * (ranks - 1)) / channels
+    flows = [
+        Flow(route.source.card, route.destination.card, len(route.channels) * part)
+        for route in routes
+        if route.source.card and route.destination.card
+    ]
+    return load(fabric, flows) if flows else None
 
 
 def _line_rate(picture: Picture) -> tuple[float | None, str]:

@@ -90,6 +90,22 @@ _FREE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Key, list[dist.ProcessG
 _FREE = weakref.WeakKeyDictionary()
 
 
+def _level_counts(parent: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Make all ranks of `parent` have the same number of groups. Collective over them.
+
+    torch names a group that only its own ranks make by their numbers and the number of groups that
+    exist in the process, and so the ranks would not meet after some of them made one without the
+    others (a Horovod process set). Groups of one rank fill the difference; they connect nothing.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    counts = [0] * dist.get_world_size(parent)
+    dist.all_gather_object(counts, len(names), group=parent)
+    while len(names) < max(counts):
+        dist.new_group(
+            [dist.get_rank()], timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+
+
 class Communicators:
     """All groups of one reducer. `control` is Gloo on the CPU, for agreement; never for data."""
 
@@ -104,6 +120,7 @@ class Communicators:
         self.size = len(self.ranks)
         self._lent: list[tuple[Key, dist.ProcessGroup]] = []
         try:
+            _level_counts(parent or _world(), self.timeout)
             self.control = self._group(tuple(range(self.size)), "gloo")
             self.hosts = self._meet()
         except RuntimeError as error:

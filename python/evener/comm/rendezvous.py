@@ -15,6 +15,9 @@ and its launcher's local rank into the store, and waits for those of all others:
 not come is named before any collective can hang on it, and local and cross ranks are known even
 where the launcher did not give them.
 
+In an elastic job the launcher holds the store, and says anew at each init who this process is
+(evener.comm.elastic).
+
 The store lives as long as the process. Groups that are made again after `shutdown` use it under a
 new prefix, because the old and the new server could not share a port while ranks come and go.
 """
@@ -25,7 +28,6 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import socket
 import threading
 import time
@@ -40,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evener import interfaces, settings
-from evener.comm import libmpi, pmix
+from evener.comm import contact, elastic, libmpi, pmix
 from evener.comm.ranks import Ranks, detect
 from evener.comm.topology import host_identity
 from evener.errors import EvenerError
@@ -53,23 +55,6 @@ _PATIENCE = 10.0
 
 class RendezvousError(EvenerError):
     """The ranks did not find each other."""
-
-
-@dataclass(frozen=True)
-class _Contact:
-    """Where rank 0's store is. `token` tells it from a stranger's that has the same address."""
-
-    namespace: str
-    addresses: list[str]
-    port: int
-    token: str
-
-    def text(self) -> str:
-        return json.dumps([self.namespace, self.addresses, self.port, self.token])
-
-    @staticmethod
-    def parse(text: str) -> _Contact:
-        return _Contact(*json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -124,16 +109,18 @@ def init_process_group(
     deadline = time.monotonic() + seconds
     if dist.is_initialized():
         return _adopt(ranks, deadline)
-    ranks = detect() if ranks is None else ranks
-    set_rank(ranks.rank if ranks.size > 1 else None)
-    if _process.store is None or _process.place != (ranks.rank, ranks.size):
-        _process.store, _process.way = _open_store(ranks, seconds, deadline)
-        _process.place = (ranks.rank, ranks.size)
+    if ranks is None and elastic.active():
+        ranks, store = _join(seconds)
+    else:
+        ranks = detect() if ranks is None else ranks
+        set_rank(ranks.rank if ranks.size > 1 else None)
+        if _process.store is None or _process.place != (ranks.rank, ranks.size):
+            _process.store, _process.way = _open_store(ranks, seconds, deadline)
+            _process.place = (ranks.rank, ranks.size)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"evener/{restart}.{_process.generation + 1}", _process.store)
+        ranks = _check_in(ranks, store, seconds, deadline)
     _process.generation += 1
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"evener/{restart}.{_process.generation}"
-    store = PrefixStore(prefix, _process.store)
-    ranks = _check_in(ranks, store, seconds, deadline)
     _remove_file()
 
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
@@ -160,11 +147,34 @@ def init_process_group(
     return ranks
 
 
+def _join(seconds: float) -> tuple[Ranks, Any]:
+    """A place in the next generation of an elastic job whose members have all come, and its store.
+
+    A member may die on its way: then the others ask anew.
+    """
+    while True:
+        member = elastic.join()
+        _process.last_joined = member.reached
+        set_rank(member.ranks.rank if member.ranks.size > 1 else None)
+        try:
+            deadline = time.monotonic() + seconds  # what counts is how late the peers are
+            return _check_in(member.ranks, member.store, seconds, deadline), member.store
+        except RendezvousError as error:
+            if not elastic.broken():
+                raise
+            logger.info("asking anew for a rank: %s", error.problem)
+
+
 def shutdown() -> None:
     """Destroy the default group if `init_process_group` made it. A later init works again."""
     if _process.ours and dist.is_initialized():
         dist.destroy_process_group()
     _process.ours, _process.ranks = False, None
+
+
+def generation() -> int:
+    """How many times this process has entered a group: what was made for an earlier one is void."""
+    return _process.generation
 
 
 def _adopt(ranks: Ranks | None, deadline: float) -> Ranks:
@@ -384,14 +394,10 @@ def _store_at_master(ranks: Ranks, seconds: float) -> Any:
 
 
 def _store_by(way: _Way, ranks: Ranks, seconds: float, deadline: float) -> Any:
-    mine: _Contact | None = None
+    mine: contact.Contact | None = None
     store: Any = None
     if ranks.rank == 0:
-        store = TCPStore(
-            "localhost", 0, ranks.size, True, timedelta(seconds=seconds), wait_for_workers=False
-        )
-        mine = _Contact(_namespace(), _own_addresses(), store.port, secrets.token_hex(8))
-        store.set("evener/token", mine.token)
+        store, mine = contact.serve(seconds)
     text = None if mine is None else mine.text()
     while True:
         shared = _within(
@@ -404,69 +410,31 @@ def _store_by(way: _Way, ranks: Ranks, seconds: float, deadline: float) -> Any:
         if mine is not None:
             return store
         try:
-            contact = _Contact.parse(shared)
+            theirs = contact.Contact.parse(shared)
         except (ValueError, TypeError) as error:
             if not way.repeats:
                 raise _UnusableError(f"gave {shared[:60]!r}, which is no address") from error
             time.sleep(0.1)  # somebody else's file: rank 0 replaces it
             continue
-        found = _connect(contact, ranks, deadline, once=way.repeats)
+        found = contact.connect(theirs, deadline, once=way.repeats)
         if found is not None:
-            return found
+            _process.last_joined = found[1]
+            return found[0]
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank {ranks.rank} waited {seconds:g} s for rank 0's store at port "
-                f"{contact.port} of {', '.join(contact.addresses)} (address by {way.name})",
+                f"{theirs.port} of {', '.join(theirs.addresses)} (address by {way.name})",
                 "open the nodes' firewalls to each other, or set MASTER_ADDR and MASTER_PORT",
             )
 
 
-def _connect(contact: _Contact, ranks: Ranks, deadline: float, once: bool) -> Any:
-    """Rank 0's store, tried at each of its addresses; None where none answers in time."""
-    here = contact.namespace == _namespace()
-    addresses = ["127.0.0.1", "::1"] if here else contact.addresses
-    while True:
-        for address in addresses:
-            left = max(deadline - time.monotonic(), 0.1)
-            try:
-                socket.create_connection((address, contact.port), min(left, 2.0)).close()
-                store = TCPStore(
-                    address,
-                    contact.port,
-                    ranks.size,
-                    False,
-                    timedelta(seconds=min(left, 5.0)),
-                    wait_for_workers=False,
-                )
-                if store.get("evener/token").decode() == contact.token:
-                    _process.last_joined = address
-                    return store
-            except (OSError, RuntimeError) as error:
-                logger.debug("rank 0 at %s port %d: %s", address, contact.port, error)
-        if once or time.monotonic() > deadline:
-            time.sleep(0.1)
-            return None
-        time.sleep(0.2)
-
-
-def _own_addresses() -> list[str]:
-    """Addresses by which other hosts may reach this one, the asked-for interface's first."""
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    found = [
-        (name not in wanted, index, address)
-        for index, (name, address) in enumerate(interfaces.addresses())
-        if not interfaces.is_loopback(address)
-    ]
-    return [address for _, _, address in sorted(found)]
-
-
-def _namespace() -> str:
-    """Equal for two processes exactly where 127.0.0.1 is the same place for both."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
-    except OSError:
-        return socket.gethostname()
+def addresses_of(place: tuple[str, list[str]]) -> list[str]:
+    """By which addresses to try the process whose `contact.own_place` that is, the best first."""
+    found = contact.addresses_of(place)
+    # By this one rank 0's store was reached.
+    if _process.last_joined and place[0] != contact.own_place()[0]:
+        return list(dict.fromkeys([_process.last_joined, *found]))
+    return found
 
 
 def _within(function: Callable[[], str], deadline: float, waited: str) -> str:
@@ -537,12 +505,15 @@ def _wait_for_all(
     while True:
         left = deadline - time.monotonic()
         try:
-            store.wait(names, timedelta(seconds=max(min(left, _PATIENCE), 0.01)))
+            patience = 1.0 if elastic.active() else _PATIENCE
+            store.wait(names, timedelta(seconds=max(min(left, patience), 0.01)))
             return
         except RuntimeError:
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]
             if not missing:
                 return
+            if why := elastic.broken():
+                raise RendezvousError(f"{_ranks_text(missing)} did not come: {why}") from None
         if deadline - time.monotonic() <= 0:
             raise RendezvousError(
                 f"rank {ranks.rank} of {ranks.size} waited {seconds:g} s for "

@@ -29,7 +29,12 @@ def driver(root: Path) -> Iterator[Line]:
 
 def gpus(root: Path) -> Iterator[Line]:
     """GPUs as nvidia-smi lists them, and memory that others hold."""
-    if str(root) != "/" or not shutil.which("nvidia-smi"):
+    if str(root) != "/":
+        return
+    if not shutil.which("nvidia-smi"):
+        if (root / "proc/driver/nvidia").exists():
+            fix = "install nvidia-utils of the driver's version, or put it on the PATH"
+            yield Line("gpu", "GPUs", "bad", "a driver, and no nvidia-smi", fix)
         return
     command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader"]
     try:

@@ -41,6 +41,15 @@ def plugin(_: Path) -> Iterator[Line]:
         )
     for path in found:
         yield examine_plugin(path)
+    for name in asked.split(","):
+        if "/" in name and not Path(name).exists():
+            yield Line(
+                "nccl",
+                "NCCL_NET_PLUGIN",
+                "bad",
+                f"{name} is not there: NCCL uses its sockets",
+                "unset it, or run `evener net env`",
+            )
     if asked and asked not in ("evener", "none") and NAME not in asked:
         yield Line("nccl", "NCCL_NET_PLUGIN", "info", f"{asked}: not Evener's plug-in")
 
@@ -55,7 +64,48 @@ def examine_plugin(path: Path) -> Line:
     versions = [v for v in VERSIONS if hasattr(loaded, f"ncclNetPlugin_v{v}")]
     if not versions:
         return Line("nccl", name, "bad", "exports no ncclNetPlugin_v5 to v12", "install it anew")
-    return Line("nccl", name, "good", "interface " + ", ".join(f"v{v}" for v in versions))
+    shown = "interface " + ", ".join(f"v{v}" for v in versions)
+    taken = [v for v in versions if v in accepted()]
+    if not accepted():
+        return Line("nccl", name, "good", shown)
+    if not taken:
+        return Line(
+            "nccl",
+            name,
+            "bad",
+            f"{shown}; NCCL {_version()} takes v{min(accepted())} to v{max(accepted())}: it would "
+            "use sockets",
+            "install a plug-in and an NCCL that fit",
+        )
+    return Line("nccl", name, "good", f"{shown}; NCCL {_version()} takes v{max(taken)}")
+
+
+# The first release of NCCL that knows a version, and the oldest version that it still takes
+# (plugin/net.cc of each release).
+_TAKES = (
+    ((2, 19), range(5, 8)),
+    ((2, 20), range(5, 9)),
+    ((2, 24), range(5, 10)),
+    ((2, 26), range(6, 11)),
+    ((2, 28), range(6, 12)),
+    ((2, 30), range(6, 13)),
+)
+
+
+def accepted(version: tuple[int, ...] | None = None) -> range:
+    """The interface versions that an NCCL takes (default: torch's); empty where not known."""
+    if version is None:
+        import torch
+
+        version = tuple(torch.cuda.nccl.version()) if torch.version.cuda else ()
+    known = [takes for first, takes in _TAKES if version[:2] >= first]
+    return known[-1] if known else range(0)
+
+
+def _version() -> str:
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 CHECKS = (library, plugin)

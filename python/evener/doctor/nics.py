@@ -71,4 +71,33 @@ def rdma(root: Path) -> Iterator[Line]:
             )
 
 
-CHECKS = (ethernet, rdma)
+def replies(root: Path) -> Iterator[Line]:
+    """With several cards in one network the kernel answers on one and drops what the others get."""
+    folder = root / "proc/sys/net/ipv4/conf"
+    names = [path.name for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    cards = [
+        name
+        for name in names
+        if name not in ("all", "default")
+        and not name.startswith(_VIRTUAL)
+        and read(root / f"sys/class/net/{name}/operstate") == "up"
+    ]
+    if len(cards) < 2:
+        return
+    # The kernel takes the larger of a card's own value and that of all.
+    everywhere = read(folder / "all/rp_filter")
+    strict = [n for n in cards if max(read(folder / n / "rp_filter"), everywhere) == "1"]
+    if strict:
+        yield Line(
+            "nics",
+            "reverse path filter",
+            "bad",
+            f"strict on {', '.join(strict)}: with {len(cards)} cards, packets that come by another "
+            "card than answers leave by are dropped",
+            "sysctl -w net.ipv4.conf.all.rp_filter=2",
+        )
+    else:
+        yield Line("nics", "reverse path filter", "good", f"not strict on {', '.join(cards)}")
+
+
+CHECKS = (ethernet, rdma, replies)

@@ -112,6 +112,11 @@ def flows(host: str, port: int) -> Iterator[Line]:
     shown = ", ".join(f"{n}: {r * 8 / 1e9:.2f}" for n, r in rates.items())
     best = max(rates, key=lambda n: rates[n])
     gain = rates[best] / rates[1] if rates[1] else 0.0
+    cap = per_flow_cap(rates)
+    if cap:
+        shown += (
+            f"; each flow gets about {cap * 8 / 1e9:.2f} Gb/s whatever their number: a cap a flow"
+        )
     if gain > 1.5:
         yield Line(
             "peer",
@@ -123,6 +128,20 @@ def flows(host: str, port: int) -> Iterator[Line]:
         )
     else:
         yield Line("peer", "flows", "good", f"Gb/s by number of flows: {shown}")
+
+
+def per_flow_cap(rates: dict[int, float]) -> float:
+    """Bytes a second that one flow cannot pass; 0 where rates do not rise with the flows' number.
+
+    Flows that a hash spreads over paths also gain together, but not in step: some share a path.
+    """
+    first, *others = sorted(rates)
+    each = rates[first] / first
+    steps = (
+        [count for count in others if abs(rates[count] / count / each - 1) < 0.15] if each else []
+    )
+    # In step from one to four at least, else two paths would look alike.
+    return each if {2, 4} <= set(steps) else 0.0
 
 
 def paths(host: str) -> Iterator[Line]:

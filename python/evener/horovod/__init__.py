@@ -8,16 +8,9 @@ of the same name below this package: `horovod.torch` is `evener.horovod.torch`. 
 
 from __future__ import annotations
 
-from typing import Any
-
-from evener.horovod.common.exceptions import NotBuiltError
-
 # The release of upstream's interface that is followed, so that version checks of scripts pass.
 __version__ = "0.28.1+evener"
 
+from evener.horovod.runner import run
 
-def run(*_args: Any, **_kwargs: Any) -> Any:
-    """Upstream's `horovod.run(func, ...)` is planned; raises NotBuiltError."""
-    raise NotBuiltError(
-        "horovod.run", "start the script itself: `evener launch --horovod -np N python script.py`"
-    )
+__all__ = ["__version__", "run"]

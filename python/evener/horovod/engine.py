@@ -1,14 +1,15 @@
-"""How a Horovod operation runs: one thread, one order, and agreement before data moves.
+"""How a Horovod operation runs: agreed natively, launched one by one, in one order on all ranks.
 
-The caller's thread puts a request into a queue and gets a handle; the engine's thread takes the
-requests one by one. Before a request's data moves, all ranks exchange what they are about to do
-(name, kind, shape, dtype, ...) on a Gloo group of their own. Where they differ, every rank gets the
-same HorovodInternalError and the next request goes on: torch.distributed by itself would abort one
-process, hang, or return garbage.
+The caller's thread makes an `Entry`, submits what it is (not its data) to the negotiator and gets a
+handle. The negotiator (`crates/negotiate`, native, without the GIL) finds out with the other ranks
+what comes next, whatever the order in which each of them submits: its answers come in the same
+order on every rank, fused, and are launched one by one (`executor`): by the engine's thread, or, to
+save two changes of threads, by a caller that waits; a lock says who. Where the
+ranks' requests do not fit together every rank gets the same HorovodInternalError and the next
+operation works; torch.distributed by itself would abort one process, hang, or return garbage.
 
-Requests run in the order in which they were submitted, which must therefore be the same on all
-ranks; another order is found out by the names and refused. (Upstream allows any order; a
-negotiation that does, and that costs nothing in steady state, is planned.)
+A steady sequence of small all-reduces is frozen: nothing is agreed any more, a flag travels in the
+collective itself. `crates/negotiate/src/lib.rs` has the protocol and why it is safe.
 
 Gradients do not come this way: the optimizer's go through `evener.comm.reducer`.
 """
@@ -16,11 +17,9 @@ Gradients do not come this way: the optimizer's go through `evener.comm.reducer`
 from __future__ import annotations
 
 import itertools
-import json
-import queue
+import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,75 +27,270 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener import settings
+from evener._native import Negotiator
+from evener.comm import contact, rendezvous
 from evener.comm.ranks import Ranks
 from evener.horovod.common.exceptions import HorovodInternalError
+from evener.horovod.timeline import Timeline
+from evener.log import logger
 
-# What a rank says about a request fits into this many bytes; longer ones take a second exchange.
-_ROOM = 512
+# Operations, by the negotiator's numbers; and their names in handles, errors and timelines.
+KINDS = (
+    "allreduce",
+    "allgather",
+    "broadcast",
+    "adasum",
+    "alltoall",
+    "reducescatter",
+    "barrier",
+    "join",
+    "add_process_set",
+    "remove_process_set",
+)
+(
+    ALLREDUCE,
+    ALLGATHER,
+    BROADCAST,
+    ADASUM,
+    ALLTOALL,
+    REDUCESCATTER,
+    BARRIER,
+    JOIN,
+    ADD_SET,
+    REMOVE_SET,
+) = range(10)
 
-Fields = Mapping[str, Any]
+# Element types, by the negotiator's numbers.
+DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.bfloat16,
+)
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+# A larger step is not frozen: what agreement costs is nothing beside its data.
+_FROZEN_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Request:
+class Handle:
+    """What `synchronize` waits for. `value` and `error` are set before the lock opens."""
+
+    __slots__ = ("error", "lock", "value")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return not self.lock.locked()
+
+    def finish(self, value: Any, error: BaseException | None = None) -> None:
+        if self.lock.locked():
+            self.value, self.error = value, error
+            self.lock.release()
+
+
+@dataclass(slots=True)
+class Entry:
     """One operation of one rank.
 
-    agree: what must be equal on all ranks. tell: what the others must know, but may differ.
-    run(group, told): moves the data; `told` holds every rank's `tell`. Returns the result.
-    tensor: decides the device on which `run` works; None for the CPU.
+    inputs: detached, contiguous. outputs: where the results go; None where the executor makes them.
+    finish(outputs, answer): what the handle gives. The other fields are the request's, see
+    `crates/negotiate/src/wire.rs`.
     """
 
-    kind: str
+    kind: int
     name: str
-    agree: Fields
-    tell: Fields
-    run: Callable[[dist.ProcessGroup, Sequence[Fields]], Any]
-    tensor: torch.Tensor | None = None
+    inputs: Sequence[torch.Tensor] = ()
+    outputs: Sequence[torch.Tensor] | None = None
+    set: int = 0
+    op: int = 0
+    root: int = 0
+    factors: tuple[float, float] = (1.0, 1.0)
+    splits: Sequence[int] = ()
+    labels: Sequence[str] = ()
+    finish: Callable[[list[torch.Tensor], Answer], Any] | None = None
+    ready: Any = None
+    handle: Handle | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was agreed; equal on all ranks. The fields are those of `wire::Answer`."""
+
+    kind: int
+    name: str
+    set: int
+    tensors: list[tuple[int, list[int], str]]
+    gpu: bool
+    op: int
+    root: int
+    factors: tuple[float, float]
+    rows: list[list[int]]
+    value: int
+    error: str
+    splits: list[int]
+
+
+@dataclass
+class Set:
+    """A process set: its global ranks in order, this process's place, its groups."""
+
+    ranks: list[int]
+    place: int | None
+    cpu: dist.ProcessGroup | None
+    cuda: dist.ProcessGroup | None
 
 
 class Engine:
-    """The thread and its groups, from `hvd.init()` to `hvd.shutdown()`."""
+    """The negotiator, the thread and the groups, from `hvd.init()` to `hvd.shutdown()`."""
 
-    def __init__(self, ranks: Ranks, timeout: float) -> None:
+    def __init__(
+        self, ranks: Ranks, timeout: float, process_sets: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Collective over the default group. timeout: seconds a collective may wait."""
+        from evener.horovod.executor import Executor
+
         self._ranks, self._timeout = ranks, timeout
-        limit = timedelta(seconds=timeout)
-        self.control = _new_group("gloo", limit)
-        self.cuda = (
-            _new_group("nccl", limit)
-            if torch.cuda.is_available() and dist.is_nccl_available()
-            else self.control
+        self.limit = timedelta(seconds=timeout)
+        self.groups: dict[tuple[int, ...], Set] = {}
+        self.sets: dict[int, Set] = {0: self.make_set(list(range(ranks.size)))}
+        for number, members in enumerate(process_sets, 1):
+            self.sets[number] = self.make_set(list(members))
+        self.join_device: int = -1
+        warn = settings.HOROVOD_STALL_CHECK_TIME_SECONDS.get()
+        self._negotiator = Negotiator(
+            ranks.rank,
+            ranks.size,
+            [list(members) for members in process_sets],
+            settings.HOROVOD_FUSION_THRESHOLD.get(),
+            settings.HOROVOD_CACHE_CAPACITY.get(),
+            settings.EVENER_FREEZE_AFTER.get(),
+            _FROZEN_BYTES,
+            0.0 if settings.HOROVOD_STALL_CHECK_DISABLE.get() else warn,
+            settings.HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.get() or timeout,
+            settings.HOROVOD_CYCLE_TIME.get() / 1e3,
+            timeout,
         )
-        self._queue: queue.SimpleQueue[tuple[Request, Future[Any], Any] | None]
-        self._queue = queue.SimpleQueue()
-        self._handles: dict[int, Future[Any]] = {}
-        self._numbers = itertools.count()
+        self.homogeneous = self._connect()
+        self.timeline = Timeline(self._negotiator.now)
+        self._handles: dict[int, Handle] = {}
+        self._numbers = itertools.count(1)
         self._counters: dict[str, itertools.count[int]] = {}
-        self._in_flight: set[str] = set()
+        self._entries: dict[tuple[int, str], Entry] = {}
         self._lock = threading.Lock()
         self._broken: HorovodInternalError | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._closing = False
+        # Whoever holds it takes launches from the negotiator, and does them.
+        self._drive = threading.Lock()
+        self._news_lock = threading.Lock()
+        self._driver = 0
+        self._executor = Executor(self)
+        path = settings.HOROVOD_TIMELINE.get()
+        if path and path != "DYNAMIC":
+            self.start_timeline(path, settings.HOROVOD_TIMELINE_MARK_CYCLES.get())
         self._thread = threading.Thread(target=self._work, name="evener-horovod", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> int:
-        """Queue `request`; gives its handle. Raises ValueError for a name that is in flight."""
-        future: Future[Any] = Future()
+    def _connect(self) -> bool:
+        """Meet the other ranks' negotiators; whether all nodes have the same number of ranks."""
+        control = self.sets[0].cpu
+        mine = (
+            contact.own_place(),
+            self._negotiator.port,
+            secrets.token_hex(16) if self._ranks.rank == 0 else "",
+            self._ranks.local_size,
+        )
+        told: list[Any] = [None] * self._ranks.size
+        dist.all_gather_object(told, mine, group=control)
+        place, port, token, _ = told[0]
+        try:
+            self._negotiator.connect(rendezvous.addresses_of(place), port, token)
+        except RuntimeError as error:
+            raise HorovodInternalError(
+                f"rank {self._ranks.rank} of {self._ranks.size} did not reach the negotiation of "
+                f"rank 0 at port {port} of {place[1]}: {error}",
+                "open the nodes' firewalls to each other, or set GLOO_SOCKET_IFNAME to the "
+                "interface that leads to the other nodes",
+            ) from error
+        return len({local_size for _, _, _, local_size in told}) == 1
+
+    def make_set(self, ranks: list[int]) -> Set:
+        """Groups of these ranks. Collective over all ranks; made once for the same ranks."""
+        key = tuple(ranks)
+        if key not in self.groups:
+            mine = self._ranks.rank
+            place = ranks.index(mine) if mine in ranks else None
+            cpu = dist.new_group(ranks, backend="gloo", timeout=self.limit)
+            cuda = cpu
+            if torch.cuda.is_available() and dist.is_nccl_available():
+                cuda = dist.new_group(ranks, backend="nccl", timeout=self.limit)
+            none = place is None
+            self.groups[key] = Set(ranks, place, None if none else cpu, None if none else cuda)
+        return self.groups[key]
+
+    # --- the callers' side ---
+
+    def submit(self, entry: Entry, *, urgent: bool = False) -> int:
+        """Submit; gives the handle. urgent: the caller waits for it, so announce it at once.
+
+        Raises ValueError for a name that is in flight, HorovodInternalError where an earlier
+        operation failed for good.
+        """
+        inputs = entry.inputs
+        gpu = bool(inputs) and inputs[0].is_cuda
+        if gpu:
+            entry.ready = torch.cuda.current_stream(inputs[0].device).record_event()
+        labels = entry.labels or itertools.repeat("")
+        tensors: list[tuple[int, Sequence[int], str]] = [
+            (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), label)
+            for tensor, label in zip(inputs, labels, strict=False)
+        ]
+        handle = entry.handle = Handle()
+        key = (entry.set, entry.name)
         with self._lock:
-            key = f"{request.kind}.{request.name}"
-            if key in self._in_flight:
-                raise ValueError(
-                    f"{request.kind} of {request.name!r} is still in flight; synchronize it first, "
-                    "or give the second one another name"
+            if self._broken is not None:
+                raise HorovodInternalError(
+                    f"{entry.name}: an earlier operation failed ({self._broken.problem})",
+                    "call hvd.shutdown() and hvd.init() to begin anew",
                 )
-            self._in_flight.add(key)
-            handle = next(self._numbers)
-            self._handles[handle] = future
-        ready = None
-        if request.tensor is not None and request.tensor.is_cuda:
-            ready = torch.cuda.current_stream(request.tensor.device).record_event()
-        self._queue.put((request, future, ready))
-        return handle
+            if key in self._entries:
+                raise ValueError(
+                    f"{entry.name!r} is still in flight; synchronize it first, or give the second "
+                    "one another name"
+                )
+            self._entries[key] = entry
+            number = next(self._numbers)
+            self._handles[number] = handle
+        drives = urgent and self._drive.acquire(blocking=False)
+        if drives:
+            self._driver = threading.get_ident()
+        self._negotiator.submit(
+            entry.kind,
+            entry.name,
+            entry.set,
+            tensors,
+            gpu,
+            entry.op,
+            entry.root,
+            entry.factors,
+            entry.splits,
+            urgent,
+            drives,
+        )
+        return number
 
     def automatic_name(self, kind: str) -> str:
         """The next name of an operation that was given none; the same sequence on all ranks."""
@@ -104,115 +298,197 @@ class Engine:
             counter = self._counters.setdefault(kind, itertools.count(1))
             return f"noname.{next(counter)}"
 
-    def poll(self, handle: int) -> bool:
+    def poll(self, number: int) -> bool:
         """Whether the operation has ended; True for a handle that is not known (any more)."""
-        future = self._handles.get(handle)
-        return future is None or future.done()
+        handle = self._handles.get(number)
+        return handle is None or handle.done
 
-    def synchronize(self, handle: int) -> Any:
+    def synchronize(self, number: int) -> Any:
         """Wait, and give the result; None for a handle that is not known (any more)."""
-        with self._lock:
-            future = self._handles.pop(handle, None)
-        return None if future is None else future.result()
+        handle = self._handles.pop(number, None)
+        if handle is None:
+            return None
+        mine = self._driver == threading.get_ident()
+        if not mine and not handle.done:
+            self._negotiator.flush()
+            mine = self._drive.acquire(blocking=False)
+            if mine:
+                self._negotiator.drive()
+        if mine:
+            try:
+                while not handle.done and self._broken is None:
+                    self._step(1.0)
+            finally:
+                self._driver = 0
+                self._negotiator.undrive()
+                self._drive.release()
+        if handle.lock.locked():
+            while not handle.lock.acquire(timeout=1.0):
+                # The launching thread may hang in a collective with a peer that is gone.
+                if (reason := self._negotiator.ended()) is not None:
+                    if not handle.lock.acquire(timeout=1.0):
+                        raise self._end(reason)
+                    break
+        if handle.error is not None:
+            raise handle.error
+        return handle.value
+
+    def set_of(self, number: int | None) -> Set:
+        """The process set of that number. ValueError where there is none."""
+        found = None if number is None else self.sets.get(number)
+        if found is None:
+            raise ValueError(
+                f"process set {number} does not exist: give it to hvd.init(process_sets=...) or "
+                "hvd.add_process_set() first"
+            )
+        return found
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """Write a timeline into `path` from now on. Only rank 0 does."""
+        if self._ranks.rank == 0:
+            self.timeline.start(path, mark_cycles)
+            self._negotiator.record(True)
+
+    def stop_timeline(self) -> None:
+        """Complete the file."""
+        if self._ranks.rank == 0:
+            self._negotiator.record(False)
+            self._news()
+            self.timeline.stop()
+
+    def frozen(self) -> tuple[bool, int]:
+        """Whether a frozen schedule holds, and how many launches there were without agreement."""
+        return self._negotiator.frozen()
 
     def close(self) -> None:
-        """Finish what is queued, end the thread, drop the groups."""
-        self._queue.put(None)
+        """Finish what is agreed, end the thread, drop the groups. All other ranks' too."""
+        self._negotiator.shutdown()
         self._thread.join(timeout=5.0)
-        if not self._thread.is_alive():
-            for group in {self.control, self.cuda}:
-                dist.destroy_process_group(group)
+        self._closing = True
+        self._negotiator.close(1.0)
+        self.stop_timeline()
+        if not self._thread.is_alive() and not self._broken_for_good:
+            for made in self.groups.values():
+                for group in {made.cpu, made.cuda} - {None}:
+                    dist.destroy_process_group(group)
 
-    # --- the engine's thread ---
+    # --- launching ---
+
+    _broken_for_good = False
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            request, future, ready = item
-            try:
-                result = self._one(request, ready)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever synchronizes
-                outcome: BaseException | None = error
-            else:
-                outcome = None
-            with self._lock:
-                self._in_flight.discard(f"{request.kind}.{request.name}")
-            if outcome is None:
-                future.set_result(result)
-            else:
-                future.set_exception(outcome)
+        while not self._closing and self._broken is None:
+            if self._negotiator.await_work(0.5):
+                with self._drive:
+                    self._step(0.0)
+            if self._ranks.rank == 0:
+                self._news()
 
-    def _one(self, request: Request, ready: torch.cuda.Event | None) -> Any:
-        if self._broken is not None:
-            raise HorovodInternalError(
-                f"{request.kind} of {request.name!r}: an earlier operation failed "
-                f"({self._broken.problem})",
-                "call hvd.shutdown() and hvd.init() to begin anew",
-            )
+    def _step(self, timeout: float) -> None:
+        """Do the next launch, if there is one within `timeout` seconds. Called by who drives."""
+        item = self._negotiator.next(timeout)
+        if item is None:
+            return
+        raw, frozen, real, reason = item
+        if reason is not None:
+            self._end(reason)
+            return
+        answers = [Answer(*fields) for fields in raw]
+        if self.timeline.active:
+            self._news()  # what was negotiated stands before what is launched
         try:
-            told = self._agree(request)
-            with torch.no_grad():
-                if ready is None or request.tensor is None:
-                    return request.run(self.control, told)
-                device = request.tensor.device
-                stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-                with torch.cuda.device(device), torch.cuda.stream(stream):
-                    stream.wait_event(ready)
-                    result = request.run(self.cuda, told)
-                    # This thread waits, so that a handle that is done is done for every stream.
-                    stream.synchronize()
-                    return result
-        except HorovodInternalError:
-            raise
-        except RuntimeError as error:  # torch's own; which peers got how far is unknown from here
-            self._broken = HorovodInternalError(
-                f"rank {self._ranks.rank} of {self._ranks.size}: {request.kind} of "
-                f"{request.name!r} failed: {str(error).strip() or type(error).__name__}",
+            self._launch(answers, frozen, real)
+        except RuntimeError as error:  # torch's; which peers got how far is unknown from here
+            self._fail(answers, error)
+
+    def _news(self) -> None:
+        with self._news_lock:
+            self._tell()
+
+    def _tell(self) -> None:
+        events, warnings = self._negotiator.news()
+        for text in warnings:
+            logger.warning("Horovod operations are %s", text)
+        self.timeline.negotiated(events)
+
+    def _launch(self, answers: list[Answer], frozen: bool, real: bool) -> None:
+        entries: list[Entry | None] = [
+            self._entries.get((answer.set, answer.name)) for answer in answers
+        ]
+        if frozen:
+            if not real:  # this rank may have some of them; it brings zeros
+                entries = [None] * len(answers)
+            flagged = self._executor.frozen(answers, entries, not real)
+            self._negotiator.finished(flagged)
+            if flagged:
+                return
+        else:
+            pairs = []
+            for answer, entry in zip(answers, entries, strict=True):
+                if answer.error:
+                    fix = "give the operation fitting tensors on every rank"
+                    self._done(entry, None, HorovodInternalError(answer.error, fix))
+                elif entry is not None or self._included(answer.set):
+                    pairs.append((answer, entry))
+            if not pairs:
+                return
+            answers = [answer for answer, _ in pairs]
+            entries = [entry for _, entry in pairs]
+            self._executor.run(answers, entries)
+            if answers[0].kind == JOIN:
+                # Ranks that joined early made fewer calls; counting starts anew on all of them.
+                with self._lock:
+                    self._counters.clear()
+        for answer, entry in zip(answers, entries, strict=True):
+            if entry is None:
+                continue
+            outputs = list(entry.outputs or ())
+            try:
+                value = None if entry.finish is None else entry.finish(outputs, answer)
+            except BaseException as error:  # noqa: BLE001 - handed to whoever synchronizes
+                self._done(entry, None, error)
+            else:
+                self._done(entry, value, None)
+
+    def _included(self, number: int) -> bool:
+        made = self.sets.get(number)
+        return made is not None and made.place is not None
+
+    def _done(self, entry: Entry | None, value: Any, error: BaseException | None) -> None:
+        if entry is None or entry.handle is None:
+            return
+        with self._lock:
+            self._entries.pop((entry.set, entry.name), None)
+        entry.handle.finish(value, error)
+
+    def _fail(self, answers: list[Answer], error: RuntimeError) -> None:
+        names = ", ".join(answer.name for answer in answers[:4])
+        self._broken_for_good = True
+        self._break(
+            HorovodInternalError(
+                f"rank {self._ranks.rank} of {self._ranks.size}: {names} failed: "
+                f"{str(error).strip() or type(error).__name__}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={self._timeout:g} s",
             )
-            raise self._broken from error
+        )
 
-    def _agree(self, request: Request) -> list[Fields]:
-        """Every rank's `tell`; the same HorovodInternalError on all where `agree` differs."""
-        mine = {"kind": request.kind, "name": request.name, **request.agree}
-        said = [json.loads(text) for text in self._exchange(json.dumps([mine, dict(request.tell)]))]
-        for rank, (theirs, _) in enumerate(said):
-            for key, value in said[0][0].items():
-                other = theirs.get(key)
-                if other == value:
-                    continue
-                what = f"{said[0][0]['kind']} of {said[0][0]['name']!r}"
-                if key in ("kind", "name"):
-                    raise HorovodInternalError(
-                        f"rank 0 submitted {what}, rank {rank} {theirs['kind']} of "
-                        f"{theirs['name']!r}",
-                        "submit operations in the same order on all ranks; any order is planned",
-                    )
-                raise HorovodInternalError(
-                    f"mismatched {key} in {what}: rank 0 has {value}, rank {rank} has {other}",
-                    "give the operation the same tensors and arguments on every rank",
-                )
-        return [tell for _, tell in said]
+    def _end(self, reason: str) -> HorovodInternalError:
+        error = HorovodInternalError(
+            f"rank {self._ranks.rank} of {self._ranks.size}: Horovod has been shut down: {reason}",
+            "look for the first error on the other ranks; call hvd.shutdown() and hvd.init() to "
+            "begin anew",
+        )
+        self._break(error)
+        return error
 
-    def _exchange(self, text: str) -> list[str]:
-        data = text.encode()
-        room = _ROOM
-        while True:
-            packed = torch.zeros(room, dtype=torch.uint8)
-            part = data[: room - 8]
-            header = len(data).to_bytes(8, "little") + part
-            packed[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            everyone = torch.empty(self._ranks.size * room, dtype=torch.uint8)
-            dist.all_gather_into_tensor(everyone, packed, group=self.control)
-            rows = [bytes(row.tolist()) for row in everyone.view(self._ranks.size, room)]
-            lengths = [int.from_bytes(row[:8], "little") for row in rows]
-            if max(lengths) <= room - 8:  # all ranks see the same lengths: all stop or none
-                pairs = zip(rows, lengths, strict=True)
-                return [row[8 : 8 + length].decode() for row, length in pairs]
-            room = max(lengths) + 8
-
-
-def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    group: dist.ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
-    assert group is not None  # all ranks are in it
-    return group
+    def _break(self, error: HorovodInternalError) -> None:
+        with self._lock:
+            self._broken = self._broken or error
+            entries = list(self._entries.values())
+            self._entries.clear()
+        for entry in entries:
+            if entry.handle is not None:
+                entry.handle.finish(None, error)
+        # The others cannot go on without this rank.
+        self._negotiator.shutdown()

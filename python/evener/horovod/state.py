@@ -11,6 +11,7 @@ from typing import Any
 from evener import settings
 from evener.comm import rendezvous
 from evener.comm.ranks import Ranks
+from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
 from evener.horovod.engine import Engine
 
@@ -30,15 +31,14 @@ class State:
         """Collective. Does nothing where it is done already."""
         if self._engine is not None:
             return
-        if process_sets:
-            raise NotBuiltError("hvd.init(process_sets=...)")
         for setting in settings.registry().values():
             setting.get()  # a value that cannot be is refused here, not in the first step
         # The script pins its GPU itself (torch.cuda.set_device(hvd.local_rank())).
         ranks = rendezvous.init_process_group(set_device=False)
         if comm is not None and list(comm) != list(range(ranks.size)):
             raise NotBuiltError("hvd.init(comm=...) with a part of the ranks")
-        self._engine = Engine(ranks, settings.EVENER_TIMEOUT.get())
+        sets = process_sets_module.at_init(process_sets, ranks.size)
+        self._engine = Engine(ranks, settings.EVENER_TIMEOUT.get(), sets)
         self._ranks = ranks
         if not self._at_exit:
             self._at_exit = True

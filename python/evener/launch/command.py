@@ -6,20 +6,24 @@ import os
 import shlex
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
-from evener import interfaces
+from evener import interfaces, settings
 from evener.errors import UsageError
-from evener.launch import door, probe
+from evener.launch import door, placed, probe
+from evener.launch.discovery import Cooldown, Pool, Script
+from evener.launch.elastic import Discovery, ElasticJob, Fixed, Limits
 from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
 from evener.launch.job import Job, scratch_name
+from evener.launch.output import Output
 from evener.launch.plan import (
     MissingProgramError,
     Plan,
     Wishes,
+    interface_env,
     mpirun,
     open_mpi_major,
     shell_line,
@@ -38,6 +42,12 @@ _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "
     "--hostfile",
     type=click.Path(path_type=Path, dir_okay=False),
     help="A line a host: `gpu1 slots=2`.",
+)
+@click.option(
+    "--map",
+    "map_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Take hosts, order of ranks and cards from a map of the fabric (docs/map.md).",
 )
 @click.option("--mpi", "engine", flag_value="mpirun", help="Use mpirun (Open MPI 4 or 5).")
 @click.option("--torchrun", "engine", flag_value="torchrun", help="Use torchrun, over ssh.")
@@ -77,6 +87,41 @@ _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "
 @click.option(
     "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
 )
+@click.option(
+    "--host-discovery-script",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Elastic: prints the hosts that there are now, a line HOST or HOST:SLOTS each.",
+)
+@click.option(
+    "--min-np", "least", type=click.IntRange(1), help="Elastic: go on with so many ranks."
+)
+@click.option("--max-np", "most", type=click.IntRange(1), help="Elastic: take in no more ranks.")
+@click.option(
+    "--slots-per-host",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Elastic: of a host for which the script says none.",
+)
+@click.option(
+    "--reset-limit", type=click.IntRange(0), help="Elastic: how often ranks may come and go."
+)
+@click.option(
+    "--blacklist-cooldown-range",
+    "cooldown",
+    type=float,
+    nargs=2,
+    metavar="MIN MAX",
+    help="Elastic: seconds for which a host that failed is left out. Default: for good.",
+)
+@click.option(
+    "--elastic-timeout",
+    type=click.FloatRange(0, min_open=True),
+    help="Elastic: seconds to wait for slots. Default: HOROVOD_ELASTIC_TIMEOUT, 600.",
+)
+@click.option("--mpi-args", metavar="ARGUMENTS", help="More arguments for mpirun.")
+@click.option("--binding-args", metavar="ARGUMENTS", help="For mpirun, in place of --bind-to none.")
+@click.option("--timestamps", is_flag=True, help="The time before each line.")
 @click.option("--tag/--no-tag", default=True, help="[rank@host] before each line.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the engine's commands and messages.")
@@ -85,6 +130,7 @@ def launch(
     ranks: int | None,
     hosts: str | None,
     hostfile: Path | None,
+    map_file: Path | None,
     engine: str | None,
     interface: str,
     start_timeout: float,
@@ -95,6 +141,16 @@ def launch(
     ssh_identity_file: str | None,
     rsh: str | None,
     horovod: bool,
+    host_discovery_script: Path | None,
+    least: int | None,
+    most: int | None,
+    slots_per_host: int,
+    reset_limit: int | None,
+    cooldown: tuple[float, float] | None,
+    elastic_timeout: float | None,
+    mpi_args: str | None,
+    binding_args: str | None,
+    timestamps: bool,
     tag: bool,
     dry_run: bool,
     verbose: bool,
@@ -105,20 +161,31 @@ def launch(
     \b
         evener launch -np 4 python train.py
         evener launch -np 4 -H gpu1:2,gpu2:2 python train.py
+        evener launch --map map.yaml python train.py
         evener launch --mpi -np 4 -H gpu1:2,gpu2:2 -x LIGHT_2D_ALLREDUCE=1 python train.py
 
     One host: torchrun. Several: torchrun over ssh, or mpirun with --mpi or inside a Slurm, PBS or
     LSF job. If a rank fails, it is named with its host and its last lines, and all others are
-    ended. Variables that begin with EVENER_, LIGHT_, HOROVOD_, NCCL_, GLOO_, TORCH_, CUDA_, OMP_
+    ended; with --min-np, --max-np or --host-discovery-script the others go on (docs/horovod.md).
+    Variables that begin with EVENER_, LIGHT_, HOROVOD_, NCCL_, GLOO_, TORCH_, CUDA_, OMP_
     and a few more reach all hosts by themselves.
     """
     if hosts and hostfile:
         raise UsageError("-H and --hostfile were both given", "give one of them")
+    if map_file and (hosts or hostfile or interface):
+        other = "-H" if hosts else "--hostfile" if hostfile else "--network-interface"
+        raise UsageError(
+            f"--map and {other} were both given", "the map names hosts and cards: give one of them"
+        )
     if rsh and (ssh_port or ssh_identity_file):
         raise UsageError("--rsh and --ssh-port or --ssh-identity-file were both given", "give one")
     given = parse_hosts(hosts) if hosts else parse_hostfile(hostfile) if hostfile else None
+    placement = placed.by_map(map_file, ranks) if map_file else None
+    if placement:
+        given = placed.hosts(placement)
     batch = next((name for variable, name in _BATCH.items() if os.environ.get(variable)), "")
-    if given is None and ranks is None:
+    elastic = host_discovery_script is not None or least is not None or most is not None
+    if given is None and ranks is None and not elastic:
         raise UsageError("neither -np nor hosts were given", "say how many ranks: -np 4")
     set_env, forward = _variables(env)
     wishes = Wishes(
@@ -129,8 +196,15 @@ def launch(
         forward=forward,
         rsh=tuple(shlex.split(rsh)) if rsh else _ssh(ssh_port, ssh_identity_file, start_timeout),
         scratch=scratch_name(),
+        mpi_args=tuple(shlex.split(mpi_args or "")),
+        binding=None if binding_args is None else tuple(shlex.split(binding_args)),
     )
     environment = dict(os.environ)
+    notes: list[str] = []
+    if map_file and placement:
+        host_env, kept = placed.environments(placement, {**os.environ, **set_env})
+        wishes = replace(wishes, host_env=host_env)
+        notes = [*placed.describe(map_file, placement), *kept]
     network = adopt(environment)
     if verbose or has_gpus():
         click.echo(f"evener launch: {network}", err=True)
@@ -141,11 +215,36 @@ def launch(
         wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
     elif (note := door.describe()) and verbose:
         click.echo(f"evener launch: {note}", err=True)
+    if elastic and map_file:
+        raise UsageError(
+            "--map and an elastic job: hosts that come and go have no place on a map",
+            "leave --map out, or --min-np, --max-np and --host-discovery-script",
+        )
+    if elastic:
+        _elastic(
+            ElasticWishes(
+                given, host_discovery_script, slots_per_host, ranks, least, most, elastic_timeout
+            ),
+            reset_limit,
+            Cooldown(*cooldown) if cooldown else None,
+            replace(wishes, env={**interface_env(wishes), **wishes.env}),
+            environment,
+            Output(tag, output_dir, most or ranks or 1, timestamps),
+            verbose,
+            dry_run,
+            engine,
+        )
+        return
+    if reset_limit is not None or cooldown or elastic_timeout is not None:
+        raise UsageError(
+            "--reset-limit, --blacklist-cooldown-range and --elastic-timeout are for elastic jobs",
+            "give --min-np or --host-discovery-script too, or leave them out",
+        )
     use_batch = given is None and bool(batch) and engine != "torchrun"
     use_batch = use_batch and (engine == "mpirun" or bool(shutil.which("mpirun")))
-    placed = place(given or [Host("localhost", ranks or 1)], ranks)
-    local = {host.name for host in placed if is_local(host.name)}
-    remote = [host for host in placed if host.name not in local]
+    filled = place(given or [Host("localhost", ranks or 1)], ranks)
+    local = {host.name for host in filled if is_local(host.name)}
+    remote = [host for host in filled if host.name not in local]
     if engine is None:
         engine, why = _choose(use_batch, batch, remote, wishes)
     else:
@@ -167,13 +266,13 @@ def launch(
         facts = probe.ask(remote, wishes.rsh, Path.cwd(), start_timeout)
         for host, fact in facts.items():
             _check_interfaces(interface, host, set(fact.interfaces))
-        if placed[0].name in facts:
-            free = facts[placed[0].name].free_port
+        if filled[0].name in facts:
+            free = facts[filled[0].name].free_port
     wishes = replace(wishes, master_port=master_port or free)
     if engine == "mpirun":
         plan = mpirun(
-            None if use_batch else placed,
-            ranks or sum(host.slots for host in placed),
+            None if use_batch else filled,
+            ranks or sum(host.slots for host in filled),
             wishes,
             environment,
             local,
@@ -182,8 +281,15 @@ def launch(
             why,
         )
     else:
-        plan = torchrun(placed, wishes, environment, local, why)
+        if wishes.mpi_args or wishes.binding is not None:
+            raise UsageError(
+                f"--mpi-args and --binding-args are for mpirun; this is torchrun ({why})",
+                "add --mpi, or leave them out",
+            )
+        plan = torchrun(filled, wishes, environment, local, why)
     if dry_run or verbose:
+        for note in notes:
+            click.echo(f"# {note}", err=not dry_run)
         _show(plan, wishes, err=not dry_run)
     if not dry_run:
         Job(
@@ -194,7 +300,75 @@ def launch(
             output_dir=output_dir,
             verbose=verbose,
             tag=tag,
+            timestamps=timestamps,
         ).run()
+
+
+@dataclass(frozen=True)
+class ElasticWishes:
+    """Where an elastic job finds hosts, and how many ranks it wants."""
+
+    given: list[Host] | None
+    script: Path | None
+    slots: int
+    ranks: int | None
+    least: int | None
+    most: int | None
+    timeout: float | None
+
+    def discovery(self) -> Discovery:
+        """Raises UsageError where there is none."""
+        if self.given and self.script:
+            raise UsageError("hosts and --host-discovery-script were both given", "give one")
+        if self.script:
+            return Script(self.script, self.slots)
+        if not self.given or len(self.given) < 2:
+            raise UsageError(
+                "an elastic job needs two hosts or more, because a failure takes out its host; "
+                f"{len(self.given or [])} were given",
+                "name more hosts by -H, or give --host-discovery-script",
+            )
+        return Fixed({host.name: host.slots for host in self.given})
+
+    def limits(self, resets: int | None) -> Limits:
+        """Raises UsageError for numbers that contradict each other."""
+        first = self.ranks or self.least or 1
+        least = self.least or first
+        if not least <= first <= (self.most or first):
+            most = "" if self.most is None else f" --max-np {self.most}"
+            raise UsageError(
+                f"-np {first} --min-np {least}{most} contradict each other",
+                "min-np may not be above np, nor np above max-np",
+            )
+        timeout = settings.HOROVOD_ELASTIC_TIMEOUT.get() if self.timeout is None else self.timeout
+        return Limits(first, least, self.most, timeout, resets)
+
+
+def _elastic(
+    wanted: ElasticWishes,
+    resets: int | None,
+    cooldown: Cooldown | None,
+    wishes: Wishes,
+    environment: dict[str, str],
+    output: Output,
+    verbose: bool,
+    dry_run: bool,
+    engine: str | None,
+) -> None:
+    discovery, limits = wanted.discovery(), wanted.limits(resets)
+    if engine is not None:
+        raise UsageError(
+            f"--{'mpi' if engine == 'mpirun' else engine} and an elastic job: {engine} ends all "
+            "ranks when one fails",
+            "leave it out: Evener starts the ranks of an elastic job itself",
+        )
+    if dry_run:
+        hosts = ",".join(f"{host}:{slots}" for host, slots in discovery.find().items())
+        most = "any number" if limits.most is None else limits.most
+        click.echo(f"# elastic: {limits.least} to {most} ranks, first {limits.first}, on {hosts}")
+        click.echo(shlex.join(wishes.command))
+        return
+    ElasticJob(discovery, limits, Pool(cooldown), wishes, environment, output, verbose).run()
 
 
 def _choose(use_batch: bool, batch: str, remote: list[Host], wishes: Wishes) -> tuple[str, str]:

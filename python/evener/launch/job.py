@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from evener.errors import EvenerError
 from evener.launch import guard
+from evener.launch.output import stamp
 from evener.launch.plan import RANK_MARK, HostCommand, Plan, Wishes
 
 _LAST_LINES = 20
@@ -123,9 +124,11 @@ class Job:
         output_dir: Path | None = None,
         verbose: bool = False,
         tag: bool = True,
+        timestamps: bool = False,
     ) -> None:
         self._plan, self._wishes, self._cwd, self._env = plan, wishes, cwd, env
         self._output_dir, self._verbose, self._tag = output_dir, verbose, tag
+        self._timestamps = timestamps
         self._torchrun = plan.engine == "torchrun"
         old = plan.engine.endswith("4)")
         self._pattern = _TORCHRUN_TAG if self._torchrun else _MPIRUN_TAG if old else _MPIRUN_5_TAG
@@ -166,27 +169,14 @@ class Job:
     def _start(self, command: HostCommand) -> _Running:
         scratch = f"{self._wishes.scratch}-{command.first_rank}"
         argv = [part.replace(f"={self._wishes.scratch}", f"={scratch}") for part in command.argv]
-        argv = [sys.executable, "-m", "evener.launch.guard", scratch, *argv]
-        env = dict(self._env)
-        if command.remote:
-            assigned = [f"{name}={value}" for name, value in command.env.items()]
-            inner = (
-                f"cd {shlex.quote(str(self._cwd))} && exec {shlex.join(['env', *assigned, *argv])}"
-            )
-            argv = [*self._wishes.rsh, command.host, inner]
-        else:
-            env |= command.env
-        process = subprocess.Popen(
+        process = start_guarded(
             argv,
-            cwd=self._cwd,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # Out of the terminal's foreground group: Ctrl-C comes here, and goes on from here.
-            start_new_session=True,
+            scratch,
+            command.host if command.remote else None,
+            command.env,
+            self._env,
+            self._wishes.rsh,
+            self._cwd,
         )
         running = _Running(command, process)
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -220,7 +210,8 @@ class Job:
                     tag = f"[{rank}@{host}] " if host else f"[{rank}] "
                 # A reader that closed the pipe (`| head`) does not end the training.
                 with contextlib.suppress(BrokenPipeError):
-                    out.write(f"{tag if self._tag else ''}{text}\n")
+                    time_of_day = stamp() if self._timestamps else ""
+                    out.write(f"{time_of_day}{tag if self._tag else ''}{text}\n")
                     out.flush()
 
     def _keep(self, rank: int, name: str, text: str) -> None:
@@ -251,19 +242,7 @@ class Job:
         return None
 
     def _end(self, running: list[_Running]) -> None:
-        for one in running:
-            with contextlib.suppress(OSError):
-                assert one.process.stdin is not None
-                one.process.stdin.close()
-        end = time.monotonic() + _END_TIMEOUT
-        for one in running:
-            try:
-                one.process.wait(max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
-            for thread in one.threads:
-                thread.join(2.0)
+        end_all([(one.process, one.threads) for one in running])
 
     def _error(self, failed: _Running) -> JobError:
         said = "\n".join(failed.engine_lines)
@@ -291,6 +270,65 @@ class Job:
             "",
             failure.status if 0 < failure.status < 256 else 128 - min(failure.status, 0),
         )
+
+
+def start_guarded(
+    argv: Sequence[str],
+    scratch: str,
+    host: str | None,
+    env: Mapping[str, str],
+    here: Mapping[str, str],
+    rsh: Sequence[str],
+    cwd: Path,
+) -> subprocess.Popen[str]:
+    """Start `argv` under a guard, on `host` by `rsh` or here (None), with pipes for all streams.
+
+    env: variables to set; `here`, our own environment, is what they are added to on this host.
+    """
+    argv = [sys.executable, "-m", "evener.launch.guard", scratch, *argv]
+    if host is not None:
+        assigned = [f"{name}={value}" for name, value in env.items()]
+        inner = f"cd {shlex.quote(str(cwd))} && exec {shlex.join(['env', *assigned, *argv])}"
+        argv, full = [*rsh, host, inner], dict(here)
+    else:
+        full = {**here, **env}
+    return subprocess.Popen(
+        argv,
+        cwd=cwd,
+        env=full,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        # Out of the terminal's foreground group: Ctrl-C comes here, and goes on from here.
+        start_new_session=True,
+    )
+
+
+def tell_to_end(process: subprocess.Popen[str]) -> None:
+    """Close the pipe that keeps a guard going; it ends all that it started."""
+    with contextlib.suppress(OSError):
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def end_all(processes: Sequence[tuple[subprocess.Popen[str], list[threading.Thread]]]) -> None:
+    """End guards with all that they started, and wait for them and for the readers of their output.
+
+    A guard that does not answer within its own grace period and some more is killed.
+    """
+    for process, _ in processes:
+        tell_to_end(process)
+    end = time.monotonic() + _END_TIMEOUT
+    for process, threads in processes:
+        try:
+            process.wait(max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for thread in threads:
+            thread.join(2.0)
 
 
 def _signal_name(number: int) -> str:

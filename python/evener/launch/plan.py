@@ -40,11 +40,15 @@ class Wishes:
     interface: str = ""
     start_timeout: float = 60.0
     env: Mapping[str, str] = field(default_factory=dict)  # set for all ranks
+    # Set for the ranks of one host, by its name (--map).
+    host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     forward: tuple[str, ...] = ()  # names whose values here go to all ranks
     master_port: int = 29500
     rsh: tuple[str, ...] = ("ssh",)
     # A folder on each host for torchrun's copies of the output, removed at the end.
     scratch: str = "/tmp/evener-launch"
+    mpi_args: tuple[str, ...] = ()  # more arguments for mpirun
+    binding: tuple[str, ...] | None = None  # mpirun's; None: nothing is bound
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def torchrun(
 ) -> Plan:
     """One torchrun agent a host. here: our environment; local: the hosts that are this one."""
     commands, first = [], 0
-    shared = {**_interface_env(wishes), **wishes.env}
+    shared = {**interface_env(wishes), **wishes.env}
     shared |= {name: here[name] for name in wishes.forward if name in here}
     # A pipe would hold a rank's lines back.
     shared.setdefault("PYTHONUNBUFFERED", here.get("PYTHONUNBUFFERED") or "1")
@@ -89,7 +93,8 @@ def torchrun(
     shared["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = RANK_MARK + "${rank}>>"
     for index, host in enumerate(hosts):
         remote = host.name not in local
-        env = {**_forwarded(here), **shared} if remote else shared
+        own = {**wishes.host_env.get(host.name, {}), **shared}
+        env = {**remote_env(here), **own} if remote else own
         argv = [sys.executable, "-m", "torch.distributed.run"]
         argv += [f"--nnodes={len(hosts)}", f"--node-rank={index}"]
         argv += [f"--nproc-per-node={host.slots}"]
@@ -118,7 +123,8 @@ def mpirun(
     argv = ["mpirun", *(["--allow-run-as-root"] if root else []), "-np", str(ranks)]
     if hosts is not None:
         argv += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
-    argv += ["--bind-to", "none", "--map-by", "slot"]
+    bind_none = ("--bind-to", "none", "--map-by", "slot")
+    argv += [*(bind_none if wishes.binding is None else wishes.binding), *wishes.mpi_args]
     argv += ["--tag-output"] if major < 5 else ["--output", "tag"]
     if hosts is not None and any(host.name not in local for host in hosts):
         argv += [daemon, agent, shlex.join(wishes.rsh)]
@@ -127,13 +133,13 @@ def mpirun(
     if wishes.interface:
         argv += ["--mca", "btl_tcp_if_include", wishes.interface]
         argv += [daemon, "oob_tcp_if_include", wishes.interface]
-    shared = {**_interface_env(wishes), **wishes.env}
+    shared = {**_same_everywhere(wishes), **interface_env(wishes), **wishes.env}
     shared.setdefault("PYTHONUNBUFFERED", here.get("PYTHONUNBUFFERED") or "1")
     if hosts is not None:
         # Not needed by evener.comm, which asks PMIx; for scripts that read it themselves.
         shared.setdefault("MASTER_ADDR", master_address(hosts, local))
         shared.setdefault("MASTER_PORT", str(wishes.master_port))
-    names = [n for n in {**_forwarded(here), **dict.fromkeys(wishes.forward)} if n not in shared]
+    names = [n for n in {**remote_env(here), **dict.fromkeys(wishes.forward)} if n not in shared]
     for name in names:
         argv += ["-x", name]
     for name, value in shared.items():
@@ -186,14 +192,29 @@ class MissingProgramError(EvenerError):
     """A program that the engine needs is not installed."""
 
 
-def _interface_env(wishes: Wishes) -> dict[str, str]:
+def _same_everywhere(wishes: Wishes) -> Mapping[str, str]:
+    """mpirun's -x is for all hosts alike. Raises UsageError where hosts need different values."""
+    given = list(wishes.host_env.values())
+    for one in given[1:]:
+        if one != given[0]:
+            names = ", ".join(sorted({name for each in given for name in each}))
+            raise UsageError(
+                f"--map gives hosts different values of {names}, and mpirun all the same",
+                "use --torchrun, or name cards and order GPUs alike on all hosts of the map",
+            )
+    return given[0] if given else {}
+
+
+def interface_env(wishes: Wishes) -> dict[str, str]:
+    """What --network-interface means to NCCL and Gloo."""
     if not wishes.interface:
         return {}
     first = wishes.interface.partition(",")[0]
     return {"NCCL_SOCKET_IFNAME": wishes.interface, "GLOO_SOCKET_IFNAME": first}
 
 
-def _forwarded(here: Mapping[str, str]) -> dict[str, str]:
+def remote_env(here: Mapping[str, str]) -> dict[str, str]:
+    """What of our environment `here` a process on another host gets."""
     return {
         name: value
         for name, value in here.items()

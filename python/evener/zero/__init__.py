@@ -6,13 +6,16 @@ planned from what this machine measures.
     loss = engine(x); engine.backward(loss); engine.step()
 """
 
+from evener.zero import report
 from evener.zero.api import NoFitError, ZeroOptimizer, initialize, plan
 from evener.zero.budget import Budget
-from evener.zero.checkpoint import CheckpointError
+from evener.zero.checkpoint import CheckpointError, Save
+from evener.zero.checkpoint import begin as begin_checkpoint
 from evener.zero.checkpoint import load as load_checkpoint
 from evener.zero.checkpoint import save as save_checkpoint
 from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
+from evener.zero.loss import cross_entropy
 from evener.zero.planner import Machine, Plan
 from evener.zero.probe import Probe, probe
 from evener.zero.tensors import export
@@ -27,11 +30,15 @@ __all__ = [
     "NoFitError",
     "Plan",
     "Probe",
+    "Save",
     "ZeroOptimizer",
+    "begin_checkpoint",
+    "cross_entropy",
     "export",
     "initialize",
     "load_checkpoint",
     "plan",
     "probe",
+    "report",
     "save_checkpoint",
 ]

@@ -15,12 +15,15 @@ from evener.errors import EvenerError, UsageError
 from evener.zero import budget as budgets
 from evener.zero import device as devices
 from evener.zero import schedule, shapes, tensors
+from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
+from evener.zero.host import HostMemory
 from evener.zero.planner import Machine, Plan, Work
 from evener.zero.planner import plan as pure_plan
 from evener.zero.probe import probe
 from evener.zero.scaler import LossScaler
+from evener.zero.spans import Spans
 from evener.zero.store import Formats, Source, build, group_numbers
 from evener.zero.units import Unit, cut
 
@@ -52,17 +55,37 @@ def plan_units(
     tokens: int,
     ranks: int,
 ) -> Plan:
-    """The plan of units that were cut."""
-    work = Work(
-        tokens=tokens,
-        activations=shapes.activations(units, tokens, config.dtype, config.checkpointing),
-        accumulation=config.accumulation,
-        checkpointing=config.checkpointing,
-        ranks=ranks,
-        depth=config.depth,
-        moments=config.rule.moments,
-    )
-    return pure_plan(shapes.parts_of(units), formats_of(config), work, machine, budget)
+    """The plan of units that were cut: of all ways that the configuration leaves open the fastest
+    that fits, or the one that is nearest to fitting."""
+    modes = {
+        False: ["none"],
+        True: ["recompute"],
+        "offload": ["offload"],
+        "auto": ["none", "recompute", "offload"],
+    }[config.checkpointing]
+    gains = machine.balanced > 1.05 * machine.host_adam
+    lanes = [False, True] if config.balance == "auto" and gains else [config.balance is True]
+    found = []
+    for mode in modes:
+        here, away = shapes.activations(units, tokens, config.dtype, mode, config.chunked_loss)
+        for streaming in lanes:
+            work = Work(
+                tokens=tokens,
+                activations=here,
+                accumulation=config.accumulation,
+                checkpointing=mode != "none",
+                ranks=ranks,
+                depth=config.depth,
+                moments=config.rule.moments,
+                streaming=streaming,
+                offloaded=away,
+            )
+            parts = shapes.parts_of(units)
+            found.append(pure_plan(parts, formats_of(config), work, machine, budget))
+    fitting = [plan for plan in found if plan.fits]
+    if fitting:
+        return min(fitting, key=lambda plan: plan.step_seconds)
+    return min(found, key=lambda plan: plan.gpu_bytes)
 
 
 def _budget(config: Config, device: torch.device, ranks_here: int) -> budgets.Budget:
@@ -170,14 +193,16 @@ def initialize(
     machine: Machine | None = None,
     weights: Source | str | Path | None = None,
     resident: set[str] | None = None,
+    streaming: bool = False,
 ) -> tuple[Engine, ZeroOptimizer, None, Any]:
     """Move `model` under the engine; returns (engine, optimizer, None, scheduler).
 
     The model's own parameters are taken over: afterwards they hold values only while their unit
     runs. Uses the default process group where there is one. `batch`: of a micro-batch, for the
     plan. `weights`: a folder of safetensors, or a function (name, parameter) -> value: `model` may
-    then be on the meta device, and its weights are read chunk by chunk. `resident`: names of the
-    chunks on the accelerator, in place of the plan's choice.
+    then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
+    chunks on the accelerator) and `streaming` (of states through it): in place of what is
+    planned. A GPU budget in bytes limits torch's allocator from here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -203,21 +228,31 @@ def initialize(
     numbers = group_numbers([group["params"] for group in groups])
     units = cut(model, numbers, small=settings.small)
     formats = formats_of(settings)
+    made = None
     if resident is None:
         measured = machine or probe(device.device, settings.dtype, settings.moments).machine
         tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
         budget = _budget(settings, device.device, ranks)
+        if ranks > 1:
+            # One plan for all: ranks that recompute or gather otherwise would wait for ever.
+            shared: list[Any] = [measured, budget]
+            dist.broadcast_object_list(shared, src=0)
+            measured, budget = shared
         made = plan_units(units, settings, measured, budget, tokens, ranks)
         if not made.fits:
             raise NoFitError(made)
-        resident = made.resident if device.device.type == "cuda" or budget.gpu else set()
+        resident, streaming = made.resident, made.streaming
         logger.info(
-            "%.2f GB on %s, %.2f GB on the host, bound by %s",
+            "%.2f GB on %s, %.2f GB on the host; activations: %s; optimizer: %s; bound by %s",
             made.gpu_bytes / 1e9,
             device.device,
             made.host_bytes / 1e9,
+            made.checkpointing,
+            "the cores and the streaming lane" if streaming else "the cores",
             made.bound,
         )
+        if isinstance(settings.budget, Mapping) and "gpu" in settings.budget:
+            device.limit(budget.gpu - made.gpu_reserve)
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))
     process_groups = None
@@ -234,6 +269,11 @@ def initialize(
         group=process_groups[0] if process_groups else None,
         source=tensors.source(weights) if isinstance(weights, str | Path) else weights,
     )
+    offload = None
+    mode = made.checkpointing if made else settings.checkpointing
+    if mode == "offload":
+        size = made.offloaded if made else 0
+        offload = Offload(device, Spans(device), HostMemory(size, pin=device.device.type == "cuda"))
     engine = Engine(
         model,
         store,
@@ -241,12 +281,17 @@ def initialize(
         device,
         accumulation=settings.accumulation,
         clipping=settings.clipping,
-        checkpointing=settings.checkpointing,
+        checkpointing=mode not in (False, "none"),
         depth=settings.depth,
         stage=settings.stage,
         scaler=_scaler(settings),
         process_groups=process_groups,
         seed=settings.seed,
+        streaming=streaming,
+        stale_updates=settings.stale_updates,
+        offload=offload,
+        compiler=settings.compile,
+        plan=made,
     )
     front = ZeroOptimizer(engine, groups)
     scheduler = lr_scheduler(front) if lr_scheduler is not None else None

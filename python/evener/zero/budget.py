@@ -92,6 +92,12 @@ def host_free(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -
     return free if limit is None else min(free, limit)
 
 
+def resident_now(proc: Path = Path("/proc")) -> int:
+    """Bytes of host memory that this process has now."""
+    pages = int((proc / "self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
 def cpus() -> int:
     """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))

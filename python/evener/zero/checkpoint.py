@@ -6,14 +6,24 @@ ranks and another budget read them. A checkpoint is written into a folder with a
 synced, and renamed when it is whole; then `latest` is replaced. Whatever kills the job in between,
 the last whole checkpoint stays the last. The sizes of all files are in `meta.json`: a file that was
 cut short is found before anything is loaded.
+
+A checkpoint may be written while training goes on (`wait=False`), from the states where they are: a
+thread reads chunk after chunk in the order in which the next step updates them, and the step's
+update of a chunk waits until it was read. Nothing is held twice but one parameter at a time.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import logging
 import os
 import random
 import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +46,8 @@ from evener.zero.engine import Engine
 
 VERSION = 1
 
+logger = logging.getLogger("evener.zero")
+
 
 class CheckpointError(EvenerError):
     """A checkpoint cannot be written or read."""
@@ -47,14 +59,18 @@ class Piece(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     part: torch.Tensor
+    reading: Callable[[], None]
     place: ChunkStorageMetadata
     whole: torch.Size
 
     @staticmethod
-    def of(part: torch.Tensor, start: int, whole: int) -> Piece:
-        """A view that knows its place."""
+    def of(
+        part: torch.Tensor, start: int, whole: int, reading: Callable[[], None] = lambda: None
+    ) -> Piece:
+        """A view that knows its place, and says when it is going to be read."""
         piece = part.as_subclass(Piece)
         piece.part = part
+        piece.reading = reading
         piece.place = ChunkStorageMetadata(torch.Size([start]), torch.Size([part.numel()]))
         piece.whole = torch.Size([whole])
         return piece
@@ -76,10 +92,36 @@ class Piece(torch.Tensor):
         return [self.place]
 
     def __get_tensor_shard__(self, _index: MetadataIndex) -> torch.Tensor:
+        self.reading()
         return self.part
 
 
-def _pieces(engine: Engine) -> dict[str, Any]:
+class _Progress:
+    """What a writer has read. It reads one piece at a time, in order, and keeps a copy: when it
+    asks for the next one, it is done with the last."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.chunks = list(engine.chunks())
+        self.left: Counter[int] = Counter()
+        self.last: Chunk | None = None
+        for chunk in self.chunks:
+            chunk.saved.clear()
+
+    def reading(self, chunk: Chunk) -> None:
+        """A piece of `chunk` is asked for."""
+        if self.last is not None:
+            self.left[self.last.index] -= 1
+            if self.left[self.last.index] == 0:
+                self.last.saved.set()
+        self.last = chunk
+
+    def finish(self) -> None:
+        """Everything was read, or nothing more will be."""
+        for chunk in self.chunks:
+            chunk.saved.set()
+
+
+def _pieces(engine: Engine, progress: _Progress | None = None) -> dict[str, Any]:
     """Views of everything that this rank holds. What a rank has nothing of is not in it."""
     found: dict[str, Any] = {}
     for chunk in engine.chunks():
@@ -93,7 +135,11 @@ def _pieces(engine: Engine) -> dict[str, Any]:
                 continue
             for kind, tensor in tensors.items():
                 view = tensor[low - begin : high - begin]
-                found[f"{piece.name}.{kind}"] = Piece.of(view, low - piece.offset, piece.numel)
+                entry = Piece.of(view, low - piece.offset, piece.numel)
+                if progress is not None:
+                    progress.left[chunk.index] += 1
+                    entry.reading = functools.partial(progress.reading, chunk)
+                found[f"{piece.name}.{kind}"] = entry
     return found
 
 
@@ -124,51 +170,119 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _barrier(engine: Engine) -> None:
-    if engine.world > 1:
-        dist.barrier()
+class Save:
+    """A checkpoint on its way: `wait` for it, `result` for its path or what went wrong."""
+
+    def __init__(self, engine: Engine, folder: Path, extra: Any) -> None:
+        name = f"step-{engine.global_steps:08d}"
+        self.final, self._work = folder / name, folder / f".{name}.writing"
+        self._rank, self._world = engine.rank, engine.world
+        self._group: dist.ProcessGroup | None = _group(engine)
+        self._error: BaseException | None = None
+        self.told = False
+        """Whether somebody has asked for the result."""
+        self._meta = _meta(engine, extra)
+        self._random = _random_states()
+        self._progress = _Progress(engine)
+        self._entries = _pieces(engine, self._progress)
+        self._thread = threading.Thread(target=self._run, name="evener-save", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until it is written, or has failed."""
+        self._thread.join()
+
+    def done(self) -> bool:
+        """Whether it is."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Its path, when it is written. Raises CheckpointError, the last one being untouched."""
+        self.wait()
+        self.told = True
+        if isinstance(self._error, OSError):
+            raise CheckpointError(
+                f"checkpoint {self.final} was not written: {self._error}",
+                "make room or choose another folder; the last checkpoint is as it was",
+            ) from self._error
+        if self._error is not None:
+            raise CheckpointError(
+                f"checkpoint {self.final} was not written: {self._error}",
+                "see the error of each rank; the last checkpoint is as it was",
+            ) from self._error
+        return self.final
+
+    def _barrier(self) -> None:
+        if self._world > 1:
+            dist.barrier(group=self._group)
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # noqa: BLE001  # raised by result()
+            self._error = error
+            logger.warning("checkpoint %s was not written: %s", self.final, error)
+        finally:
+            self._progress.finish()
+
+    def _write(self) -> None:
+        work, folder = self._work, self.final.parent
+        if self._rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob(".step-*.writing"):
+                shutil.rmtree(stale)
+            work.mkdir()
+        self._barrier()
+        # No copies ahead, and no sorting by size with them: read in the order of the entries.
+        writer = FileSystemWriter(work, sync_files=True, per_thread_copy_ahead=0)
+        write_all(
+            self._entries,
+            storage_writer=writer,
+            no_dist=self._world == 1,
+            process_group=self._group,
+        )
+        self._progress.finish()
+        self._entries = {}
+        torch.save(self._random, work / f"random-{self._rank}.pt")
+        _sync(work / f"random-{self._rank}.pt")
+        self._barrier()
+        if self._rank == 0:
+            _finish(self._meta, work, self.final)
+        self._barrier()
+
+
+def _group(engine: Engine) -> dist.ProcessGroup | None:
+    """For the writers of several ranks, so that theirs do not mix with training's collectives."""
+    if engine.world == 1:
+        return None
+    previous = engine.saving
+    if isinstance(previous, Save):
+        return previous._group
+    made: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return made
 
 
 def save(engine: Engine, folder: str | Path, extra: Any = None) -> Path:
     """Write a checkpoint below `folder`; returns its path. `extra`: what JSON can hold (the place
     of the sampler, ...). All ranks call it. Raises CheckpointError, with the last one untouched."""
+    return begin(engine, folder, extra).result()
+
+
+def begin(engine: Engine, folder: str | Path, extra: Any = None) -> Save:
+    """As `save`, while training goes on: it may be resumed from this moment. A checkpoint that is
+    still being written is waited for first; if it failed and nobody has asked for its result, that
+    is raised here. All ranks call it."""
+    if isinstance(engine.saving, Save):
+        engine.saving.wait()
+        if not engine.saving.told:
+            engine.saving.result()
     engine.drain()
-    folder = Path(folder)
-    name = f"step-{engine.global_steps:08d}"
-    work, final = folder / f".{name}.writing", folder / name
-    try:
-        if engine.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in folder.glob(".step-*.writing"):
-                shutil.rmtree(stale)
-            work.mkdir()
-        _barrier(engine)
-        write_all(
-            _pieces(engine),
-            storage_writer=FileSystemWriter(work, sync_files=True),
-            no_dist=engine.world == 1,
-        )
-        torch.save(_random_states(), work / f"random-{engine.rank}.pt")
-        _sync(work / f"random-{engine.rank}.pt")
-        _barrier(engine)
-        if engine.rank == 0:
-            _finish(engine, work, final, extra)
-        _barrier(engine)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {final} was not written: {error}",
-            "make room or choose another folder; the last checkpoint is as it was",
-        ) from error
-    except CheckpointException as error:
-        raise CheckpointError(
-            f"checkpoint {final} was not written: {error}",
-            "see the error of each rank; the last checkpoint is as it was",
-        ) from error
-    return final
+    engine.saving = started = Save(engine, Path(folder), extra)
+    return started
 
 
-def _finish(engine: Engine, work: Path, final: Path, extra: Any) -> None:
-    meta = {
+def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
+    return {
         "version": VERSION,
         "step": engine.global_steps,
         "skipped": engine.skipped_steps,
@@ -179,11 +293,14 @@ def _finish(engine: Engine, work: Path, final: Path, extra: Any) -> None:
         "groups": [
             {k: v for k, v in group.items() if k != "params"} for group in engine.param_groups
         ],
-        "scaler": vars(engine.scaler) if engine.scaler else None,
+        "scaler": dict(vars(engine.scaler)) if engine.scaler else None,
         "scheduler": engine.scheduler.state_dict() if engine.scheduler else None,
-        "extra": extra,
-        "files": {f.name: f.stat().st_size for f in work.iterdir()},
+        "extra": copy.deepcopy(extra),
     }
+
+
+def _finish(meta: dict[str, Any], work: Path, final: Path) -> None:
+    meta = {**meta, "files": {f.name: f.stat().st_size for f in work.iterdir()}}
     (work / "meta.json").write_text(json.dumps(meta, indent=1, default=str), encoding="utf-8")
     _sync(work / "meta.json")
     _sync(work)
@@ -209,6 +326,8 @@ def load(engine: Engine, path: str | Path) -> Any:
     Another number of ranks and another budget are fine. Raises CheckpointError before anything is
     changed where it is not whole or of another model.
     """
+    if isinstance(engine.saving, Save):
+        engine.saving.wait()
     engine.drain()
     engine.flush()
     path = Path(path)

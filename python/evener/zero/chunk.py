@@ -43,13 +43,18 @@ class Chunk:
     steps: int = 0
     gradient_event: Event | None = None
     load_event: Event | None = None
+    updated_event: Event | None = None
+    """On the accelerator, the end of an update that the streaming lane did."""
     error: BaseException | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     updated: threading.Event = field(default_factory=threading.Event)
+    saved: threading.Event = field(default_factory=threading.Event)
+    """Clear while a checkpoint has still to read the states: nobody writes them then."""
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.updated.set()
+        self.saved.set()
         self.bytes = self.flat.numel() * self.flat.element_size()
 
     def bind(self) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evener.errors import UsageError
-from evener.zero import shapes
+from evener.zero import report, shapes
 from evener.zero.api import plan
 from evener.zero.config import Config
 from evener.zero.device import pick
@@ -73,6 +73,8 @@ def _show(made: Plan, console: Console) -> None:
         times.add_row(name, f"{seconds:.4f}")
     times.add_row("[bold]step[/]", f"[bold]{made.step_seconds:.4f}[/]")
     console.print(times)
+    lanes = "the cores and the streaming lane" if made.streaming else "the cores"
+    console.print(f"activations: {made.checkpointing}; optimizer on the host's states: {lanes}")
     console.print(
         f"{made.tokens_per_second:,.0f} tokens/s expected, bound by {made.bound} "
         "(a prediction from the probe, not a measurement)"
@@ -88,7 +90,14 @@ def _show(made: Plan, console: Console) -> None:
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="GPUs.")
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(sorted(_DTYPES)))
 @click.option("--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
-@click.option("--checkpointing/--no-checkpointing", default=True, show_default=True)
+@click.option(
+    "--checkpointing",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "none", "recompute", "offload"]),
+    help="Of activations.",
+)
+@click.option("--loss", default="plain", show_default=True, type=click.Choice(["plain", "chunked"]))
 @click.option("--chunks", is_flag=True, help="List every chunk.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def plan_memory(
@@ -100,7 +109,8 @@ def plan_memory(
     ranks: int,
     dtype: str,
     moments: str,
-    checkpointing: bool,
+    checkpointing: str,
+    loss: str,
     chunks: bool,
     as_json: bool,
 ) -> None:
@@ -114,7 +124,8 @@ def plan_memory(
         dtype=_DTYPES[dtype],
         moments=_DTYPES[moments],
         accumulation=accumulation,
-        checkpointing=checkpointing,
+        checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
+        chunked_loss=loss == "chunked",
     )
     found = probe(pick().device, config.dtype, config.moments)
     limits = {name: text for name, text in (("gpu", gpu), ("host", host)) if text != "auto"}
@@ -142,3 +153,23 @@ def plan_memory(
                 click.echo(f"  {place.where:5} {place.numel / 1e6:10.1f} M  {place.name}")
     if not made.fits:
         raise click.exceptions.Exit(1)
+
+
+@click.group("zero")
+def zero_group() -> None:
+    """What the memory engine recorded."""
+
+
+@zero_group.command("report")
+@click.argument("recording", type=click.Path(exists=True, dir_okay=False))
+@click.option("-o", "--output", type=click.Path(), help="The page; default: beside the recording.")
+def zero_report(recording: str, output: str | None) -> None:
+    """RECORDING (of `zero.report.write`) as an HTML page: timeline, residency, prediction."""
+    record = report.read(recording)
+    path = Path(output) if output else Path(recording).with_suffix(".html")
+    path.write_text(report.page(record), encoding="utf-8")
+    found = record["summary"]
+    click.echo(
+        f"{found['step'] * 1000:.1f} ms a step, {found['transfers hidden']:.0%} of copies hidden, "
+        f"{found['exposed optimizer'] * 1000:.1f} ms of the optimizer exposed: {path}"
+    )

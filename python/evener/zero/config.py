@@ -29,7 +29,12 @@ class Config:
     """What `initialize` takes. Sizes of batches are in samples, as in DeepSpeed.
 
     moments: float32, or bfloat16 rounded stochastically. depth: chunks fetched ahead. small: units
-    of at most so many elements stay on the accelerator.
+    of at most so many elements stay on the accelerator. checkpointing: False, True (blocks are
+    recomputed), "offload" (and their inputs wait on the host), or "auto": what the plan finds
+    fastest. chunked_loss: the loss is `zero.cross_entropy`. balance: whether the optimizer's states
+    stream through the accelerator beside the cores; "auto": where the probe shows a gain.
+    stale_updates: a pass does not wait for the optimizer. compile: each block by torch.compile
+    (a string: by this backend).
     """
 
     stage: int = 3
@@ -47,7 +52,11 @@ class Config:
     scheduler: tuple[str, dict[str, Any]] | None = None
     budget: str | Mapping[str, str | int] = "auto"
     offload: bool = True
-    checkpointing: bool = False
+    checkpointing: bool | str = False
+    chunked_loss: bool = False
+    balance: bool | str = "auto"
+    stale_updates: bool = False
+    compile: bool | str = False
     depth: int = 2
     small: int = 100_000
     gradient: torch.dtype | None = None
@@ -93,7 +102,10 @@ _FP16 = {
     "enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
     "min_loss_scale", "auto_cast", "consecutive_hysteresis",
 }  # fmt: skip
-_EVENER = {"budget", "moments", "depth", "device", "checkpointing"}
+_EVENER = {
+    "budget", "moments", "depth", "device", "checkpointing", "loss", "balance", "stale_updates",
+    "compile",
+}  # fmt: skip
 
 
 def _refuse(where: str, given: Mapping[str, Any], known: set[str]) -> None:
@@ -131,6 +143,16 @@ def _real(given: Mapping[str, Any], name: str, default: float, low: float = 0.0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
         raise ConfigError(f"{name} = {value!r} is not a number", f"give {low:g} or more")
     return float(value)
+
+
+def _choice(
+    given: Mapping[str, Any], name: str, allowed: tuple[bool | str, ...], default: bool | str
+) -> bool | str:
+    value: bool | str = given.get(name, default)
+    if not any(value is known or (isinstance(known, str) and value == known) for known in allowed):
+        words = ", ".join(json.dumps(known) for known in allowed)
+        raise ConfigError(f"evener.{name} = {value!r} is not known", f"give one of {words}")
+    return value
 
 
 def _dtype(name: str, key: str) -> torch.dtype:
@@ -195,11 +217,20 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
             raise ConfigError("evener.moments = 'fp16'", "use fp32 or bf16")
     config.depth = _whole(own, "depth", 2) or 2
     config.device = own.get("device", "auto")
-    config.checkpointing = bool(own.get("checkpointing", False))
+    config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)
+    config.balance = _choice(own, "balance", ("auto", False, True), "auto")
+    config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
+    config.compile = own.get("compile", False)
+    if not isinstance(config.compile, bool | str):
+        raise ConfigError(
+            f"evener.compile = {config.compile!r} is not known", "give true, false or a backend"
+        )
+    config.chunked_loss = _choice(own, "loss", ("plain", "chunked"), "plain") == "chunked"
     if "activation_checkpointing" in source:
         section = _section(source, "activation_checkpointing")
         config.ignored += [f"activation_checkpointing.{key}" for key in section]
-        config.checkpointing = True
+        if "checkpointing" not in own:
+            config.checkpointing = True
     return config
 
 

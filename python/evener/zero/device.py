@@ -5,14 +5,17 @@
 GPU. Its copies are done when they return; the engine's own threads keep the asynchrony that its
 logic must stand.
 
-Streams by name: "compute" (the one that is current where the model runs), "h2d", "d2h".
+Streams by name: "compute" (the one that is current where the model runs), "h2d" (weights and
+activations in), "d2h" (gradients and activations out), and the three of the optimizer's streaming
+lane: "states in", "optimizer", "states out".
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,7 +45,22 @@ class Device(Protocol):
         """`stream` goes on when `event` has passed; the host does not wait."""
 
     def peak_bytes(self) -> int:
-        """The most that was allocated."""
+        """The most that the allocator held (CUDA: reserved from the driver)."""
+
+    def limit(self, size: int) -> None:
+        """The allocator gets no more than `size` bytes from the driver, until `unlimit`."""
+
+    def unlimit(self) -> None:
+        """As it was before `limit`."""
+
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+
+    def stamp(self, stream: str) -> Any:
+        """A place in a stream that has a time."""
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two stamps that have passed."""
 
 
 class _Done:
@@ -72,6 +90,21 @@ class SimulatedDevice:
     def peak_bytes(self) -> int:
         return 0
 
+    def limit(self, size: int) -> None:
+        return
+
+    def unlimit(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+    def stamp(self, stream: str) -> Any:
+        return time.perf_counter()
+
+    def between(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
+
 
 class CudaDevice:
     """A CUDA GPU."""
@@ -79,7 +112,9 @@ class CudaDevice:
     def __init__(self, index: int | None = None) -> None:
         number = torch.cuda.current_device() if index is None else index
         self.device = torch.device("cuda", number)
-        self._streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h")}
+        self._before: float | None = None
+        names = ("h2d", "d2h", "states in", "optimizer", "states out")
+        self._streams = {name: torch.cuda.Stream(self.device) for name in names}
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         return self._streams.get(name) or torch.cuda.current_stream(self.device)
@@ -99,7 +134,34 @@ class CudaDevice:
         self._stream(stream).wait_event(event)
 
     def peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return int(torch.cuda.max_memory_reserved(self.device))
+
+    def limit(self, size: int) -> None:
+        """Of this process, so of all that torch allocates on this GPU. What was cached is given
+        back first; from now on segments grow in place, so that what one size left is of use to the
+        next."""
+        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        self._before = torch.cuda.get_per_process_memory_fraction(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), self.device)
+
+    def unlimit(self) -> None:
+        if self._before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._before, self.device)
+            self._before = None
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def stamp(self, stream: str) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream(stream))
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000
 
 
 def pick(name: str = "auto") -> Device:

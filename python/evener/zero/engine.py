@@ -5,15 +5,16 @@ forward: a unit's weights are loaded before it runs (its next ones meanwhile, by
 the first step) and freed after. backward: loaded again before the first gradient reaches the unit;
 its gradients leave for the host as soon as all are there, the norm of each taken on the way; freed
 when the gradients of its weights and of its inputs are done. step: one global norm, then the
-optimizer: resident chunks at once on the accelerator, the others on the host in the order of the
-next forward pass, which waits for each chunk where it first needs it. Clipping is exact: nothing is
-updated before the norm of all gradients is known.
+optimizer: resident chunks at once on the accelerator, the others by the lanes (see `lanes`) in the
+order of the next forward pass, which waits for each chunk where it first needs it. Clipping is
+exact: nothing is updated before the norm of all gradients is known. With `stale_updates` a pass
+does not wait: it may compute with weights that are partly those of the step before.
 
 # Who may touch what
 The training thread owns chunks and parameters. The loader thread fills a chunk between `_request`
-and `ready`; the updater thread writes a chunk's host states between `updated.clear()` and
-`updated.set()`; the loader waits for `updated` first. A chunk's gradient on the host is written by
-a copy that `gradient_event` ends, and read by the updater after it.
+and `ready`; the lanes write a chunk's host states between `updated.clear()` and `updated.set()`
+(and `updated_event`); the loader waits for both first. A chunk's gradient on the host is written by
+a copy that `gradient_event` ends, and read by the lanes after it.
 
 # Ranks
 Every rank holds 1/N of each chunk's states. stage 1: gradients are reduced once a step; stage 2:
@@ -23,11 +24,13 @@ gathered when a unit is loaded. All ranks must run the same units in the same or
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,17 +39,27 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from evener import _optimizers
 from evener.errors import EvenerError
+from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device, Event
-from evener.zero.hyper import Rule, update_on_device, update_on_host
+from evener.zero.hyper import Noise, Rule, update_on_device
+from evener.zero.lanes import Lanes, Update
+from evener.zero.planner import Plan
 from evener.zero.scaler import LossScaler
+from evener.zero.spans import Span, Spans
 from evener.zero.store import Store
 from evener.zero.transfers import Worker
 from evener.zero.units import Unit
 
 logger = logging.getLogger("evener.zero")
+
+
+class Saving(Protocol):
+    """A checkpoint on its way."""
+
+    def wait(self) -> None:
+        """Until it is written, or has failed."""
 
 
 @dataclass
@@ -59,16 +72,8 @@ class _Live:
     checkpoint: bool = False
     in_backward: bool = False
     inputs: int = 0
+    mark: Any = None
     handles: list[Any] = field(default_factory=list)
-
-
-@dataclass
-class _Update:
-    """An optimizer step of one chunk on the host."""
-
-    chunk: Chunk
-    hyper: dict[str, Any]
-    scale: float
 
 
 class Engine:
@@ -89,7 +94,11 @@ class Engine:
         scaler: LossScaler | None = None,
         process_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         seed: int = 0,
-        threads: int = 0,
+        streaming: bool = False,
+        stale_updates: bool = False,
+        offload: Offload | None = None,
+        compiler: bool | str = False,
+        plan: Plan | None = None,
     ) -> None:
         self.module = model
         self.store = store
@@ -101,11 +110,15 @@ class Engine:
         self.stage = stage
         self.scaler = scaler
         self.seed = seed
-        self.threads = threads
+        self.stale_updates = stale_updates
+        self.plan = plan
+        """What was planned; None where the places of chunks were given."""
         self.global_steps = 0
         self.skipped_steps = 0
         self.micro_steps = 0
         self.scheduler: Any = None
+        self.saving: Saving | None = None
+        """The checkpoint that is being written, or the last one."""
         self.param_groups: list[dict[str, Any]] = []
         self._norm: torch.Tensor | None = None
         self._groups = process_groups
@@ -117,16 +130,26 @@ class Engine:
         self._cursor = 0
         self._in_pass = False
         self._in_flight: list[tuple[Event, Any]] = []
-        self._failed: BaseException | None = None
-        self._pending = threading.Semaphore(0)
-        self._outstanding = 0
+        self._freed: list[tuple[int, int, Event]] = []
+        self._freed_lock = threading.Lock()
         self._closed = False
+        self.spans = offload.spans if offload else Spans(device)
+        self._offload = offload
+        self._step_began = 0.0
         self._loader: Worker[Chunk] = Worker("evener-load", self._load)
-        self._updater: Worker[_Update] = Worker("evener-optimize", self._update)
+        self._lanes = Lanes(
+            rule,
+            device,
+            seed=seed,
+            ranks=(self.rank, self.world),
+            streaming=streaming,
+            spans=self.spans,
+        )
         self._live: list[_Live] = []
         self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
         self._hooks: list[Any] = []
         self._originals: list[tuple[nn.Module, Any]] = []
+        self._compiler = compiler
         for index, (unit, chunks) in enumerate(store.units):
             live = _Live(unit, index, chunks, checkpointing and unit.repeated)
             self._live.append(live)
@@ -203,11 +226,8 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until every optimizer step that was begun is done. Raises what failed in one."""
-        while self._outstanding:
-            self._pending.acquire()
-            self._outstanding -= 1
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
+        failed = self._lanes.wait()
+        if failed is not None:
             raise EvenerError(
                 f"an optimizer step on the host failed: {failed}", "see the cause above"
             ) from failed
@@ -217,23 +237,56 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self.saving is not None:
+            self.saving.wait()
         self.drain()
         for hook in self._hooks:
             hook.remove()
         for module, original in self._originals:
             module.forward = original
         self._loader.close()
-        self._updater.close()
+        self._lanes.close()
+        self.device.unlimit()
+
+    @property
+    def threads(self) -> int:
+        """Threads of the optimizer on the host."""
+        return self._lanes.threads
+
+    @threads.setter
+    def threads(self, number: int) -> None:
+        self._lanes.threads = number
+
+    @property
+    def updated(self) -> dict[str, int]:
+        """Elements that the host's cores ("host") and the streaming lane ("stream") updated."""
+        return dict(self._lanes.done)
+
+    def record(self) -> None:
+        """Record spans from now on, until `recorded`. Call it between steps."""
+        self.spans.start()
+        self._step_began = time.perf_counter()
+
+    def recorded(self) -> list[Span]:
+        """The spans since `record`, for `evener.zero.report`; recording stops. The optimizer of
+        the last step goes on and is not in them."""
+        return self.spans.stop()
 
     # --- loading and freeing ---
 
     def _load(self, chunk: Chunk) -> None:
         """On the loader's thread."""
         try:
-            chunk.updated.wait()
+            if not self.stale_updates:
+                with self.spans.host("wait", "loader for the optimizer", chunk.group.name):
+                    chunk.updated.wait()
+                if chunk.updated_event is not None:
+                    self.device.wait("h2d", chunk.updated_event)
             with torch.no_grad(), self.device.on("h2d"):
                 if not chunk.keeps:
                     chunk.allocate()
+                    self._reuse(chunk)
+                begun = self.spans.mark("h2d")
                 weights, size = chunk.states.weights, chunk.states.weights.numel()
                 if self.world == 1:
                     chunk.flat.copy_(weights, non_blocking=True)
@@ -242,10 +295,19 @@ class Engine:
                     mine.copy_(weights, non_blocking=True)
                     assert self._groups is not None
                     dist.all_gather_into_tensor(chunk.flat, mine, group=self._groups[0])
+                self.spans.since(begun, "copy", "h2d", chunk.group.name)
                 chunk.load_event = self.device.record("h2d")
         except BaseException as error:  # noqa: BLE001  # raised again where the chunk is needed
             chunk.error = error
         chunk.ready.set()
+
+    def _reuse(self, chunk: Chunk) -> None:
+        """The copy into a chunk's new memory waits for those who computed in it before."""
+        begin = chunk.flat.data_ptr()
+        with self._freed_lock:
+            before = [e for e in self._freed if e[0] < begin + chunk.bytes and begin < e[1]]
+        for _, _, event in before:
+            self.device.wait("h2d", event)
 
     def _request(self, chunk: Chunk) -> None:
         if chunk.loaded or chunk.requested or (chunk.keeps and not chunk.stale):
@@ -259,7 +321,8 @@ class Engine:
             return
         self._request(chunk)
         if chunk.requested:
-            chunk.ready.wait()
+            with self.spans.host("wait", "training for weights", chunk.group.name):
+                chunk.ready.wait()
             chunk.requested = False
             if chunk.error is not None:
                 error, chunk.error = chunk.error, None
@@ -278,8 +341,12 @@ class Engine:
             self._acquire(chunk)
         if chunk.keeps or not chunk.loaded:
             return
-        # What is loaded next may get this memory: it must come after what still computes with it.
-        self.device.wait("h2d", self.device.record("compute"))
+        # What is loaded next may get this memory, and must come after what still computes with it.
+        # Only that: a wait here would also hold up copies that were asked for before.
+        place = chunk.flat.data_ptr()
+        with self._freed_lock:
+            entry = (place, place + chunk.bytes, self.device.record("compute"))
+            self._freed = [*(e for e in self._freed if not e[2].query()), entry]
         chunk.unbind()
         chunk.empty()
         chunk.loaded = False
@@ -310,7 +377,7 @@ class Engine:
 
     def _begin(self) -> None:
         """Before the model's forward pass."""
-        if self._failed is not None:
+        if self._lanes.failed:
             self.drain()
         if self._in_pass:
             self.flush()
@@ -331,12 +398,17 @@ class Engine:
     def _wrap(self, live: _Live, module: nn.Module) -> None:
         inner = module.forward
         self._originals.append((module, inner))
+        if self._compiler and live.unit.repeated:
+            # The block itself; the engine's hooks stay outside of what is compiled.
+            backend = self._compiler if isinstance(self._compiler, str) else "inductor"
+            inner = torch.compile(inner, backend=backend)
 
         def body(*args: Any, **kwargs: Any) -> Any:
             if live.in_backward:  # recomputed: the weights are here
                 return inner(*args, **kwargs)
             self._enter(live)
-            out = inner(*args, **kwargs)
+            with self.spans.device("compute", "compute", f"forward {live.unit.name}"):
+                out = inner(*args, **kwargs)
             self._leave(live)
             return out
 
@@ -344,7 +416,8 @@ class Engine:
             if not torch.is_grad_enabled():
                 return body(*args, **kwargs)
             if live.checkpoint and module.training:
-                out = checkpoint(body, *args, use_reentrant=False, **kwargs)
+                with self._offload.hooks() if self._offload else contextlib.nullcontext():
+                    out = checkpoint(body, *args, use_reentrant=False, **kwargs)
             else:
                 out = body(*args, **kwargs)
             self._watch(live, (args, kwargs), out)
@@ -370,6 +443,7 @@ class Engine:
         if not live.in_backward:
             live.in_backward = True
             self._enter(live)
+            live.mark = self.spans.mark("compute")
 
     def _inputs_done(self, live: _Live) -> None:
         live.inputs -= 1
@@ -389,6 +463,7 @@ class Engine:
         waiting = any(c.group.trainable and (c.arrived or not c.touched) for c in live.chunks)
         if live.in_backward and not waiting and live.inputs == 0:
             live.in_backward = False
+            self.spans.since(live.mark, "compute", "compute", f"backward {live.unit.name}")
             self._leave(live)
 
     # --- gradients ---
@@ -430,14 +505,18 @@ class Engine:
         if chunk.resident:
             chunk.gradient.copy_(share)
             return
+        if self.stale_updates:
+            chunk.updated.wait()  # its last gradient is still being read
         done = self.device.record("compute")
         with self.device.on("d2h"):
             self.device.wait("d2h", done)
-            chunk.gradient.copy_(share, non_blocking=True)
+            with self.spans.device("copy", "d2h", chunk.group.name):
+                chunk.gradient.copy_(share, non_blocking=True)
             chunk.gradient_event = self.device.record("d2h")
         self._in_flight.append((chunk.gradient_event, (share, whole)))
         if len(self._in_flight) > self.depth:
-            self._in_flight.pop(0)[0].synchronize()
+            with self.spans.host("wait", "training for gradients out", chunk.group.name):
+                self._in_flight.pop(0)[0].synchronize()
 
     def _fetch_gradient(self, chunk: Chunk) -> torch.Tensor:
         assert chunk.gradient is not None
@@ -481,6 +560,8 @@ class Engine:
         self._mode = True
         self._cursor = len(self._trace)
         self._in_flight = [entry for entry in self._in_flight if not entry[0].query()]
+        if self._offload is not None:
+            self._offload.clear()
         for live in self._live:
             for chunk in live.chunks:
                 self._free(chunk)
@@ -522,7 +603,8 @@ class Engine:
         self._norm = norm = self._global_norm(chunks)
         unscale = 1.0 / self.scaler.scale if self.scaler else 1.0
         self._norm = norm * unscale
-        finite = bool(torch.isfinite(self._norm))
+        with self.spans.host("wait", "training for the backward pass", "norm"):
+            finite = bool(torch.isfinite(self._norm))
         if self.scaler is not None:
             self.scaler.update(finite)
         for chunk in chunks:
@@ -540,25 +622,41 @@ class Engine:
         if self.clipping > 0:
             coefficient = (self.clipping / (self._norm + 1e-6)).clamp(max=1.0)
             scale = float(coefficient) * unscale
-        self.drain()
+        with self.spans.host("wait", "training for the last update", "drain"):
+            self.drain()
         self.global_steps += 1
+        jobs = []
         for chunk in chunks:
             chunk.steps += 1
             chunk.stale, chunk.loaded = True, False
             hyper = self._hyper(chunk.group.group)
-            if chunk.resident:
-                assert chunk.gradient is not None
-                update_on_device(
-                    self.rule.kind, chunk.states, chunk.gradient, hyper, chunk.steps, scale
-                )
-                if self.world == 1:
-                    chunk.stale, chunk.loaded = False, True
-                else:
-                    self.device.wait("h2d", self.device.record("compute"))
-            else:
+            if not chunk.resident:
                 chunk.updated.clear()
-                self._outstanding += 1
-                self._updater.put(_Update(chunk, hyper, scale))
+                jobs.append(Update(chunk, hyper, scale))
+                continue
+            assert chunk.gradient is not None
+            noise = Noise(self.seed, chunk.index * self.world + self.rank)
+            with self.spans.host("wait", "training for the checkpoint", chunk.group.name):
+                chunk.saved.wait()
+            with self.spans.device("optimizer", "compute", chunk.group.name):
+                update_on_device(
+                    self.rule.kind,
+                    chunk.states,
+                    chunk.gradient,
+                    hyper,
+                    chunk.steps,
+                    scale,
+                    noise,
+                )
+            if self.world == 1:
+                chunk.stale, chunk.loaded = False, True
+            else:
+                self.device.wait("h2d", self.device.record("compute"))
+        self._lanes.put(jobs)
+        if self.spans.on:
+            now = time.perf_counter()
+            self.spans.add("step", "steps", f"step {self.global_steps}", self._step_began, now)
+            self._step_began = now
         for index in self._trace[: self.depth]:
             for chunk in self._live[index].chunks:
                 self._request(chunk)
@@ -567,25 +665,3 @@ class Engine:
     def _hyper(self, group: int) -> dict[str, Any]:
         given = self.param_groups[group]
         return {name: given[name] for name in self.rule.values()}
-
-    def _update(self, job: _Update) -> None:
-        """On the updater's thread."""
-        chunk = job.chunk
-        try:
-            if chunk.gradient_event is not None:
-                chunk.gradient_event.synchronize()
-            assert chunk.gradient is not None
-            stream = chunk.index * self.world + self.rank
-            update_on_host(
-                self.rule.kind,
-                chunk.states,
-                chunk.gradient,
-                job.hyper,
-                chunk.steps,
-                job.scale,
-                _optimizers.Run(threads=self.threads, seed=self.seed, stream=stream),
-            )
-        except BaseException as error:  # noqa: BLE001  # raised again by drain()
-            self._failed = error
-        chunk.updated.set()
-        self._pending.release()

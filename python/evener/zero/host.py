@@ -57,7 +57,8 @@ class HostMemory:
         return self._arena.usage()
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of zeros in pages of its own. Raises EvenerError where there is no room."""
+        """A flat tensor in pages of its own; zeros, since no page is ever given back. Raises
+        EvenerError where there is no room."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         size = numel * dtype.itemsize
@@ -67,7 +68,7 @@ class HostMemory:
             raise EvenerError(f"the host arena is full: {error}", "raise the host budget") from None
         buffer = (ctypes.c_char * length).from_address(self._arena.address + offset)
         buffer._arena = self._arena  # type: ignore[attr-defined]  # keeps the map alive
-        return torch.frombuffer(buffer, dtype=dtype, count=numel).zero_()
+        return torch.frombuffer(buffer, dtype=dtype, count=numel)
 
 
 def pages(numel: int, itemsize: int, page: int = PAGE) -> int:

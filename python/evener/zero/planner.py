@@ -3,15 +3,18 @@ tensor is made, nothing is measured (that is `probe`), so that a plan can be mad
 is not here, and tested for every machine.
 
 # The rule
-The working set comes first: `depth` + 1 chunks of weights, gradients on their way out, activations.
-What is left of the accelerator's budget takes chunks whole (weights, states, gradient), in the
+The working set comes first: the CUDA context, `depth` + 1 chunks of weights, gradients on their way
+out, activations, the streaming lane's slots, and what the allocator loses between blocks. What is
+left of the accelerator's budget takes chunks whole (weights, states, gradient), in the
 order of the forward pass: the first layers are then ready for the next forward while the host still
 updates the others. It is a prefix, so a larger budget never takes a chunk off the accelerator.
 
 # The time
 With exact clipping the optimizer waits for the whole backward pass:
 `T = max(backward, its copies) + max(forward, optimizer on the host, its copies)`, each micro-batch
-before the last without the optimizer.
+before the last without the optimizer. The optimizer runs at the cores' rate, or at that of both
+lanes (see `lanes`) where that was measured to be higher: then the streaming lane stands still while
+weights come in by the same wires.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from typing import Any
 
 from evener.zero.budget import Budget
 from evener.zero.host import pages
+from evener.zero.hyper import SLICE
 from evener.zero.store import Formats, share_of
+
+SLOTS = 3
+"""Slices on their way through the accelerator: one comes, one is updated, one leaves."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,14 @@ class Machine:
     network: float = 0.0
     reserve: int = 0
     """Bytes of accelerator memory that are gone before the first tensor: the CUDA context."""
+    balanced: float = 0.0
+    """Parameters/s of the host's cores and the streaming lane together (0: not measured)."""
+    streamed: float = 0.0
+    """Of those, the streaming lane's."""
+    slack: float = 0.0
+    """Share of the moving memory that the allocator loses between blocks."""
+    host_reserve: int = 0
+    """Bytes of host memory that this process takes without the model."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,9 @@ class Work:
     ranks: int = 1
     depth: int = 2
     moments: int = 2
+    streaming: bool = False
+    offloaded: int = 0
+    """Bytes of activations that wait for the backward pass on the host."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +106,15 @@ class Plan:
     step_seconds: float
     bound: str
     tokens_per_second: float
+    checkpointing: str = "recompute"
+    """"none", "recompute" (each block's inner activations), or "offload" (and its input waits on
+    the host)."""
+    streaming: bool = False
+    gpu_reserve: int = 0
+    """Of `gpu_bytes`, what is not the allocator's: the CUDA context."""
+    host_reserve: int = 0
+    """Of `host_bytes`, what the process takes without the model."""
+    offloaded: int = 0
 
     @property
     def resident(self) -> set[str]:
@@ -115,10 +142,10 @@ def _bytes_on(part: Part, formats: Formats, work: Work, where: str) -> int:
 
 def working_set(parts: Sequence[Part], formats: Formats, work: Work, machine: Machine) -> int:
     """Bytes of accelerator memory that no budget can go below."""
-    moving = [p.numel for p in parts if not p.stays]
-    largest = sorted(moving, reverse=True)[: work.depth + 1]
+    sizes = [p.numel for p in parts if not p.stays]
+    largest = sorted(sizes, reverse=True)[: work.depth + 1]
     weights = sum(largest) * formats.compute.itemsize
-    top = max(moving, default=0)
+    top = max(sizes, default=0)
     # A gradient as autograd leaves it, and up to `depth` + 1 flat copies on their way to the host.
     gradients = top * formats.compute.itemsize
     gradients += (work.depth + 1) * top * formats.gradient.itemsize
@@ -127,9 +154,12 @@ def working_set(parts: Sequence[Part], formats: Formats, work: Work, machine: Ma
         if part.stays:
             stays += _bytes_on(part, formats, work, "gpu")
             stays += part.numel * formats.compute.itemsize if work.ranks > 1 else 0
-    # The update of one resident chunk in torch operations needs float32 copies of it.
-    scratch = 5 * 4 * share_of(max((p.numel for p in parts if p.trainable), default=0), work.ranks)
-    return machine.reserve + weights + max(gradients + work.activations, scratch) + stays
+    # An update in torch operations needs float32 copies of one slice.
+    share = share_of(max((p.numel for p in parts if p.trainable), default=0), work.ranks)
+    scratch = 6 * 4 * min(SLICE, share)
+    moving = weights + max(gradients + work.activations, scratch)
+    slots = SLOTS * SLICE * formats.host_bytes(work.moments) if work.streaming else 0
+    return machine.reserve + int(moving * (1 + machine.slack)) + slots + stays
 
 
 def plan(
@@ -137,7 +167,7 @@ def plan(
 ) -> Plan:
     """See the head of this file."""
     need = working_set(parts, formats, work, machine)
-    gpu, host = need, 0
+    gpu, host = need, machine.host_reserve + work.offloaded
     places: list[Place] = []
     room = need <= budget.gpu
     for part in parts:
@@ -182,6 +212,13 @@ def plan(
         step_seconds=step,
         bound=bound,
         tokens_per_second=tokens / step if step else 0.0,
+        checkpointing=("offload" if work.offloaded else "recompute")
+        if work.checkpointing
+        else "none",
+        streaming=work.streaming,
+        gpu_reserve=machine.reserve,
+        host_reserve=machine.host_reserve,
+        offloaded=work.offloaded,
     )
 
 
@@ -202,12 +239,17 @@ def _times(
     if work.ranks > 1 and machine.network:
         gathered = total * formats.compute.itemsize * (work.ranks - 1) / work.ranks
         gathered /= machine.network
+    arriving = moved * formats.compute.itemsize / machine.h2d
+    optimizer = updated / machine.host_adam
+    if work.streaming and machine.balanced:
+        optimizer = min(optimizer, (updated + machine.streamed * arriving) / machine.balanced)
     return {
         "forward": forward,
         "backward": forward * (3 if work.checkpointing else 2),
-        "weights in": moved * formats.compute.itemsize / machine.h2d,
+        "weights in": arriving,
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
-        "host optimizer": updated / machine.host_adam,
+        "host optimizer": optimizer,
+        "activations out": work.offloaded / machine.d2h,
         "device optimizer": kept / machine.device_adam,
         "gather": gathered,
     }
@@ -216,12 +258,12 @@ def _times(
 def _step(times: dict[str, float], work: Work) -> tuple[float, str]:
     forward = {
         "GPU": times["forward"],
-        "PCIe": times["weights in"],
+        "PCIe": max(times["weights in"], times["activations out"]),
         "network": times["gather"],
     }
     backward = {
         "GPU": times["backward"],
-        "PCIe": max(times["weights in"], times["gradients out"]),
+        "PCIe": max(times["weights in"] + times["activations out"], times["gradients out"]),
         "network": 2 * times["gather"],
     }
     last = {**forward, "host memory": times["host optimizer"]}

@@ -3,6 +3,7 @@ optimizer alone and while copies go on, matrix products. Nothing is assumed from
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import threading
 import time
@@ -12,9 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from evener import _optimizers
+from evener.zero.budget import resident_now
+from evener.zero.chunk import Chunk
+from evener.zero.device import CudaDevice, Device, SimulatedDevice
 from evener.zero.host import HostMemory
 from evener.zero.hyper import Rule, States, update_on_device
+from evener.zero.lanes import Lanes, Update, measure, threads_for
 from evener.zero.planner import Machine
+from evener.zero.units import Group
+
+MODULES = 256 << 20
+"""Accelerator memory of kernels that are loaded after the probe."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,11 @@ class Probe:
             f"device to host   {m.d2h / 1e9:.1f} GB/s",
             f"host optimizer   {self.host_adam_alone / 1e9:.2f} G parameters/s on {self.threads} "
             f"threads ({self.instructions}), {busy:.0%} of it while copies go on",
+            *(
+                [f"and streaming    {m.balanced / 1e9:.2f} G parameters/s with the accelerator"]
+                if m.balanced
+                else []
+            ),
         ]
 
 
@@ -58,15 +72,27 @@ def probe(
     threads: int = 0,
 ) -> Probe:
     """Measure. On the CPU the simulated device is measured: its copies are copies in memory."""
+    found = _probe(device, dtype, moments, elements, threads)
+    if device.type != "cuda":
+        return found
+    torch.cuda.empty_cache()
+    machine = dataclasses.replace(found.machine, host_reserve=resident_now())
+    return dataclasses.replace(found, machine=machine)
+
+
+def _probe(
+    device: torch.device, dtype: torch.dtype, moments: torch.dtype, elements: int, threads: int
+) -> Probe:
     cuda = device.type == "cuda"
     # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
-    elements = elements or (32 << 20 if cuda else 2 << 20)
+    elements = elements or (96 << 20 if cuda else 2 << 20)
     dtype = dtype if cuda else torch.float32
 
     def sync() -> None:
         if cuda:
             torch.cuda.synchronize(device)
 
+    accelerator: Device = CudaDevice(device.index) if cuda else SimulatedDevice()
     # Each tensor takes whole pages of its own: one page more than its size is always enough.
     room = 4 * (elements * 4 + (4 << 20)) + elements * 4
     host = HostMemory(room, pin=cuda)
@@ -74,28 +100,42 @@ def probe(
     weights, lower = host.tensor(n, torch.bfloat16), host.tensor(n, torch.int16)
     first, second = host.tensor(n, moments), host.tensor(n, moments)
     gradient = host.tensor(n, torch.bfloat16)
-    there = torch.zeros(n, dtype=torch.bfloat16, device=device)
+    few = min(n, 32 << 20)  # on the accelerator: a probe must not need more than a small budget
+    there = torch.zeros(few, dtype=torch.bfloat16, device=device)
+    window = gradient[:few]
 
     def copy_in() -> None:
-        there.copy_(gradient, non_blocking=True)
+        there.copy_(window, non_blocking=True)
         sync()
 
     def copy_out() -> None:
-        gradient.copy_(there, non_blocking=True)
+        window.copy_(there, non_blocking=True)
         sync()
 
-    def adam() -> None:
-        run = _optimizers.Run(threads=threads)
-        _optimizers.adam((weights, lower), gradient, first, second, step=1, lr=1e-6, run=run)
+    rule = Rule("adamw")
+    states = States(weights, lower, None, first, second)
+    flat = torch.empty(0, dtype=torch.bfloat16, device=device)
+    group = Group("probe", 0)
+
+    def rates(streaming: bool) -> tuple[float, float]:
+        lanes = Lanes(rule, accelerator, streaming=streaming, slice_numel=n // 32)
+        if threads:
+            lanes.threads = threads
+        chunk = Chunk(0, group, states, gradient, flat, False, False, flat)
+        chunk.steps = 1
+        try:
+            return measure(lanes, [Update(chunk, rule.values(), 1.0)])
+        finally:
+            lanes.close()
 
     there_states = States(
         there.clone(),
-        torch.zeros(n, dtype=torch.int16, device=device),
+        torch.zeros(few, dtype=torch.int16, device=device),
         None,
-        torch.zeros(n, device=device),
-        torch.zeros(n, device=device),
+        torch.zeros(few, dtype=moments, device=device),
+        torch.zeros(few, dtype=moments, device=device),
     )
-    hyper = Rule("adamw").values()
+    hyper = rule.values()
 
     def on_device() -> None:
         update_on_device("adamw", there_states, there, hyper, 1, 1.0)
@@ -109,39 +149,52 @@ def probe(
             torch.mm(a, a)
         sync()
 
-    h2d, d2h = n * 2 / _median(copy_in), n * 2 / _median(copy_out)
-    alone = n / _median(adam)
+    h2d, d2h = few * 2 / _median(copy_in), few * 2 / _median(copy_out)
+    alone, _ = rates(False)
+    cores, streamed = rates(True) if cuda else (0.0, 0.0)
     stop = threading.Event()
 
     def copies() -> None:
-        other = torch.zeros(n, dtype=torch.bfloat16, device=device)
-        target = torch.empty(n, dtype=torch.bfloat16)
-        while not stop.is_set():
-            other.copy_(target, non_blocking=True)
-            target.copy_(other, non_blocking=True)
-            sync()
+        # Weights come in while the optimizer runs: PCIe takes its part of the host's memory too.
+        with accelerator.on("h2d"):
+            other = torch.zeros(few, dtype=torch.bfloat16, device=device)
+            while not stop.is_set():
+                other.copy_(weights[:few], non_blocking=True)
+                accelerator.record("h2d").synchronize()
+                if not cuda:
+                    stop.wait(0.01)
 
     beside = threading.Thread(target=copies, daemon=True)
     beside.start()
     try:
-        together = n / _median(adam)
+        together, _ = rates(False)
     finally:
         stop.set()
         beside.join()
     flops = 4 * 2 * size**3 / _median(product)
+    device_adam = few / _median(on_device)
+    context = 0
+    if cuda:
+        free, total = torch.cuda.mem_get_info(device)
+        # What the driver counts and the allocator does not: the context and its kernels, some of
+        # which are loaded later. Other processes on this GPU are in it too, so it is bounded.
+        context = min(total - free - torch.cuda.memory_reserved(device), 2 << 30) + MODULES
     # Model code reaches a part of what large square products do.
     machine = Machine(
-        flops=0.6 * flops,
+        flops=0.75 * flops,
         h2d=h2d,
         d2h=d2h,
         host_adam=min(alone, together),
-        device_adam=n / _median(on_device),
-        reserve=(600 << 20) if cuda else 0,
+        device_adam=device_adam,
+        reserve=context,
+        balanced=cores + streamed,
+        streamed=streamed,
+        slack=0.12 if cuda else 0.0,
     )
     return Probe(
         machine,
         alone,
         torch.cuda.get_device_name(device) if cuda else "simulated in host memory",
-        threads or _optimizers.threads(),
+        threads or threads_for(_optimizers.threads()),
         _optimizers.instruction_sets()[0],
     )

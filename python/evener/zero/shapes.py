@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from evener.errors import UsageError
+from evener.zero.activations import HELD
+from evener.zero.host import pages
+from evener.zero.loss import SLAB
 from evener.zero.planner import Part
 from evener.zero.units import Unit
 
@@ -38,18 +41,28 @@ def widths(units: list[Unit]) -> tuple[int, int, int]:
     return hidden, spread, vocabulary
 
 
-def activations(units: list[Unit], tokens: int, dtype: torch.dtype, checkpointing: bool) -> int:
-    """Bytes of activations at their peak, an estimate: each layer's outputs twice (once more for
-    what pointwise operations save), one block's at a time where it is recomputed, and the logits
-    with their float32 copies for the loss."""
+def activations(
+    units: list[Unit], tokens: int, dtype: torch.dtype, checkpointing: str, chunked: bool = False
+) -> tuple[int, int]:
+    """Bytes of activations at their peak (on the accelerator, on the host), an estimate: each
+    layer's outputs twice (once more for what pointwise operations save), and the logits with their
+    float32 copies and gradients for the loss, or with `loss.cross_entropy` (`chunked`) their
+    gradient and one slab. checkpointing: "none"; "recompute": of a block its input, and one block's
+    in full with the temporaries of its backward pass; "offload": inputs wait on the host."""
     hidden, spread, vocabulary = widths(units)
     blocks = sum(u.repeated for u in units)
     one = tokens * (2 * spread + 4 * hidden) * dtype.itemsize
     inputs = tokens * hidden * dtype.itemsize
-    logits = tokens * vocabulary * (dtype.itemsize + 8)
-    if checkpointing:
-        return blocks * inputs + max(2 * one, logits)
-    return blocks * one + logits
+    if chunked:
+        logits = 2 * tokens * vocabulary * dtype.itemsize + 3 * min(tokens, SLAB) * vocabulary * 4
+    else:
+        logits = tokens * vocabulary * (2 * dtype.itemsize + 12)
+    if checkpointing == "none":
+        return blocks * one + logits, 0
+    once = max(14 * one // 10, logits)
+    if checkpointing == "offload":
+        return min(blocks, HELD) * inputs + once, blocks * pages(inputs, 1)
+    return blocks * inputs + once, 0
 
 
 class Llama(nn.Module):

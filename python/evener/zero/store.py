@@ -13,7 +13,7 @@ from evener.errors import UsageError
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device
 from evener.zero.host import HostMemory, pages
-from evener.zero.hyper import Rule, States
+from evener.zero.hyper import Rule, States, part
 from evener.zero.units import Group, Unit
 
 ALIGN = 8
@@ -35,9 +35,8 @@ class Formats:
         return master + moments * self.moments.itemsize + self.gradient.itemsize
 
     def device_bytes(self, moments: int = 2) -> int:
-        """Bytes of accelerator memory a resident trainable parameter: its moments are float32."""
-        master = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 6}[self.compute]
-        return master + moments * 4 + self.gradient.itemsize
+        """Bytes of accelerator memory a resident trainable parameter."""
+        return self.host_bytes(moments)
 
 
 @dataclass
@@ -89,6 +88,9 @@ def _host_dtypes(group: Group, formats: Formats, rule: Rule) -> list[torch.dtype
     return [*dtypes, *[formats.moments] * rule.moments, formats.gradient]
 
 
+FILL = 2 << 20
+"""Elements that are filled at a time."""
+
 Source = Callable[[str, nn.Parameter], torch.Tensor]
 """Gives the initial value of a parameter by its name."""
 
@@ -122,9 +124,9 @@ def build(
     placeholder = torch.full((1,), torch.nan, dtype=formats.compute, device=device.device)
     for number, unit in enumerate(units):
         chunks = []
-        for part in unit.groups:
-            stays = part.name in resident
-            chunk = _chunk(part, index, formats, rule, device, host, stays, world)
+        for cluster in unit.groups:
+            stays = cluster.name in resident
+            chunk = _chunk(cluster, index, formats, rule, device, host, stays, world)
             chunk.keeps = number == 0 or stage <= 2 or (stays and world == 1)
             chunk.placeholder = placeholder
             _fill(chunk, device, rank, world, group, source)
@@ -137,7 +139,7 @@ def build(
             else:
                 chunk.empty()
                 chunk.unbind()
-            for place, piece in enumerate(part.pieces):
+            for place, piece in enumerate(cluster.pieces):
                 places[piece.parameter] = (index, place)
             chunks.append(chunk)
             index += 1
@@ -168,7 +170,7 @@ def _chunk(
         return host.tensor(share, dtype)
 
     trainable = group.trainable
-    moments = torch.float32 if resident else formats.moments
+    moments = formats.moments
     states = States(
         weights=make(formats.compute),
         lower=make(torch.int16) if trainable and formats.compute == torch.bfloat16 else None,
@@ -190,8 +192,11 @@ def _fill(
     group: dist.ProcessGroup | None,
     source: Source | None,
 ) -> None:
+    """Slice by slice on the accelerator, where a split takes no time: beside the states there is
+    never more of the chunk than one parameter as it was given."""
     dtype = torch.float32 if chunk.group.trainable else chunk.flat.dtype
-    whole = torch.zeros(chunk.flat.numel(), dtype=dtype)
+    share = chunk.states.weights.numel()
+    begin, end = rank * share, (rank + 1) * share
     for piece in chunk.group.pieces:
         given = piece.parameter if source is None else source(piece.name, piece.parameter)
         if given.is_meta:
@@ -204,16 +209,19 @@ def _fill(
                 f"{piece.name} has shape {tuple(given.shape)}, expected {tuple(piece.shape)}",
                 "give the weights of this model",
             )
-        whole[piece.offset : piece.offset + piece.numel].copy_(given.detach().reshape(-1))
+        flat = given.detach().reshape(-1)
         # Its own memory goes now, so that the model is never there twice.
         piece.parameter.data = torch.empty(0, dtype=chunk.flat.dtype, device=device.device)
-    if world > 1:
-        over = whole.to(device.device)
-        dist.broadcast(over, group_src=0, group=group)
-        whole = over.cpu()
-    share = chunk.states.weights.numel()
-    mine = whole[rank * share : (rank + 1) * share].to(chunk.states.weights.device)
-    chunk.states.store(mine)
+        for start in range(0, piece.numel, FILL):
+            stop = min(start + FILL, piece.numel)
+            values = flat[start:stop].to(device.device, dtype)
+            if world > 1:
+                values = values.contiguous()
+                dist.broadcast(values, group_src=0, group=group)
+            low, high = max(piece.offset + start, begin), min(piece.offset + stop, end)
+            if low < high:
+                mine = values[low - piece.offset - start : high - piece.offset - start]
+                part(chunk.states, low - begin, high - begin).store(mine)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from evener.analyze import collect, picture
-from evener.bench.collectives import command
+from evener.bench.collectives import algorithms, command
 from evener.bench.collectives.names import COLLECTIVES, NAMES, plain
 from evener.bench.collectives.options import Options, check, environment
-from evener.bench.collectives.output import Device, Report, Side, number
+from evener.bench.collectives.output import Device, Iterations, Report, Side, number
 from evener.bench.collectives.shapes import ALL
 from evener.bench.command import bench
 from evener.errors import UsageError
@@ -113,6 +113,15 @@ def test_bus_bandwidth_is_the_formula(name: str, ranks: int) -> None:
         ({"datatype": "f8e4m3"}, "all_reduce", 2, "-d f8e4m3"),
         ({"op": "avg"}, "all_reduce", 2, "-o avg"),
         ({"local_register": 1}, "all_reduce", 2, "-R 1"),
+        ({"blocking": 1, "cudagraph": 1}, "all_reduce", 2, "-z 1"),
+        ({"stream_null": 1, "cudagraph": 1}, "all_reduce", 2, "-y 1"),
+        ({"stream_null": 1}, "all_reduce", 2, "-y 1"),
+        ({"per_iter_timing": 1, "cudagraph": 1}, "all_reduce", 2, "-I 1"),
+        ({"per_iter_skip": 1}, "all_reduce", 2, "-K 1"),
+        ({"per_iter_skip": 20, "per_iter_timing": 1}, "all_reduce", 2, "-K 20"),
+        ({"memory": 1}, "all_reduce", 2, "-M 1"),
+        ({"parallel_init": 1}, "all_reduce", 2, "-p 1"),
+        ({"timeout": 5}, "all_reduce", 2, "-T 5"),
     ],
 )
 def test_what_nccl_tests_would_replace_is_refused(
@@ -125,10 +134,66 @@ def test_what_nccl_tests_would_replace_is_refused(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["-o", "median"], ["-d", "quarter"], ["-n", "0"], ["-n", "ten"], ["-a", "4"], ["-I", "1"]],
+    [["-o", "median"], ["-d", "quarter"], ["-n", "0"], ["-n", "ten"], ["-a", "4"], ["-I", "2"]],
 )
 def test_unknown_words_are_refused(arguments: list[str]) -> None:
     assert CliRunner().invoke(command.all_reduce, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["-D", "-V", "-x"])
+def test_options_that_are_not_there_are_refused_with_the_reason(option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option} is not there: "):
+        CliRunner().invoke(command.all_reduce, [option, "1"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "op", "kind", "word"),
+    [
+        ("3d", "all_reduce", "sum", "float", "no such algorithm"),
+        ("2d+zip", "all_reduce", "sum", "float", "no such algorithm"),
+        ("flat", "all_gather", "sum", "float", "no all_gather"),
+        ("flat", "all_reduce", "max", "float", "-o max"),
+        ("flat", "all_reduce", "sum", "int8", "-d int8"),
+    ],
+)
+def test_algorithms_that_cannot_be_are_refused(
+    text: str, name: str, op: str, kind: str, word: str
+) -> None:
+    options = Options(algo=(text,), op=op, datatype=kind)
+    with pytest.raises(UsageError) as refused:
+        algorithms.check(options, ALL[name], "cpu", 1)
+    assert word in refused.value.problem
+
+
+def test_every_algorithm_and_wire_of_comm_is_taken() -> None:
+    kinds, wires = algorithms.names()
+    assert {"flat", "2d"} <= set(kinds)
+    for kind in kinds:
+        assert algorithms.parse(kind) == (kind, "exact")
+        for wire in wires:
+            assert algorithms.parse(f"{kind}+{wire}") == (kind, wire)
+
+
+def test_iterations_are_figures_of_what_is_not_skipped(tmp_path: Path) -> None:
+    seconds = (9.0, 1e-6, 2e-6, 3e-6, 4e-6)
+    figures = Iterations.of(seconds, 1)
+    assert (figures.min_us, figures.max_us) == (pytest.approx(1), pytest.approx(4))
+    assert (figures.avg_us, figures.p50_us) == (pytest.approx(2.5), pytest.approx(2))
+    assert figures.p99_us == pytest.approx(4)
+    assert figures.cv_pct == pytest.approx(100 * 1.25**0.5 / 2.5)
+    # And the columns that they add do not disturb who reads the table.
+    stream = io.StringIO()
+    report = Report(Options(per_iter_timing=1), "all_reduce", 0, True, [], stream)
+    report.head([Device(r, "a", 1, r, "cpu", "x") for r in range(2)])
+    report.row(1024, 256, "float", "sum", -1)
+    for in_place in (False, True):
+        report.side(Side(5e-6, 1.0, 2.0 + in_place, 0, seconds), in_place)
+    report.foot(None)
+    path = tmp_path / "bench.txt"
+    path.write_text(stream.getvalue())
+    found = picture(collect([path])).bandwidth
+    assert found is not None
+    assert (found.values, found.mean, found.peak) == (2, 2.5, 3.0)
 
 
 @pytest.mark.parametrize("text", ["8Q", "-1", "", "1.0001K", "nan", "inf"])

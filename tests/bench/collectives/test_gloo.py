@@ -4,9 +4,11 @@ import io
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests import worlds
 
+from evener.bench.collectives import algorithms
 from evener.bench.collectives.clock import Clock
 from evener.bench.collectives.gloo import GlooCarrier
 from evener.bench.collectives.names import NAMES
@@ -91,6 +93,41 @@ def lazy(rank: int, size: int) -> int:
 
 def test_a_collective_that_does_nothing_fails() -> None:
     assert worlds.run([2], lazy) == [2, 2]
+
+
+def own(rank: int, size: int) -> tuple[int, list[dict[str, Any]]]:
+    algo = ("flat", "flat+bf16", "flat+topk")
+    options = Options(minbytes=4096, maxbytes=4096, iters=2, algo=algo)
+    report = measure(rank, size, "all_reduce", options)
+    algorithms.run(options, team(rank, size).processes, report, torch.device("cpu"))
+    return report.failures, report.algorithms
+
+
+def test_own_algorithms_are_rows_with_checked_results() -> None:
+    for failures, rows in worlds.run([2], own):
+        assert failures == 0
+        assert [row["algorithm"] for row in rows] == ["flat", "flat+bf16", "flat+topk"]
+        # Top-k leaves values out by design, so there is nothing to compare with.
+        assert [row["nwrong"] for row in rows] == [0, 0, None]
+        for row in rows:
+            assert row["size"] == 4096
+            assert row["bus_bw"] == pytest.approx(4096 / row["time"] / 1e3)
+            assert row["vs_library"] > 0
+
+
+def own_broken(rank: int, size: int) -> int:
+    keep, dist.all_reduce = dist.all_reduce, lambda *_, **__: None
+    try:
+        options = Options(minbytes=4096, maxbytes=4096, iters=1, algo=("flat",))
+        report = Report(options, "all_reduce", 0, rank == 0, [], io.StringIO())
+        algorithms.run(options, team(rank, size).processes, report, torch.device("cpu"))
+        return report.failures
+    finally:
+        dist.all_reduce = keep
+
+
+def test_own_algorithm_that_does_nothing_fails() -> None:
+    assert worlds.run([2], own_broken) == [1, 1]
 
 
 def test_averages_over_processes() -> None:

@@ -10,6 +10,7 @@ cut at MAX_LINE.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -43,7 +44,19 @@ _PLAIN = frozenset(
     CollNet Check MEM Allocated Register register Channel/Conn ncclTopoGetCpuAffinity: UDS: New
     bootstrap: Connected coll Memory Using Trees NCCL_TOPO_FILE ROCr XML Topology ProxyCall
     AllocDevice Mem Cleanup DEVICE Attribute Attempting Failed Loading Closing Enabled
+    Bootstrap: GPU Assigned Initialized Successfully Affinity ncclTopoPopulateNics timings: CUDA
+    Disabling External NVLSTree Skipping CUMEM MMAP P2p
     """.split()
+)
+# Settings, calls, and what a network says of itself: built in, or a plug-in's.
+_PLAIN_BEGINNINGS = (b"NCCL_", b"ncclCommInit", b"ncclCommSplit", b"ncclCommDestroy", b"NET/")
+
+# What subsystems GRAPH and TUNING dump: the topology as a tree (`+ PCI[24.0] - GPU/0-1b000`), paths
+# (`GPU/0-1b000 :GPU/0-1b000 (0/5000.0/LOC) ...`), searched graphs (` 0 : NET/0 GPU/0 ...`), and
+# tables of latency and bandwidth (`AllReduce | 14.0/ 8.1 | ...`).
+_DUMPED = re.compile(
+    rb"(?:[A-Z][A-Z0-9]{2}/[0-9A-F]+(?:-|\b)|\+ [A-Z]|===|\d+ :(?: [A-Z]{3}/|$)"
+    rb"|(?:[A-Z][A-Za-z]+|Max NThreads) *\||[\d./ -]+\|)"
 )
 
 
@@ -142,7 +155,11 @@ class _Log:
         self.matrix: smi.Matrix | None = None
 
     def read(self, blocks: Iterator[list[bytes]]) -> None:
-        sink, sources = self.sink, {}  # type: ignore[var-annotated]
+        sink = self.sink
+        # By what precedes NCCL: the whole of it, which is one look-up where no time stands in it,
+        # and its last two words, which are the source.
+        prefixes: dict[bytes, Source] = {}
+        sources: dict[bytes, Source | None] = {}
         parse_hop, sink_hop, sink_local = hops.hop, sink.hop, sink.local
         where, nccl = self.base, 0
         for lines in blocks:
@@ -160,19 +177,21 @@ class _Log:
                 if len(line) > MAX_NCCL:
                     sink.unknown(_show(line), where)
                     continue
-                # The source is the last two words before NCCL.
-                start = line.rfind(b" ", 0, line.rfind(b" ", 0, at)) + 1
-                key = line[start:at]
-                try:
-                    by = sources[key]
-                except KeyError:
-                    by = source(key)
-                    if len(sources) < 200_000:
-                        sources[key] = by
-                message = line[at + 11 :]
+                by = prefixes.get(line[:at])
                 if by is None:
-                    sink.unknown(_show(line), where)
-                    continue
+                    key = line[line.rfind(b" ", 0, line.rfind(b" ", 0, at)) + 1 : at]
+                    try:
+                        by = sources[key]
+                    except KeyError:
+                        by = source(key)
+                        if len(sources) < 200_000:
+                            sources[key] = by
+                    if by is None:
+                        sink.unknown(_show(line), where)
+                        continue
+                    if len(prefixes) < 50_000:
+                        prefixes[line[:at]] = by
+                message = line[at + 11 :]
                 if message.startswith(b"Channel "):
                     via = message.find(b" via ")
                     if via > 0 and message.startswith((b"P2P/", b"SHM/"), via + 5):
@@ -218,7 +237,7 @@ class _Log:
                 return sink.network(by, net, where)
         elif message.startswith(b"NCCL version") and (version := init.version(message)):
             return sink.version(version, where)
-        if word in _PLAIN or word.startswith((b"NCCL_", b"ncclCommInit", b"ncclCommSplit")):
+        if word in _PLAIN or word.startswith(_PLAIN_BEGINNINGS) or _DUMPED.match(message):
             return None
         if b" coll channels, " in message or b" COMPLETE" in message or b" START" in message:
             return None

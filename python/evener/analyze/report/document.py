@@ -10,7 +10,8 @@ from typing import Any
 
 from evener import __version__
 from evener.analyze.findings import Finding
-from evener.analyze.picture import CardUse, Picture
+from evener.analyze.model import Pair
+from evener.analyze.picture import CardUse, Picture, Route
 from evener.fabric import Load
 
 VERSION = 1
@@ -28,7 +29,14 @@ def document(picture: Picture, findings: list[Finding]) -> dict[str, Any]:
         "communicators": _communicators(picture),
         "bandwidth": _bandwidth(picture),
         "rings": _rings(picture),
-        "pairs": _pairs(picture),
+        "pairs": _pairs(picture.pairs, picture.routes),
+        "trees": {
+            "channels": len(picture.world.trees) if picture.world else 0,
+            "pairs": _pairs(picture.tree_pairs, picture.tree_routes),
+            "fabric": _load(picture.tree_load, picture.fabric.efficiency)
+            if picture.tree_load and picture.fabric
+            else None,
+        },
         "rails": _rails(picture),
         "fabric": _fabric(picture),
         "settings": {name: sorted(values) for name, values in sorted(run.settings.items())},
@@ -155,10 +163,10 @@ def _rings(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _pairs(picture: Picture) -> list[dict[str, Any]]:
+def _pairs(pairs: list[Pair], all_routes: list[Route]) -> list[dict[str, Any]]:
     rows = []
-    for pair in picture.pairs:
-        routes = [route for route in picture.routes if route.pair is pair]
+    for pair in pairs:
+        routes = [route for route in all_routes if route.pair is pair]
         rows.append(
             {
                 "from": pair.source,

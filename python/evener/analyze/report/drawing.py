@@ -19,18 +19,27 @@ _SPACE = 26.0
 _SWITCH_WIDTH, _SWITCH_HEIGHT = 150.0, 34.0
 
 
-def drawing(picture: Picture, fabric: FabricMap | None, name: str) -> Markup | None:
-    """The figure with `fabric`'s cables (None: hosts and pairs only), None without hosts."""
+def drawing(
+    picture: Picture, fabric: FabricMap | None, name: str, trees: bool = False
+) -> Markup | None:
+    """The figure with `fabric`'s cables (None: hosts and pairs only), None without hosts.
+
+    `trees`: with the trees' edges between hosts instead of the rings'.
+    """
     world = picture.world
     if world is None or not world.hosts():
         return None
     hosts = world.hosts()[:MOST_HOSTS]
-    return _Drawing(picture, fabric, hosts).figure(name)
+    return _Drawing(picture, fabric, hosts, trees).figure(name)
 
 
 class _Drawing:
-    def __init__(self, picture: Picture, fabric: FabricMap | None, hosts: list[str]) -> None:
-        self.picture, self.fabric, self.hosts = picture, fabric, hosts
+    def __init__(
+        self, picture: Picture, fabric: FabricMap | None, hosts: list[str], trees: bool
+    ) -> None:
+        self.picture, self.fabric, self.hosts, self.trees = picture, fabric, hosts, trees
+        self.drawn_pairs = picture.tree_pairs if trees else picture.pairs
+        self.routes = picture.tree_routes if trees else picture.routes
         self.world = picture.world
         self.parts: list[Markup] = []
         self.gpu_at: dict[int, tuple[float, float]] = {}
@@ -128,6 +137,9 @@ class _Drawing:
         return [row for row in (spines, leaves) if row]
 
     def load(self) -> dict[tuple[str, str], float]:
+        if self.trees:
+            own = self.picture.tree_load
+            return {ends: use.weight for ends, use in own.links.items()} if own else {}
         traffic = self.picture.traffic
         if traffic is None or self.fabric is None:
             return {}
@@ -198,7 +210,7 @@ class _Drawing:
         """`cross`, `stay` or empty: what the hops over a card do."""
         states = {
             self.crosses(route)
-            for route in self.picture.routes
+            for route in self.routes
             for end in (route.source, route.destination)
             if (end.host, end.name) == (host, name)
         }
@@ -217,8 +229,8 @@ class _Drawing:
     def pairs(self, top: float) -> float:
         """Arcs under the hosts, one a directed pair; the depth they need."""
         drawn = [
-            (pair, [r for r in self.picture.routes if r.pair is pair])
-            for pair in self.picture.pairs
+            (pair, [r for r in self.routes if r.pair is pair])
+            for pair in self.drawn_pairs
             if pair.source in self.gpu_at and pair.destination in self.gpu_at
         ][:64]
         depth = 0.0

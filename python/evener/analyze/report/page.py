@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from evener import __version__
 from evener.analyze.findings import Finding
@@ -21,18 +22,10 @@ _MOST_RINGS = 128
 
 def page(picture: Picture, findings: list[Finding]) -> str:
     """The HTML of a picture and its findings."""
-    environment = Environment(
-        loader=PackageLoader("evener.analyze", "report"),
-        autoescape=select_autoescape(default=True, default_for_string=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(size=size, ranges=ranges)
     world, traffic = picture.world, picture.traffic
     hosts = len(world.hosts()) if world else 0
     better = traffic is not None and traffic.after.crossing < traffic.today.crossing
-    return environment.get_template("page.html").render(
+    return _template().render(
         verdict=verdict(picture, findings),
         facts=facts(picture),
         findings=[
@@ -46,6 +39,10 @@ def page(picture: Picture, findings: list[Finding]) -> str:
         proposed=drawing(picture, traffic.rewired, "The fabric wired by rail")
         if traffic and better
         else None,
+        trees=drawing(picture, picture.fabric, "The trees on the fabric", trees=True)
+        if picture.tree_pairs
+        else None,
+        tree_share=picture.tree_load.crossing_share if picture.tree_load else None,
         mapped=traffic is not None,
         hidden=max(hosts - MOST_HOSTS, 0),
         moves=traffic.moves if traffic and better else [],
@@ -58,6 +55,19 @@ def page(picture: Picture, findings: list[Finding]) -> str:
         f"{picture.run.unknown} of them not understood",
         version=__version__,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("evener.analyze", "report"),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(size=size, ranges=ranges)
+    return environment.get_template("page.html")
 
 
 def _loads(picture: Picture, better: bool) -> list[dict[str, Any]]:

@@ -22,8 +22,12 @@ class Carrier(Protocol):
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[], None]:
-        """A function that starts the collective once, ready to be called many times."""
+    ) -> Callable[[int], None]:
+        """A function that starts the collective, ready to be called many times.
+
+        Its argument is the number of the call: calls may take other parts of the buffers, call 0
+        the beginning, where `fill` and `wrong` look.
+        """
 
     def aggregate(self, begin: bool) -> None:
         """Begin or end a group of calls that are launched together (-m)."""
@@ -33,6 +37,12 @@ class Carrier(Protocol):
 
     def capture(self, record: Callable[[], None]) -> Callable[[], None]:
         """What `record` starts, as a graph; the result launches it."""
+
+    def mark(self) -> None:
+        """A moment after all that was started, on every rank; `between` measures pairs of them."""
+
+    def between(self) -> list[float]:
+        """Seconds from the 1st mark to the 2nd, the 3rd to the 4th, ...: the slowest rank's."""
 
     def fill(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int,
@@ -71,8 +81,8 @@ class Clock:
         while size <= options.maxbytes:
             shape = self.collective.shape(size // item, item, self.ranks)
             start = self.carrier.start(self.collective, shape, kind, op, root, False)
-            for _ in range(options.warmup_iters):
-                self._call(start)
+            for number in range(options.warmup_iters):
+                self._call(start, number)
             self.carrier.wait()
             size = max(size, 1) * 2
         cycle = 0
@@ -84,8 +94,8 @@ class Clock:
                 for in_place in (False, True):
                     self.report.side(self._measure(shape, kind, op, root, in_place), in_place)
 
-    def _call(self, start: Callable[[], None]) -> None:
-        start()
+    def _call(self, start: Callable[[int], None], number: int) -> None:
+        start(number)
         if self.options.blocking:
             self.carrier.wait()
         if self.options.blocking == 1:
@@ -96,25 +106,29 @@ class Clock:
         start = carrier.start(self.collective, shape, kind, op, root, in_place)
         if o.check:
             carrier.fill(self.collective, shape, kind, op, root, in_place, 0)
-        self._call(start)
+        self._call(start, 0)
         carrier.wait()
         team.barrier()
 
-        def iteration() -> None:
+        def iteration(number: int) -> None:
+            if o.per_iter_timing:
+                carrier.mark()
             if o.agg_iters > 1:
                 carrier.aggregate(True)
-            for _ in range(o.agg_iters):
-                self._call(start)
+            for call in range(number * o.agg_iters, (number + 1) * o.agg_iters):
+                self._call(start, call)
             if o.agg_iters > 1:
                 carrier.aggregate(False)
+            if o.per_iter_timing:
+                carrier.mark()
 
         launches = max(o.cudagraph, 1)
         only = 0.0
         if o.cudagraph:
 
             def record() -> None:
-                for _ in range(o.iters):
-                    iteration()
+                for number in range(o.iters):
+                    iteration(number)
 
             launch = carrier.capture(record)
             team.barrier()
@@ -123,12 +137,12 @@ class Clock:
                 launch()
         else:
             begin = time.perf_counter()
-            for _ in range(o.iters):
+            for number in range(o.iters):
                 if o.blocking != 3:
-                    iteration()
+                    iteration(number)
                     continue
                 before = time.perf_counter()
-                iteration()
+                iteration(number)
                 carrier.wait()
                 only += time.perf_counter() - before
                 team.barrier()
@@ -139,12 +153,17 @@ class Clock:
         seconds = team.average(seconds, o.average)
         item = TYPES[kind]
         algbw, busbw = self.collective.bandwidth(shape.count, item, self.ranks, seconds)
+        times: list[float] = []
+        if o.per_iter_timing:
+            threads = team.gather([t / o.agg_iters for t in carrier.between()])
+            times = [max(each) for each in zip(*threads, strict=True)]
         wrong = self._check(start, shape, kind, op, root, in_place)
-        return Side(cpu if o.report_cputime else seconds, algbw, busbw, wrong)
+        shown = cpu if o.report_cputime else seconds
+        return Side(shown, algbw, busbw, wrong, tuple(times))
 
     def _check(
         self,
-        start: Callable[[], None],
+        start: Callable[[int], None],
         shape: Shape,
         kind: str,
         op: str,
@@ -161,9 +180,9 @@ class Clock:
             carrier.fill(*what)
             self.team.barrier()
             if o.cudagraph:
-                carrier.capture(start)()
+                carrier.capture(lambda: start(0))()
             else:
-                start()
+                start(0)
             carrier.wait()
             total = sum(self.team.gather(carrier.wrong(*what)))
             if total:

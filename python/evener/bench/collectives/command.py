@@ -9,8 +9,23 @@ import click
 
 from evener.bench.collectives.names import NAMES
 from evener.bench.collectives.options import OPERATIONS, TYPES, Options, size
+from evener.errors import UsageError
 
 _CHOICE = click.IntRange(0, 1)
+_REFUSED = {
+    ("-D", "--device_implementation"): "kernels of nccl-tests' own on NCCL's device interface",
+    ("-V", "--device_cta_count"): "it belongs to -D",
+    ("-x", "--cta_policy"): "it is an argument of communicators; NCCL_CTA_POLICY sets it too",
+}
+
+
+def _refuse(_: click.Context, option: click.Parameter, value: str | None) -> None:
+    """An option of nccl-tests that is known and not there: said, never ignored."""
+    if value is not None:
+        names = (option.opts[0], option.opts[1])
+        raise UsageError(f"{names[0]} is not there: {_REFUSED[names]}", f"leave {names[0]} out")
+
+
 _OPTIONS = (
     click.option("-t", "--nthreads", type=click.IntRange(min=1), default=1, help="Threads."),
     click.option("-g", "--ngpus", type=click.IntRange(min=1), default=1, help="GPUs a thread."),
@@ -38,7 +53,14 @@ _OPTIONS = (
         default=1,
         help="Cycles over all sizes; 0 for ever.",
     ),
-    click.option("-p", "--parallel_init", "--parallel-init", type=_CHOICE, default=0),
+    click.option(
+        "-p",
+        "--parallel_init",
+        "--parallel-init",
+        type=_CHOICE,
+        default=0,
+        help="Threads (-t) make their communicators side by side.",
+    ),
     click.option("-c", "--check", type=click.IntRange(min=0), default=1, help="Checks a size."),
     click.option("-o", "--op", type=click.Choice((*OPERATIONS, "all")), default="sum"),
     click.option("-d", "--datatype", type=click.Choice((*TYPES, "all")), default="float"),
@@ -66,12 +88,62 @@ _OPTIONS = (
         help="Time of 0 rank 0, 1 mean, 2 least, 3 largest.",
     ),
     click.option(
-        "-R", "--local_register", "--local-register", type=_CHOICE, default=0, help="Register."
+        "-R",
+        "--local_register",
+        "--local-register",
+        type=click.IntRange(0, 2),
+        default=0,
+        help="Register buffers: 1 local, 2 symmetric windows (NCCL 2.27).",
     ),
     click.option(
         "-u", "--unalign", type=click.IntRange(0, 15), default=0, help="First element of buffers."
     ),
+    click.option(
+        "-I",
+        "--per_iter_timing",
+        "--per-iter-timing",
+        type=_CHOICE,
+        default=0,
+        help="Time each iteration by events: least, most, 99th of 100, variation.",
+    ),
+    click.option(
+        "-K",
+        "--per_iter_skip",
+        "--per-iter-skip",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Leave the first of -I's iterations out of its figures.",
+    ),
+    click.option("-M", "--memory", type=_CHOICE, default=0, help="Report GPU memory."),
     click.option("--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto"),
+    click.option(
+        "--algo",
+        default="",
+        metavar="NAME,...",
+        help="Also time Evener's own all-reduce: flat, 2d, each with a wire: 2d+bf16.",
+    ),
+    click.option(
+        "--sweep",
+        multiple=True,
+        metavar="NAME=VALUE,...",
+        help="Run once for each combination of these variables' values, say which is best and "
+        "why; `default` tries what helps most often. Repeatable.",
+    ),
+    click.option(
+        "--through",
+        default="",
+        metavar="COMMAND",
+        help="Starts each run of a sweep: 'evener launch -np 4 -H a:2,b:2'.",
+    ),
+    click.option(
+        "--rounds",
+        type=click.IntRange(min=1),
+        help="Rounds of a sweep (2): between two, chance shows.",
+    ),
+    *(
+        click.option(*names, hidden=True, expose_value=False, callback=_refuse)
+        for names in _REFUSED
+    ),
 )
 
 
@@ -79,6 +151,16 @@ def _command(name: str) -> click.Command:
     def call(**given: Any) -> None:
         from evener.bench.collectives.run import run
 
+        sweep, through, rounds = (given.pop(one) for one in ("sweep", "through", "rounds"))
+        if sweep:
+            from evener.bench.collectives.sweep import run_sweep
+
+            run_sweep(name, sweep, through, rounds or 2, sys.argv[1:], given["output_file"])
+            return
+        if through or rounds:
+            flag = "--through" if through else "--rounds"
+            raise UsageError(f"{flag} is for --sweep, which was not given", f"leave {flag} out")
+        given["algo"] = tuple(filter(None, given["algo"].split(",")))
         for option, flag in (("minbytes", "-b"), ("maxbytes", "-e"), ("stepbytes", "-i")):
             given[option] = size(given[option], flag)
         sys.exit(0 if run(name, Options(**given), sys.argv[1:]) else 1)

@@ -2,7 +2,11 @@
 
 One carrier drives the GPUs of one thread. Its calls are made ready once a size; inside the time
 there are only foreign calls, which release the interpreter's lock, so threads (-t) run side by
-side.
+side. Waiting asks CUDA through ctypes for the same reason: torch's query keeps the lock, and a
+thread that spins on it would hold up the launches of the others.
+
+As in nccl-tests, each call works on the next piece of the buffers, so that small messages are not
+measured out of the GPU's cache.
 """
 
 from __future__ import annotations
@@ -16,12 +20,18 @@ import torch
 
 from evener.bench.collectives.buffers import Buffers, needed
 from evener.bench.collectives.nccl import OPERATIONS, TYPES, Call, Nccl, NcclError, calls
+from evener.bench.collectives.options import TYPES as TYPE_BYTES
 from evener.bench.collectives.options import Options
 from evener.bench.collectives.shapes import Collective, Shape
 from evener.bench.collectives.values import MULTIPLIER
 from evener.errors import EvenerError
 
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
+_NOT_READY = 600  # cudaErrorNotReady
+_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+# Pieces of the buffers that calls go through in turn. Bounds what is prepared; 64 of the smallest
+# size that a cache could hold fully are more than any GPU's cache.
+_PIECES = 64
 
 
 class CudaCarrier:
@@ -34,25 +44,25 @@ class CudaCarrier:
         devices: list[int],
         first: int,
         ranks: int,
-        unique: bytes,
+        comms: list[ctypes.c_void_p],
     ) -> None:
+        """`comms`: one of `communicators` a device."""
         self.options, self.nccl, self.devices, self.ranks = options, nccl, devices, ranks
-        self.first = first
-        self.comms: list[ctypes.c_void_p] = []
-        self.check(nccl.ncclGroupStart(), "ncclGroupStart")
-        for number, device in enumerate(devices):
-            torch.cuda.set_device(device)
-            self.comms.append(nccl.communicator(ranks, unique, first + number))
-        self.check(nccl.ncclGroupEnd(), "ncclCommInitRank")
+        self.first, self.comms = first, comms
+        self._cuda = _runtime()
         self.streams = [self._stream(device) for device in devices]
-        self.memory = [self._allocate(i, device) for i, device in enumerate(devices)]
+        self._handles = [ctypes.c_void_p(stream.cuda_stream) for stream in self.streams]
+        self._pointers: list[ctypes.c_void_p] = []  # of ncclMemAlloc
+        self.memory = [self._allocate(device) for device in devices]
+        self._registered: list[ctypes.c_void_p] = []
+        self._register()
         self.buffers = [
             Buffers(*memory, first + i, ranks, options.unalign)
             for i, memory in enumerate(self.memory)
         ]
         self._scaled: dict[tuple[int, str], int] = {}
-        self._runtime: Any = None
         self._graphs: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
+        self._marks: list[list[ctypes.c_void_p]] = []
 
     def check(self, status: int, what: str) -> None:
         """Raise NcclError unless `status` is success."""
@@ -63,7 +73,7 @@ class CudaCarrier:
             return torch.cuda.default_stream(device)
         return torch.cuda.Stream(device)
 
-    def _allocate(self, number: int, device: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(self, device: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = needed(self.options.maxbytes, self.options.unalign)
         torch.cuda.set_device(device)
         free, _ = torch.cuda.mem_get_info(device)
@@ -81,18 +91,35 @@ class CudaCarrier:
                 continue
             self.check(self.nccl.ncclMemAlloc(ctypes.byref(pointer), size), "ncclMemAlloc")
             tensor = torch.as_tensor(_Memory(pointer.value or 0, size), device=f"cuda:{device}")
+            self._pointers.append(pointer)
             tensor.zero_()
             pair.append(tensor)
-        if self.options.local_register:
-            for tensor in pair:
-                handle = ctypes.c_void_p()
-                self.check(
-                    self.nccl.ncclCommRegister(
-                        self.comms[number], tensor.data_ptr(), size, ctypes.byref(handle)
-                    ),
-                    "ncclCommRegister",
-                )
+        torch.cuda.synchronize(device)  # the collectives' streams do not wait for torch's
         return pair[0], pair[1]
+
+    def _register(self) -> None:
+        """-R 1: each buffer with its communicator; -R 2: as windows, collectively."""
+        how = self.options.local_register
+        if not how:
+            return
+        name = "ncclCommRegister" if how == 1 else "ncclCommWindowRegister"
+        function = getattr(self.nccl, name, None)
+        if function is None:
+            raise NcclError(
+                f"-R {how}: NCCL {self.nccl.version()} has no {name}",
+                "leave -R out, or update NCCL",
+            )
+        self.check(self.nccl.ncclGroupStart(), "ncclGroupStart")
+        # NCCL writes the handles when the group ends.
+        self._registered = [ctypes.c_void_p() for pair in self.memory for _ in pair]
+        handles = iter(self._registered)
+        for comm, device, pair in zip(self.comms, self.devices, self.memory, strict=True):
+            torch.cuda.set_device(device)
+            for tensor in pair:
+                where = ctypes.byref(next(handles))
+                flags = (_SYMMETRIC,) if how == 2 else ()
+                self.check(function(comm, tensor.data_ptr(), tensor.numel(), where, *flags), name)
+        self.check(self.nccl.ncclGroupEnd(), name)
 
     def _operation(self, number: int, kind: str, op: str) -> int:
         if op != "mulsum":
@@ -118,21 +145,53 @@ class CudaCarrier:
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[], None]:
+    ) -> Callable[[int], None]:
+        item = TYPE_BYTES[kind]
+        piece = max(shape.send, shape.receive) * item
+        pieces = min(self.options.maxbytes // piece, _PIECES) if piece else 1
+        prepared = [
+            self._prepare(collective, shape, kind, op, root, in_place, number * piece)
+            for number in range(max(pieces, 1))
+        ]
+        count = len(prepared)
+        begin, end = self.nccl.ncclGroupStart, self.nccl.ncclGroupEnd
+        if len(prepared[0]) == 1 and len(prepared[0][0]) == 1:
+
+            def one(number: int) -> None:
+                function, arguments = prepared[number % count][0][0]
+                if status := function(*arguments):
+                    self.check(status, collective.name)
+
+            return one
+
+        def many(number: int) -> None:
+            for step in prepared[number % count]:
+                status = begin()
+                for function, arguments in step:
+                    status = function(*arguments) or status
+                status = end() or status
+                if status:
+                    self.check(status, collective.name)
+
+        return many
+
+    def _prepare(
+        self, collective: Collective, shape: Shape, kind: str, op: str, root: int,
+        in_place: bool, shift: int,
+    ) -> list[list[Call]]:  # fmt: skip
+        """The groups of calls on the piece that begins `shift` bytes into the buffers."""
         ranks: list[list[list[Call]]] = []
         for number, buffers in enumerate(self.buffers):
-            send, receive = (
-                buffers.send(shape, kind, in_place),
-                buffers.receive(shape, kind, in_place),
-            )
+            send = buffers.send(shape, kind, in_place).data_ptr() + shift
+            receive = buffers.receive(shape, kind, in_place).data_ptr() + shift
             ranks.append(
                 calls(
                     self.nccl,
                     collective.name,
-                    send.data_ptr(),
-                    receive.data_ptr(),
+                    send,
+                    receive,
                     shape.count,
-                    send.element_size(),
+                    TYPE_BYTES[kind],
                     TYPES[kind],
                     self._operation(number, kind, op),
                     root,
@@ -143,27 +202,7 @@ class CudaCarrier:
                 )
             )
         # One group over all GPUs of the thread, step by step: rank by rank would wait for itself.
-        steps = [[call for rank in ranks for call in rank[i]] for i in range(len(ranks[0]))]
-        begin, end = self.nccl.ncclGroupStart, self.nccl.ncclGroupEnd
-        if len(steps) == 1 and len(steps[0]) == 1:
-            function, arguments = steps[0][0]
-
-            def one() -> None:
-                if status := function(*arguments):
-                    self.check(status, collective.name)
-
-            return one
-
-        def many() -> None:
-            for step in steps:
-                status = begin()
-                for function, arguments in step:
-                    status = function(*arguments) or status
-                status = end() or status
-                if status:
-                    self.check(status, collective.name)
-
-        return many
+        return [[call for rank in ranks for call in rank[i]] for i in range(len(ranks[0]))]
 
     def aggregate(self, begin: bool) -> None:
         """A group of calls: NCCL launches them together."""
@@ -173,11 +212,12 @@ class CudaCarrier:
 
     def wait(self) -> None:
         """Ask the streams in turn, as nccl-tests does, and NCCL for errors of other ranks."""
-        left = list(range(len(self.streams)))
+        left = list(range(len(self._handles)))
+        query = self._cuda.cudaStreamQuery
         limit = time.monotonic() + self.options.timeout if self.options.timeout else None
         asked = 0
         while left:
-            left = [i for i in left if not self.streams[i].query()]
+            left = [i for i in left if self._busy(query(self._handles[i]), i)]
             asked += 1
             if left and asked % 256 == 0:
                 self._look(left[0])
@@ -186,6 +226,11 @@ class CudaCarrier:
                         f"-T {self.options.timeout}: rank {self.first + left[0]} is not done",
                         "look at the other ranks; NCCL_DEBUG=INFO shows who is connected",
                     )
+
+    def _busy(self, status: int, number: int) -> bool:
+        if status not in (0, _NOT_READY):
+            _cuda_check(status, f"finish the work of rank {self.first + number}")
+        return status == _NOT_READY
 
     def _look(self, number: int) -> None:
         status = ctypes.c_int()
@@ -196,63 +241,79 @@ class CudaCarrier:
         if status.value not in (0, 7):  # ncclInProgress
             self.check(status.value, f"rank {self.first + number}")
 
+    # --- single iterations (-I) ---
+
+    def mark(self) -> None:
+        events = []
+        for device, handle in zip(self.devices, self._handles, strict=True):
+            torch.cuda.set_device(device)
+            event = ctypes.c_void_p()
+            _cuda_check(self._cuda.cudaEventCreate(ctypes.byref(event)), "create an event")
+            _cuda_check(self._cuda.cudaEventRecord(event, handle), "record an event")
+            events.append(event)
+        self._marks.append(events)
+
+    def between(self) -> list[float]:
+        seconds = []
+        for begin, end in zip(self._marks[::2], self._marks[1::2], strict=True):
+            each = []
+            for device, first, last in zip(self.devices, begin, end, strict=True):
+                torch.cuda.set_device(device)
+                passed = ctypes.c_float()
+                status = self._cuda.cudaEventElapsedTime(ctypes.byref(passed), first, last)
+                _cuda_check(status, "read an event's time")
+                each.append(passed.value / 1e3)
+                for event in (first, last):
+                    self._cuda.cudaEventDestroy(event)
+            seconds.append(max(each))
+        self._marks = []
+        return seconds
+
     # --- graphs ---
 
     def capture(self, record: Callable[[], None]) -> Callable[[], None]:
-        runtime = self._cuda()
-        for graph, executable in self._graphs:
-            runtime.cudaGraphExecDestroy(executable)
-            runtime.cudaGraphDestroy(graph)
-        self._graphs = []
-        streams = [ctypes.c_void_p(stream.cuda_stream) for stream in self.streams]
-        for device, stream in zip(self.devices, streams, strict=True):
+        cuda = self._cuda
+        self._forget_graphs()
+        for device, stream in zip(self.devices, self._handles, strict=True):
             torch.cuda.set_device(device)
-            self._cuda_check(runtime.cudaStreamBeginCapture(stream, _THREAD_LOCAL), "begin capture")
+            _cuda_check(cuda.cudaStreamBeginCapture(stream, _THREAD_LOCAL), "begin capture")
         record()
-        for device, stream in zip(self.devices, streams, strict=True):
+        graphs = []
+        for device, stream in zip(self.devices, self._handles, strict=True):
             torch.cuda.set_device(device)
-            graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
-            self._cuda_check(
-                runtime.cudaStreamEndCapture(stream, ctypes.byref(graph)), "end capture"
+            graph = ctypes.c_void_p()
+            _cuda_check(cuda.cudaStreamEndCapture(stream, ctypes.byref(graph)), "end capture")
+            graphs.append(graph)
+        # Not before every capture has ended: while this thread captures on one GPU, CUDA refuses
+        # it what making a graph runnable needs on another.
+        for device, graph in zip(self.devices, graphs, strict=True):
+            torch.cuda.set_device(device)
+            executable = ctypes.c_void_p()
+            status = cuda.cudaGraphInstantiateWithFlags(
+                ctypes.byref(executable), graph, ctypes.c_ulonglong(0)
             )
-            self._cuda_check(
-                runtime.cudaGraphInstantiateWithFlags(
-                    ctypes.byref(executable), graph, ctypes.c_ulonglong(0)
-                ),
-                "instantiate graph",
-            )
+            _cuda_check(status, "instantiate graph")
             self._graphs.append((graph, executable))
         launches = [
-            (executable, s) for (_, executable), s in zip(self._graphs, streams, strict=True)
+            (ctypes.c_int(device), executable, stream)
+            for device, (_, executable), stream in zip(
+                self.devices, self._graphs, self._handles, strict=True
+            )
         ]
 
         def launch() -> None:
-            for executable, stream in launches:
-                if status := runtime.cudaGraphLaunch(executable, stream):
-                    self._cuda_check(status, "launch graph")
+            for device, executable, stream in launches:
+                status = cuda.cudaSetDevice(device) or cuda.cudaGraphLaunch(executable, stream)
+                if status:
+                    _cuda_check(status, "launch graph")
 
         return launch
 
-    def _cuda(self) -> Any:
-        if self._runtime is None:
-            major = (torch.version.cuda or "0").split(".")[0]
-            try:
-                self._runtime = ctypes.CDLL(f"libcudart.so.{major}")
-            except OSError as error:
-                raise NcclError(
-                    f"-G needs libcudart.so.{major}: {error}", "install the CUDA runtime"
-                ) from None
-            for name in ("cudaGraphLaunch", "cudaStreamBeginCapture"):
-                getattr(self._runtime, name).argtypes = [
-                    ctypes.c_void_p,
-                    ctypes.c_void_p if name == "cudaGraphLaunch" else ctypes.c_int,
-                ]
-        return self._runtime
-
-    @staticmethod
-    def _cuda_check(status: int, what: str) -> None:
-        if status:
-            raise EvenerError(f"CUDA could not {what}: error {status}", "leave -G out")
+    def _forget_graphs(self) -> None:
+        for graph, executable in self._graphs:
+            self._cuda.cudaGraphExecDestroy(executable)
+            self._cuda.cudaGraphDestroy(graph)
+        self._graphs = []
 
     # --- checking ---
 
@@ -276,12 +337,55 @@ class CudaCarrier:
         return total
 
     def close(self) -> None:
-        """Destroy graphs and communicators."""
-        for graph, executable in self._graphs:
-            self._cuda().cudaGraphExecDestroy(executable)
-            self._cuda().cudaGraphDestroy(graph)
+        """Destroy graphs and communicators, give memory back. The carrier is of no use after."""
+        self._forget_graphs()
+        name = (
+            "ncclCommDeregister" if self.options.local_register == 1 else "ncclCommWindowDeregister"
+        )
+        owners = [comm for comm in self.comms for _ in range(2)]
+        for comm, handle in zip(owners, self._registered, strict=False):
+            self.check(getattr(self.nccl, name)(comm, handle), name)
         for comm in self.comms:
-            self.nccl.ncclCommDestroy(comm)
+            self.check(self.nccl.ncclCommDestroy(comm), "ncclCommDestroy")
+        self.buffers, self.memory = [], []
+        for pointer in self._pointers:
+            self.check(self.nccl.ncclMemFree(pointer), "ncclMemFree")
+        self._pointers = []
+
+
+def communicators(
+    nccl: Nccl, devices: list[int], first: int, ranks: int, unique: bytes
+) -> list[ctypes.c_void_p]:
+    """Communicators of ranks `first`, `first` + 1, ... on these devices, in one group."""
+    nccl.check(nccl.ncclGroupStart(), "ncclGroupStart")
+    comms = []
+    for number, device in enumerate(devices):
+        torch.cuda.set_device(device)
+        comms.append(nccl.communicator(ranks, unique, first + number))
+    nccl.check(nccl.ncclGroupEnd(), "ncclCommInitRank")
+    return comms
+
+
+def _runtime() -> Any:
+    """The CUDA runtime that torch loaded."""
+    major = (torch.version.cuda or "0").split(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}")
+    except OSError as error:
+        raise NcclError(
+            f"libcudart.so.{major} cannot be loaded: {error}", "install torch with CUDA"
+        ) from None
+
+
+def _cuda_check(status: int, what: str) -> None:
+    if status:
+        text = _runtime().cudaGetErrorString
+        text.restype = ctypes.c_char_p
+        name = (text(status) or b"").decode("utf-8", "replace")
+        raise EvenerError(
+            f"CUDA could not {what}: {name} ({status})",
+            "run again without -G, -m and -I to see which of them it is",
+        )
 
 
 class _Memory:

@@ -6,6 +6,7 @@ are of the network and of Gloo, and no bound for what GPUs would do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,23 +37,31 @@ class GlooCarrier:
             raise MemoryError(f"two buffers of {size} bytes: {error}") from None
         self.buffers = Buffers(send, receive, rank, ranks, options.unalign)
         self.rank, self.ranks = rank, ranks
+        self._marks: list[float] = []
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[], None]:
+    ) -> Callable[[int], None]:
         send = self.buffers.send(shape, kind, in_place)
         receive = self.buffers.receive(shape, kind, in_place)
         if self.ranks == 1 or not shape.count:
-            return (lambda: None) if in_place else (lambda: _copy(receive, send))
+            return (lambda _: None) if in_place else (lambda _: _copy(receive, send))
         function: Any = getattr(self, f"_{collective.name}")
         prepared: Callable[[], None] = function(send, receive, shape.count, op, root, in_place)
-        return prepared
+        return lambda _: prepared()
 
     def aggregate(self, begin: bool) -> None:
         """Gloo has no groups: calls follow one another."""
 
     def wait(self) -> None:
         """Calls return when they are done."""
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def between(self) -> list[float]:
+        marks, self._marks = self._marks, []
+        return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]
 
     def capture(self, record: Callable[[], None]) -> Callable[[], None]:
         raise NotImplementedError("options.check refuses -G on the CPU")

@@ -55,6 +55,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclMemFree": [_P],
     "ncclCommRegister": [_P, _P, _S, _P],
     "ncclCommDeregister": [_P, _P],
+    "ncclCommWindowRegister": [_P, _P, _S, _P, _I],
+    "ncclCommWindowDeregister": [_P, _P],
     "ncclRedOpCreatePreMulSum": [_P, _P, _I, _I, _P],
     "ncclAllReduce": [_P, _P, _S, _I, _I, _P, _P],
     "ncclReduceScatter": [_P, _P, _S, _I, _I, _P, _P],

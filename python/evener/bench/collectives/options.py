@@ -58,6 +58,11 @@ class Options:
     average: int = 1
     local_register: int = 0
     unalign: int = 0
+    memory: int = 0
+    per_iter_timing: int = 0
+    per_iter_skip: int = 0
+    algo: tuple[str, ...] = ()
+    """Evener's own algorithms to measure beside the library's: see `algorithms`."""
     device: str = "auto"
 
     def sizes(self) -> Iterator[int]:
@@ -118,13 +123,28 @@ def check(options: Options, collective: Collective, device: str, ranks: int) -> 
         refuse(f"-r {o.root}: there are ranks 0 to {ranks - 1}", "name one of them, or -1 for all")
     if collective.name == "hypercube" and ranks & (ranks - 1):
         refuse(f"hypercube needs a power of two, not {ranks} ranks", "start 2, 4, 8, ... ranks")
-    if o.blocking == 3 and o.cudagraph:
-        refuse("-z 3 cannot wait inside a graph (-G)", "leave one of them out")
+    if o.blocking and o.cudagraph:
+        refuse(f"-z {o.blocking} cannot wait inside a graph (-G)", "leave one of them out")
+    if o.stream_null and o.cudagraph:
+        refuse("-y 1: CUDA captures no graph (-G) on the null stream", "leave one of them out")
+    if o.per_iter_timing and o.cudagraph:
+        refuse("-I 1 cannot time iterations inside a graph (-G)", "leave one of them out")
+    if o.per_iter_skip and not o.per_iter_timing:
+        refuse(f"-K {o.per_iter_skip} leaves out samples of -I, which is off", "give -I 1 too")
+    if o.per_iter_skip >= o.iters:
+        refuse(f"-K {o.per_iter_skip} leaves none of {o.iters} iterations", "give less than -n")
     if device == "cpu":
         if o.cudagraph:
             refuse(f"-G {o.cudagraph}: there are no CUDA graphs on the CPU", "leave -G out")
-        if o.local_register:
-            refuse(f"-R {o.local_register} is for GPUs", "leave -R out")
+        for flag, value, why in (
+            ("-R", o.local_register, "is for GPUs"),
+            ("-y", o.stream_null, "there are no streams on the CPU"),
+            ("-M", o.memory, "tells the memory of GPUs"),
+            ("-p", o.parallel_init, "on the CPU every rank is a process, and starts by itself"),
+            ("-T", o.timeout, "Gloo has a limit of its own: EVENER_TIMEOUT"),
+        ):
+            if value:
+                refuse(f"{flag} {value}: {why}", f"leave {flag} out")
         if o.datatype not in (*GLOO_TYPES, "all"):
             refuse(f"-d {o.datatype}: Gloo has {', '.join(GLOO_TYPES)}", "take one of them")
         if collective.reduces and o.op not in (*GLOO_OPERATIONS, "all"):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, TextIO
 
 from evener import __version__
@@ -63,6 +64,8 @@ class Side:
     algbw: float
     busbw: float
     wrong: int | None
+    iterations: tuple[float, ...] = ()
+    """Seconds of each iteration (-I)."""
 
     def text(self) -> str:
         wrong = "N/A" if self.wrong is None else f"{float(self.wrong):6g}"
@@ -70,6 +73,39 @@ class Side:
             f"  {number(self.seconds * 1e6, 7):>7}  {number(self.algbw, 6):>6}  "
             f"{number(self.busbw, 6):>6}  {wrong:>6}"
         )
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """What -I says of the single iterations, microseconds. `cv_pct`: deviation in % of the mean."""
+
+    skipped_iterations: int
+    min_us: float
+    max_us: float
+    avg_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    stdev_us: float
+    cv_pct: float
+
+    @classmethod
+    def of(cls, seconds: tuple[float, ...], skip: int) -> Iterations:
+        """The figures over all but the first `skip`. Percentiles by the nearest rank."""
+        times = sorted(t * 1e6 for t in seconds[skip:])
+
+        def part(share: int) -> float:
+            return times[max(0, -(-share * len(times) // 100) - 1)]
+
+        mean, deviation = fmean(times), pstdev(times)
+        return cls(
+            skip, times[0], times[-1], mean, part(50), part(95), part(99), deviation,
+            deviation / mean * 100 if mean else 0.0,
+        )  # fmt: skip
+
+    def text(self) -> str:
+        shown = (self.min_us, self.max_us, self.p99_us, self.cv_pct)
+        return "".join(f"  {number(value, 7):>7}" for value in shown)
 
 
 @dataclass
@@ -87,6 +123,10 @@ class Report:
     started: str = field(default_factory=lambda: _now())
     bandwidths: list[float] = field(default_factory=list)
     failures: int = 0
+    algorithms: list[dict[str, Any]] = field(default_factory=list)
+    """--algo: a row an algorithm and size."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """-M: bytes on the GPU that uses most, by what they are for."""
 
     def put(self, text: str, end: str = "\n") -> None:
         """Text to the table, at once: each number is seen when it is measured."""
@@ -113,12 +153,16 @@ class Report:
         stamp = f" {'':>20}" if o.report_timestamps else ""
         left = f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}"
         self.put(f"{left}           out-of-place                       in-place          ")
+        each = "".join(f"  {word:>7}" for word in ("min", "max", "p99", "cv"))
         side = f"  {'time':>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
+        side += each if o.per_iter_timing else ""
         self.put(
             f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}{side}{side}"
             + (f" {'timestamp':>20}" if stamp else "")
         )
         side = f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>6}"
+        each = "".join(f"  {word:>7}" for word in ("(us)", "(us)", "(us)", "(%)"))
+        side += each if o.per_iter_timing else ""
         self.put(f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}{side}{side}{stamp}")
 
     def row(self, size: int, count: int, kind: str, op: str, root: int) -> None:
@@ -138,6 +182,13 @@ class Report:
             "bus_bw": side.busbw,
             "nwrong": None if side.wrong is None else float(side.wrong),
         }
+        if side.iterations:
+            figures = Iterations.of(side.iterations, self.options.per_iter_skip)
+            self.put(figures.text(), end="")
+            self.results[-1][f"{'in_place' if in_place else 'out_of_place'}_per_iter"] = {
+                **asdict(figures),
+                "times_us": [t * 1e6 for t in side.iterations],
+            }
         if in_place:
             self.put(f"  {_now():>19}" if self.options.report_timestamps else "")
 
@@ -153,6 +204,11 @@ class Report:
         state = "FAILED" if self.failures else "OK"
         self.put(f"# {'Out of bounds values':<20} : {self.failures} {state}")
         self.put(f"# {'Avg bus bandwidth':<20} : {self.mean:g} {verdict}")
+        if self.memory:
+            parts = " | ".join(
+                f"{name} {size / 2**20:.1f} MB" for name, size in self.memory.items()
+            )
+            self.put(f"# {'GPU memory usage':<20} : {parts}")
         self.put("#")
         self.put(f"# Collective test concluded: {self.collective}_perf")
         if self.writes and self.options.output_file:
@@ -194,11 +250,13 @@ class Report:
                 ],
             },
             "results": self.results,
+            **({"algorithms": self.algorithms} if self.algorithms else {}),
             "out_of_bounds": {"count": self.failures, "okay": not self.failures},
             "average_bus_bandwidth": {
                 "bandwidth": self.mean,
                 "okay": "unchecked" if least is None else not slow,
             },
+            **({"gpu_memory": self.memory} if self.memory else {}),
             "errors": [],
             "end_time": _now(),
         }

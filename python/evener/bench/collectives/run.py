@@ -9,6 +9,7 @@ import threading
 import traceback
 from typing import Any
 
+from evener.bench.collectives import algorithms
 from evener.bench.collectives import options as rules
 from evener.bench.collectives.clock import Clock
 from evener.bench.collectives.options import Options
@@ -33,6 +34,7 @@ def run(name: str, options: Options, arguments: list[str]) -> bool:
     per_process = options.nthreads * options.ngpus
     ranks = processes.size * per_process
     rules.check(options, collective, device, ranks)
+    algorithms.check(options, collective, device, per_process)
     if device == "cpu":
         if per_process > 1 and processes.size > 1:
             raise UsageError(
@@ -71,6 +73,8 @@ def _cpu(
     carrier = GlooCarrier(options, processes.rank, processes.size)
     team = Team(processes, 1, 0, Shared(1))
     _rows(Clock(carrier, team, options, collective, processes.size, report), options, "cpu")
+    if options.algo:
+        algorithms.run(options, processes, report, torch.device("cpu"))
     return report.foot(least)
 
 
@@ -146,7 +150,7 @@ def _gpu(
 ) -> bool:
     import torch
 
-    from evener.bench.collectives.cuda import CudaCarrier
+    from evener.bench.collectives.cuda import CudaCarrier, communicators
     from evener.bench.collectives.nccl import Nccl
 
     nccl = Nccl()
@@ -173,15 +177,22 @@ def _gpu(
     report = Report(options, collective.name, nccl.version(), processes.rank == 0, arguments)
     report.head(devices)
     failures: list[BaseException] = []
+    gpus = [base + i for i in range(per_process)]
+    memory = _Memory(gpus)
+    comms = [] if options.parallel_init else communicators(nccl, gpus, begin, ranks, unique)
 
     def work(thread: int) -> None:
         try:
-            offset = thread * options.ngpus
-            gpus = [base + offset + i for i in range(options.ngpus)]
-            carrier = CudaCarrier(options, nccl, gpus, begin + offset, ranks, unique)
+            part = slice(thread * options.ngpus, (thread + 1) * options.ngpus)
+            mine, first = gpus[part], begin + part.start
+            own_comms = comms[part] or communicators(nccl, mine, first, ranks, unique)
             team = Team(processes, options.nthreads, thread, shared)
+            memory.stage(team, "communicators")
+            carrier = CudaCarrier(options, nccl, mine, first, ranks, own_comms)
+            memory.stage(team, "buffers")
             own = report if thread == 0 else Report(options, collective.name, 0, False, [])
             _rows(Clock(carrier, team, options, collective, ranks, own), options, "cuda")
+            memory.stage(team, "first use")
             carrier.close()
         except BaseException as error:  # noqa: BLE001 - raised again by the main thread
             failures.append(error)
@@ -200,7 +211,42 @@ def _gpu(
         raise first_error
     for thread in threads:
         thread.join()
+    if options.memory:
+        report.memory = memory.most(processes)
+    if options.algo:
+        algorithms.run(options, processes, report, torch.device("cuda", base))
     return report.foot(least)
+
+
+class _Memory:
+    """What -M reports: how much the use of this process's GPUs grew in each stage."""
+
+    def __init__(self, gpus: list[int]) -> None:
+        self.gpus = gpus
+        self.last = self._used()
+        self.stages: dict[str, list[int]] = {}
+
+    def _used(self) -> list[int]:
+        import torch
+
+        pairs = [torch.cuda.mem_get_info(gpu) for gpu in self.gpus]
+        return [total - free for free, total in pairs]
+
+    def stage(self, team: Team, name: str) -> None:
+        """A stage ends, on all threads of all processes."""
+        team.barrier()
+        if team.thread == 0:
+            now = self._used()
+            self.stages[name] = [b - a for a, b in zip(self.last, now, strict=True)]
+            self.last = now
+        team.barrier()
+
+    def most(self, processes: Processes) -> dict[str, int]:
+        """Each stage's bytes on the GPU where the whole is largest."""
+        totals = [sum(each) for each in zip(*self.stages.values(), strict=True)]
+        worst = totals.index(max(totals))
+        mine = {name: each[worst] for name, each in self.stages.items()}
+        return max(processes.gather(mine), key=lambda one: sum(one.values()))
 
 
 def _gpu_name(device: int) -> tuple[str, str]:

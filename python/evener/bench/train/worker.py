@@ -32,6 +32,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from evener.bench.train import guard, models, nccl, wrap
 from evener.bench.train.columns import Column
 from evener.bench.train.plan import Options
+from evener.settings import LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -80,6 +81,9 @@ def execute(task: Task, options: Options, column: Column, report: Report) -> Non
 
 
 def _enter_group(task: Task, column: Column) -> None:
+    # These would overrule the column.
+    for setting in (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO):
+        os.environ.pop(setting.name, None)
     os.environ.update(
         RANK=str(task.rank),
         WORLD_SIZE=str(task.world),
@@ -195,6 +199,7 @@ class _Run:
                 p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
             ),
             "device": self.device.type,
+            "plan": self._planned(),
         }
         self._phase("check")
         done["phases_s"] = self.phases
@@ -217,7 +222,7 @@ class _Run:
             self.images = self.images.contiguous(memory_format=torch.channels_last)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=options.lr)
-        self.model = wrap.wrap(model, self.device, self.column, options)
+        self.model = wrap.wrap(model, self.optimizer, self.device, self.column, options)
         self.model.train()
         self.criterion = nn.CrossEntropyLoss()
         self.loss = torch.zeros((), device=self.device)
@@ -250,6 +255,10 @@ class _Run:
             if now - told > _PROGRESS_EVERY:
                 told = now
                 self.report({"phase": "measure", "step": step + 1, "steps": steps})
+        # What the last step has left for the next forward belongs to it.
+        if steps and (left := getattr(self.model, "evener_steps", None)) is not None:
+            left.finish("")
+            marks[-1] = self._mark(gpu)
         if gpu:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
@@ -314,6 +323,13 @@ class _Run:
             raw = parameter.detach().contiguous().view(-1).view(torch.uint8)
             digest.update(raw.cpu().numpy().data)
         return digest.hexdigest()
+
+    def _planned(self) -> dict[str, Any] | None:
+        """What Evener's planner decided and expected, where this column has one."""
+        planner = getattr(getattr(self.model, "evener_steps", None), "planner", None)
+        if planner is None or planner.decision is None or self.task.rank:
+            return None
+        return {**planner.decision.to_json(), "costs": planner.costs.to_json()}
 
     def _phase(self, name: str) -> None:
         now = time.perf_counter()

@@ -13,51 +13,55 @@ if TYPE_CHECKING:
     from evener.bench.train.columns import Column
     from evener.bench.train.plan import Options
 
-    Wrapper = Callable[[nn.Module, torch.device, Column, Options], nn.Module]
+    Wrapper = Callable[[nn.Module, torch.optim.Optimizer, torch.device, Column, Options], nn.Module]
 
 
 def wrap(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     device: torch.device,
     column: Column,
     options: Options,
 ) -> nn.Module:
     """The model as the column trains it; the default process group exists (but for "none")."""
-    return WRAPPERS[column.wrap](model, device, column, options)
+    return WRAPPERS[column.wrap](model, optimizer, device, column, options)
 
 
 def _none(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     device: torch.device,
     column: Column,
     options: Options,
 ) -> nn.Module:
-    del device, column, options
+    del optimizer, device, column, options
     return model
 
 
 def _ddp(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     device: torch.device,
     column: Column,
     options: Options,
 ) -> DistributedDataParallel:
     from torch.nn.parallel import DistributedDataParallel
 
-    del column, options
+    del optimizer, column, options
     return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
 
 def _hook(name: str) -> Wrapper:
     def apply(
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         device: torch.device,
         column: Column,
         options: Options,
     ) -> nn.Module:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        wrapped = _ddp(model, device, column, options)
+        wrapped = _ddp(model, optimizer, device, column, options)
         wrapped.register_comm_hook(None, getattr(default_hooks, name))
         return wrapped
 
@@ -66,13 +70,14 @@ def _hook(name: str) -> Wrapper:
 
 def _powersgd(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     device: torch.device,
     column: Column,
     options: Options,
 ) -> nn.Module:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-    wrapped = _ddp(model, device, column, options)
+    wrapped = _ddp(model, optimizer, device, column, options)
     # Error feedback needs plain steps first; two is the least that it takes.
     state = powersgd.PowerSGDState(
         None, matrix_approximation_rank=int(column.options["rank"]), start_powerSGD_iter=2
@@ -83,17 +88,18 @@ def _powersgd(
 
 def _evener(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     device: torch.device,
     column: Column,
     options: Options,
 ) -> nn.Module:
     from evener.ddp import accelerate
 
-    wrapped = _ddp(model, device, column, options)
+    wrapped = _ddp(model, optimizer, device, column, options)
     given: dict[str, Any] = dict(column.options)
-    if given.get("wire") == "topk":
-        given["ratio"] = options.topk_ratio
-    return accelerate(wrapped, **given)
+    given["ratio"] = options.topk_ratio
+    overlapped = optimizer if given.pop("overlap", False) else None
+    return accelerate(wrapped, overlapped, **given)
 
 
 WRAPPERS: dict[str, Wrapper] = {

@@ -12,6 +12,17 @@ class HorovodInternalError(EvenerError, RuntimeError):
     """
 
 
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - upstream's name
+    """Hosts were added to an elastic job, or removed. Raised by `State.commit` on every rank.
+
+    skip_sync: only removed, so that all who go on have the state.
+    """
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
+
+
 class NotInitializedError(EvenerError, ValueError):
     """An operation came before `hvd.init()` or after `hvd.shutdown()`. A ValueError."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from evener.horovod.common.exceptions import HorovodInternalError, NotBuiltAttributeError
-from evener.horovod.torch import mpi_ops
+from evener.horovod.common.exceptions import HorovodInternalError
+from evener.horovod.torch import elastic, mpi_ops
 from evener.horovod.torch.compression import Compression
 from evener.horovod.torch.functions import (
     allgather_object,
@@ -40,6 +38,7 @@ from evener.horovod.torch.mpi_ops import (
     cross_size,
     cuda_built,
     ddl_built,
+    get_process_set_ids_and_ranks,
     global_process_set,
     gloo_built,
     gloo_enabled,
@@ -75,15 +74,7 @@ from evener.horovod.torch.mpi_ops import (
     synchronize,
 )
 from evener.horovod.torch.optimizer import DistributedOptimizer
-
-_PLANNED = ("SyncBatchNorm", "elastic")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PLANNED:
-        raise NotBuiltAttributeError(f"hvd.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+from evener.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -96,6 +87,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -119,6 +111,8 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
+    "get_process_set_ids_and_ranks",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from evener.horovod.common import pickling
 from evener.horovod.torch.mpi_ops import (
-    _check_set,
     allgather,
     broadcast_,
     broadcast_many,
     global_process_set,
     rank,
-    size,
 )
 
 
@@ -54,12 +51,14 @@ def broadcast_optimizer_state(
     """Give every rank the state and the options (learning rate, ...) of rank `root_rank`'s.
 
     The state is loaded as by `load_state_dict`; no step is taken to create it, so parameters do
-    not change. model: accepted as upstream does, not needed.
+    not change. As after upstream's, parameters of an optimizer without a state have gradients
+    afterwards, of zeros. model: tells which parameters are of sparse embeddings, and get none.
     """
-    del model
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     state = optimizer.state_dict()
+    if not state["state"]:
+        _zero_gradients(optimizer, model)
     tensors: list[torch.Tensor] = []
     skeleton = broadcast_object(
         _taken_apart(state, tensors) if rank() == root_rank else None, root_rank
@@ -71,6 +70,25 @@ def broadcast_optimizer_state(
     if rank() != root_rank:
         # The base class's: a wrapped optimizer's own would also forget gradients in flight.
         optimizer.load_state_dict(rebuilt)
+    if not state["state"]:
+        # As after upstream's: gradients are there, and zero.
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    sparse = {
+        id(module.weight)
+        for module in (model.modules() if model is not None else ())
+        if isinstance(module, torch.nn.Embedding) and module.sparse
+    }
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -113,35 +131,34 @@ def broadcast_object(
 ) -> Any:
     """Rank `root_rank`'s object on every rank; the root gets its own back, others a copy.
 
-    The object must be picklable. Only ranks of this job can send one: unpickling runs code.
+    The object must be picklable (by cloudpickle where that is installed). Only ranks of this job
+    can send one: unpickling runs code.
     """
-    _check_set(process_set)
-    base = f"{name or 'object'}"
-    name_size = None if name is None else f"{base}.size"
-    name_data = None if name is None else f"{base}.data"
-    data = _pickled(obj) if rank() == root_rank else b""
-    length = broadcast_(torch.tensor([len(data)]), root_rank, name_size)
+    root = rank() == root_rank
+    data = pickling.dumps(obj) if root else b""
+    length = broadcast_(
+        torch.tensor([len(data)]), root_rank, _named(name, "size"), process_set=process_set
+    )
     content = torch.empty(int(length.item()), dtype=torch.uint8)
-    if rank() == root_rank:
+    if root:
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    broadcast_(content, root_rank, name_data)
-    return obj if rank() == root_rank else pickle.loads(content.numpy().tobytes())
+    broadcast_(content, root_rank, _named(name, "data"), process_set=process_set)
+    return obj if root else pickling.loads(content.numpy().tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: Any = global_process_set
+) -> list[Any]:
     """All ranks' objects, in rank order. Each must be picklable."""
-    data = torch.frombuffer(bytearray(_pickled(obj)), dtype=torch.uint8)
-    sizes = allgather(torch.tensor([data.numel()]), None if name is None else f"{name}.size")
-    everything = allgather(data, None if name is None else f"{name}.data").numpy().tobytes()
+    data = torch.frombuffer(bytearray(pickling.dumps(obj)), dtype=torch.uint8)
+    sizes = allgather(torch.tensor([data.numel()]), _named(name, "size"), process_set)
+    everything = allgather(data, _named(name, "data"), process_set).numpy().tobytes()
     found, start = [], 0
     for length in sizes.tolist():
-        found.append(pickle.loads(everything[start : start + length]))
+        found.append(pickling.loads(everything[start : start + length]))
         start += length
-    assert len(found) == size()
     return found
 
 
-def _pickled(obj: Any) -> bytes:
-    out = io.BytesIO()
-    pickle.dump(obj, out)
-    return out.getvalue()
+def _named(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"

@@ -1,8 +1,14 @@
 """The operations of `horovod.torch`. (The name is upstream's: scripts import from it.)
 
 Tensors: any shape, contiguous, CPU or CUDA, the same dtype on all ranks. Integer averages truncate
-toward zero. Where Gloo has no reduction for a dtype (int16, bool) or a poor one (float16, bfloat16)
-a wider one is used on the CPU and the result rounded once.
+toward zero. Where a backend has no reduction for a dtype (int16, bool) or a poor one (float16 and
+bfloat16 of Gloo) a wider one is used and the result rounded once.
+
+A function without `async` waits and gives the result; one with it gives a handle for `poll` and
+`synchronize`; a trailing underscore means in place; `grouped` ones take a list, which is agreed on
+and done as one. Functions that make a new tensor and wait are differentiable (`gradients`). Ranks
+may submit in any order; `name` says which operations belong together, and by default the n-th of
+its kind in its process set goes with the other ranks' n-th.
 """
 
 from __future__ import annotations
@@ -14,28 +20,28 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from evener.horovod.common.exceptions import HorovodInternalError, NotBuiltError
-from evener.horovod.engine import Fields, Request
+from evener.horovod import engine as kinds
+from evener.horovod.common.exceptions import HorovodInternalError
+from evener.horovod.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    remove_process_set,
+)
+from evener.horovod.executor import Adasum, Average, Max, Min, Product, Sum
 from evener.horovod.state import STATE
+from evener.horovod.torch import start
 from evener.horovod.torch.compression import Compression, Compressor
+from evener.horovod.torch.gradients import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    ReduceScatter,
+)
 
-Average, Sum, Adasum, Min, Max, Product = range(6)
-
-_OPS = {
-    Average: dist.ReduceOp.SUM,
-    Sum: dist.ReduceOp.SUM,
-    Min: dist.ReduceOp.MIN,
-    Max: dist.ReduceOp.MAX,
-    Product: dist.ReduceOp.PRODUCT,
-}
-_OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
-
-_WIDER_ON_CPU = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.int16: torch.int32,
-    torch.bool: torch.int32,
-}
+Tensors = Sequence[torch.Tensor]
 
 
 # --- the job -------------------------------------------------------------------------------------
@@ -44,8 +50,10 @@ _WIDER_ON_CPU = {
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Find the other ranks and start. Collective; does nothing where it is done already.
 
-    comm: None or the list of all ranks; process_sets: None. Raises NotBuiltError for others,
-    RendezvousError where the ranks do not find each other, SettingError for a bad variable.
+    comm: None or the list of all ranks; NotBuiltError for others. process_sets: those that exist
+    from the start, a list of ProcessSet, the same on all ranks; or "dynamic". Raises
+    RendezvousError where the ranks do not find each other, SettingError for a bad variable,
+    ValueError for a set that cannot be.
     """
     STATE.init(comm, process_sets)
 
@@ -92,9 +100,7 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Whether all nodes have the same number of processes."""
-    ranks = STATE.ranks
-    told = _collect("is_homogeneous", STATE.engine.automatic_name("homogeneous"), ranks.local_size)
-    return len(set(told)) == 1
+    return STATE.engine.homogeneous
 
 
 def mpi_threads_supported() -> bool:
@@ -151,34 +157,28 @@ def rocm_built() -> bool:
     return torch.version.hip is not None
 
 
-class ProcessSet:
-    """The processes of an operation. Only `global_process_set` exists; others are planned."""
-
-    process_set_id: int | None = None
-
-    def __init__(self, *_args: Any) -> None:
-        raise NotBuiltError("hvd.ProcessSet")
-
-    @property
-    def ranks(self) -> list[int]:
-        """All ranks."""
-        return list(range(size()))
-
-    def rank(self) -> int:
-        """This process's place."""
-        return rank()
-
-    def size(self) -> int:
-        """The number of processes."""
-        return size()
-
-    def included(self) -> bool:
-        """Whether this process belongs to it."""
-        return True
+# --- process sets and the timeline ---------------------------------------------------------------
 
 
-global_process_set = ProcessSet.__new__(ProcessSet)
-global_process_set.process_set_id = 0
+class _Basics:
+    """What upstream's scripts and tests reach through `mpi_ops._basics`."""
+
+    _get_process_set_ids_and_ranks = staticmethod(get_process_set_ids_and_ranks)
+    rank, size = staticmethod(rank), staticmethod(size)
+    local_rank, local_size = staticmethod(local_rank), staticmethod(local_size)
+
+
+_basics = _Basics()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Rank 0 writes a timeline into `file_path` from now on (`evener.horovod.timeline`)."""
+    STATE.engine.start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the timeline's file."""
+    STATE.engine.stop_timeline()
 
 
 # --- all-reduce ----------------------------------------------------------------------------------
@@ -195,12 +195,14 @@ def allreduce_async_(
 ) -> int:
     """Start to reduce `tensor` in place over all ranks; gives a handle for poll and synchronize.
 
-    op: Average (default), Sum, Min, Max or Product. The tensor is multiplied by prescale_factor
-    before, the result by postscale_factor after. Shape and dtype must be equal on all ranks.
+    op: Average (default), Sum, Min, Max, Product or Adasum. The tensor is multiplied by
+    prescale_factor before, the result by postscale_factor after. Shape and dtype must be equal on
+    all ranks. A rank that has joined contributes zeros, and an average divides by all ranks.
     """
-    return _allreduce(
-        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    op = _op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    outputs = [tensor]
+    return start.allreduce([tensor], outputs, False, name, op, factors, process_set)
 
 
 def allreduce_async(
@@ -213,10 +215,10 @@ def allreduce_async(
     process_set: Any = global_process_set,
 ) -> int:
     """As `allreduce_async_`; the result is a new tensor, which synchronize gives."""
-    out = torch.empty_like(tensor, requires_grad=False)
-    return _allreduce(
-        tensor, out, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    op = _op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    outputs = [torch.empty_like(t, requires_grad=False) for t in [tensor]]
+    return start.allreduce([tensor], outputs, False, name, op, factors, process_set)
 
 
 def allreduce_(
@@ -229,9 +231,9 @@ def allreduce_(
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
     """Reduce `tensor` in place and give it."""
-    handle = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    op = _op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    handle = start.allreduce([tensor], [tensor], False, name, op, factors, process_set, urgent=True)
     return cast(torch.Tensor, synchronize(handle))
 
 
@@ -248,102 +250,124 @@ def allreduce(
     """The reduction of `tensor` over all ranks, as a new tensor. Differentiable."""
     op = _op(op, average)
     small, context = compression.compress(tensor)
-    reduced = _AllReduce.apply(small, name, op, prescale_factor, postscale_factor, process_set)
+    factors = (prescale_factor, postscale_factor)
+    reduced = AllReduce.apply(name, False, op, factors, process_set, small)
     return compression.decompress(reduced, context)
 
 
-class _AllReduce(torch.autograd.Function):
-    """The gradient of a reduction is the same reduction of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *arguments: Any) -> Any:
-        ctx.arguments = arguments
-        op, prescale, postscale, process_set = arguments
-        handle = allreduce_async(tensor, None, name, op, prescale, postscale, process_set)
-        return synchronize(handle)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        op, prescale, postscale, process_set = ctx.arguments
-        grad = grads[0].contiguous()
-        handle = allreduce_async(grad, None, None, op, prescale, postscale, process_set)
-        return (synchronize(handle), *[None] * 5)
-
-
-def _allreduce(
-    tensor: torch.Tensor,
-    out: torch.Tensor,
-    average: bool | None,
-    name: str | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: Any,
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
 ) -> int:
+    """Start to reduce all `tensors` in place, as one operation."""
     op = _op(op, average)
-    source, target = _check(tensor, process_set), out.detach()
-
-    def run(group: dist.ProcessGroup, told: Sequence[Fields]) -> torch.Tensor:
-        target.copy_(_reduced(source, op, prescale, postscale, len(told), group))
-        return out
-
-    agree = {
-        "tensor shape": list(tensor.shape),
-        "dtype": str(tensor.dtype),
-        "device": tensor.device.type,
-        "reduction": _OP_NAMES[op],
-        "prescale factor": prescale,
-        "postscale factor": postscale,
-    }
-    return _submit("allreduce", name, agree, {}, run, source)
+    factors = (prescale_factor, postscale_factor)
+    outputs = tensors
+    return start.allreduce(tensors, outputs, True, name, op, factors, process_set)
 
 
-def _reduced(
-    source: torch.Tensor,
-    op: int,
-    prescale: float,
-    postscale: float,
-    ranks: int,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """A new tensor, perhaps of a wider dtype than `source`."""
-    wide = _WIDER_ON_CPU.get(source.dtype, source.dtype) if not source.is_cuda else source.dtype
-    if source.is_cuda and source.dtype in (torch.int16, torch.bool):
-        wide = torch.int32
-    work = source.to(wide, copy=True, memory_format=torch.contiguous_format)
-    work = _scaled(work, prescale)
-    if work.numel():
-        dist.all_reduce(work, _OPS[op], group=group)
-    if op == Average and not work.is_floating_point() and not work.is_complex():
-        if postscale == 1.0:
-            return torch.div(work, ranks, rounding_mode="trunc")
-        return (work.double() * postscale / ranks).trunc().to(work.dtype)
-    if op == Average:
-        work.div_(ranks)
-    return _scaled(work, postscale)
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> int:
+    """Start to reduce all `tensors`, as one operation, into new ones."""
+    op = _op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
+    return start.allreduce(tensors, outputs, True, name, op, factors, process_set)
 
 
-def _scaled(work: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor == 1.0:
-        return work
-    if work.is_floating_point() or work.is_complex():
-        return work.mul_(factor)
-    return (work.double() * factor).trunc().to(work.dtype)
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce all `tensors` in place and give them."""
+    op = _op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    handle = start.allreduce(tensors, tensors, True, name, op, factors, process_set, urgent=True)
+    return cast("list[torch.Tensor]", synchronize(handle))
 
 
-def _op(op: int | None, average: bool | None) -> int:
-    if average is not None:
-        if op is not None:
-            raise ValueError("average and op were both given: op alone is enough")
-        warnings.warn("`average` is deprecated: use `op`", DeprecationWarning, stacklevel=4)
-        return Average if average else Sum
-    if op is None:
-        return Average
-    if op == Adasum:
-        raise NotBuiltError("op=hvd.Adasum", "use op=hvd.Average")
-    if op not in _OPS:
-        raise ValueError(f"op={op!r} is not one of hvd.{', hvd.'.join(_OP_NAMES)}")
-    return op
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> list[torch.Tensor]:
+    """The reductions of all `tensors`, as new ones. Differentiable."""
+    op = _op(op, average)
+    factors = (prescale_factor, postscale_factor)
+    small = [compression.compress(tensor) for tensor in tensors]
+    reduced = AllReduce.apply(name, True, op, factors, process_set, *[t for t, _ in small])
+    return _decompressed(compression, reduced, small)
+
+
+def _decompressed(compression: Any, tensors: Any, small: Any) -> list[torch.Tensor]:
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(tensors, small, strict=True)
+    ]
+
+
+def _op(op: int | None, average: bool | None) -> int | None:
+    if average is None:
+        return op
+    if op is not None:
+        raise ValueError("average and op were both given: op alone is enough")
+    warnings.warn("`average` is deprecated: use `op`", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int | None = Average,
+    process_set: Any = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start to average (or sum) a sparse COO tensor over all ranks.
+
+    Gives a function that waits and gives the result, a sparse tensor: all ranks' entries, gathered,
+    not coalesced. op: Average or Sum.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"op={op!r}: a sparse tensor can be reduced by hvd.Average and hvd.Sum")
+    if not tensor.is_sparse:
+        raise ValueError("sparse_allreduce_async is for sparse tensors; use allreduce_async")
+    _, _, made = start.member(process_set)
+    part = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    entries = tensor.detach()
+    indices = entries._indices().t().contiguous()
+    first = start.allgather([indices], False, part[0], process_set)
+    second = start.allgather([entries._values().contiguous()], False, part[1], process_set)
+
+    def wait() -> torch.Tensor:
+        values, where = synchronize(second), synchronize(first)
+        if op == Average:
+            values = values / len(made.ranks)
+        return torch.sparse_coo_tensor(
+            where.t(), values.to(entries.dtype), entries.shape, device=entries.device
+        )
+
+    return wait
 
 
 # --- all-gather ----------------------------------------------------------------------------------
@@ -353,62 +377,28 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
 ) -> int:
     """Start to concatenate all ranks' tensors along dimension 0, in which they may differ."""
-    source = _check(tensor, process_set)
-    rows = source.shape[0] if source.dim() else 1
-
-    def run(group: dist.ProcessGroup, told: Sequence[Fields]) -> torch.Tensor:
-        return _gathered(source, [int(fields["rows"]) for fields in told], group)
-
-    agree = {
-        "dimensions": source.dim(),
-        "tensor shape behind the first dimension": list(source.shape[1:]),
-        "dtype": str(source.dtype),
-        "device": source.device.type,
-    }
-    return _submit("allgather", name, agree, {"rows": rows}, run, source)
+    return start.allgather([tensor], False, name, process_set)
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
 ) -> torch.Tensor:
     """All ranks' tensors, concatenated along dimension 0 in rank order. Differentiable."""
-    return cast(torch.Tensor, _AllGather.apply(tensor, name, process_set))
+    return cast(torch.Tensor, AllGather.apply(name, False, process_set, tensor))
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: Any) -> Any:
-        ctx.process_set = process_set
-        ctx.rows = tensor.shape[0] if tensor.dim() else 1
-        ctx.scalar = not tensor.dim()
-        return synchronize(allgather_async(tensor, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # Upstream averages here, although the derivative is a sum; scripts were tuned with that.
-        reduced = allreduce(grads[0].contiguous(), op=Average, process_set=ctx.process_set)
-        rows = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set).tolist()
-        mine = reduced.narrow(0, sum(rows[: rank()]), ctx.rows)
-        return mine.reshape(()) if ctx.scalar else mine, None, None
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: Any = global_process_set
+) -> int:
+    """Start to gather each of `tensors`, as one operation."""
+    return start.allgather(tensors, True, name, process_set)
 
 
-def _gathered(source: torch.Tensor, rows: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Bytes travel, so that every dtype works; ragged parts are padded to the longest."""
-    shape = source.shape[1:]
-    if source.dim() == 0:
-        source = source.reshape(1)
-    row_bytes = source.element_size() * shape.numel()
-    longest = max(rows) * row_bytes
-    if longest == 0:
-        return source.new_empty((sum(rows), *shape))
-    part = torch.zeros(longest, dtype=torch.uint8, device=source.device)
-    mine = source.reshape(-1).view(torch.uint8)
-    part[: mine.numel()] = mine
-    whole = torch.empty(longest * len(rows), dtype=torch.uint8, device=source.device)
-    dist.all_gather_into_tensor(whole, part, group=group)
-    table = whole.view(len(rows), longest)
-    parts = [table[index, : count * row_bytes] for index, count in enumerate(rows)]
-    return torch.cat(parts).view(source.dtype).view(sum(rows), *shape)
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: Any = global_process_set
+) -> list[torch.Tensor]:
+    """All ranks' tensors, each concatenated along dimension 0. Differentiable."""
+    return list(AllGather.apply(name, True, process_set, *tensors))
 
 
 # --- broadcast -----------------------------------------------------------------------------------
@@ -420,8 +410,9 @@ def broadcast_async_(
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> int:
-    """Start to overwrite `tensor` with rank `root_rank`'s."""
-    return _broadcast(_check(tensor, process_set), tensor, root_rank, name)
+    """Start to overwrite `tensor` with (global) rank `root_rank`'s."""
+    work = start.detached(tensor)
+    return start.broadcast([work], root_rank, name, process_set, result=tensor)
 
 
 def broadcast_async(
@@ -431,8 +422,8 @@ def broadcast_async(
     process_set: Any = global_process_set,
 ) -> int:
     """Start to fetch rank `root_rank`'s tensor; the result is a new one."""
-    copy = _check(tensor, process_set).clone()
-    return _broadcast(copy, copy, root_rank, name)
+    copy = start.detached(tensor).clone()
+    return start.broadcast([copy], root_rank, name, process_set, result=copy)
 
 
 def broadcast_(
@@ -452,106 +443,149 @@ def broadcast(
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
     """Rank `root_rank`'s tensor, as a new one. Differentiable."""
-    return cast(torch.Tensor, _Broadcast.apply(tensor, root_rank, name, process_set))
+    return cast(torch.Tensor, Broadcast.apply(tensor, root_rank, name, process_set))
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: Any, process_set: Any) -> Any:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # As upstream: the average of the gradients, which only the root keeps.
-        reduced = allreduce(grads[0].contiguous(), op=Average, process_set=ctx.process_set)
-        return (reduced if rank() == ctx.root_rank else torch.zeros_like(reduced), *[None] * 3)
-
-
-def _broadcast(work: torch.Tensor, out: torch.Tensor, root_rank: int, name: str | None) -> int:
-    _check_root(root_rank)
-
-    def run(group: dist.ProcessGroup, _told: Sequence[Fields]) -> torch.Tensor:
-        if work.numel():
-            dist.broadcast(work.view(-1).view(torch.uint8), root_rank, group=group)
-        return out
-
-    agree = {
-        "tensor shape": list(work.shape),
-        "dtype": str(work.dtype),
-        "device": work.device.type,
-        "root rank": root_rank,
-    }
-    return _submit("broadcast", name, agree, {}, run, work)
-
-
-def broadcast_many(named: Sequence[tuple[str, torch.Tensor]], root_rank: int) -> None:
+def broadcast_many(
+    named: Sequence[tuple[str, torch.Tensor]],
+    root_rank: int,
+    process_set: Any = global_process_set,
+) -> None:
     """Overwrite all tensors with rank `root_rank`'s: one agreement, few large messages.
 
-    Any strides; the tensors may be on several devices.
+    Any strides; the tensors may be on several devices. Raises HorovodInternalError where names,
+    shapes or dtypes differ between ranks.
     """
-    _check_root(root_rank)
     handles = []
     tensors = [(name, tensor.detach()) for name, tensor in named]
     for device in dict.fromkeys(tensor.device for _, tensor in tensors):
         mine = [(name, tensor) for name, tensor in tensors if tensor.device == device]
-        agree: dict[str, Any] = {"root rank": root_rank, "number of tensors": len(mine)}
         for name, tensor in mine:
-            agree[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
-        run = _broadcasts([tensor for _, tensor in mine], root_rank)
-        handles.append(_submit("broadcast of many", None, agree, {}, run, mine[0][1]))
+            if tensor.dtype not in kinds.DTYPE_NUMBERS:
+                raise ValueError(f"{name}: tensor type {tensor.type()} is not supported.")
+        handles.append(
+            start.broadcast(
+                [tensor for _, tensor in mine],
+                root_rank,
+                None,
+                process_set,
+                labels=[name for name, _ in mine],
+            )
+        )
     for handle in handles:
         synchronize(handle)
 
 
-_FUSED = 32 << 20
+# --- all-to-all ----------------------------------------------------------------------------------
 
 
-def _broadcasts(
-    tensors: list[torch.Tensor], root_rank: int
-) -> Callable[[dist.ProcessGroup, Sequence[Fields]], None]:
-    def send(chunk: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in chunk]
-        packed = torch.cat(parts)
-        dist.broadcast(packed, root_rank, group=group)
-        if dist.get_rank() == root_rank:
-            return
-        offset = 0
-        for tensor, part in zip(chunk, parts, strict=True):
-            # Aligned for a view of any dtype only after a copy.
-            piece = packed[offset : offset + part.numel()].clone()
-            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
-            offset += part.numel()
-
-    def run(group: dist.ProcessGroup, _told: Sequence[Fields]) -> None:
-        chunk: list[torch.Tensor] = []
-        size = 0
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            chunk.append(tensor)
-            size += tensor.numel() * tensor.element_size()
-            if size >= _FUSED:
-                send(chunk, group)
-                chunk, size = [], 0
-        if chunk:
-            send(chunk, group)
-
-    return run
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> int:
+    """Start to send slice r of dimension 0 to rank r. See `alltoall`."""
+    return start.alltoall(tensor, splits, name, process_set)
 
 
-def _check_root(root_rank: int) -> None:
-    if not 0 <= root_rank < size():
-        raise ValueError(f"root_rank={root_rank} is not a rank of this job of {size()}")
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Any:
+    """The slices that all ranks sent here, concatenated. Differentiable.
+
+    splits: rows of each slice, int32 [ranks] or a list; without it all slices are equal. Where it
+    is given, so are the received rows of each rank, int32, on its device: (tensor, received).
+    """
+    return AllToAll.apply(tensor, splits, name, process_set)
+
+
+# --- reduce-scatter ------------------------------------------------------------------------------
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start to reduce over all ranks and keep this rank's rows of dimension 0.
+
+    Where the number of ranks does not divide them, the first ranks get one more.
+    """
+    factors = (prescale_factor, postscale_factor)
+    return start.reducescatter([tensor], False, name, op, factors, process_set)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This rank's rows of the reduction. Differentiable."""
+    small, context = compression.compress(tensor)
+    factors = (prescale_factor, postscale_factor)
+    reduced = ReduceScatter.apply(name, False, op, factors, process_set, small)
+    return compression.decompress(reduced, context)
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start to reduce and scatter each of `tensors`, as one operation."""
+    factors = (prescale_factor, postscale_factor)
+    return start.reducescatter(tensors, True, name, op, factors, process_set)
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """This rank's rows of each reduction. Differentiable."""
+    small = [compression.compress(tensor) for tensor in tensors]
+    factors = (prescale_factor, postscale_factor)
+    given = [tensor for tensor, _ in small]
+    reduced = ReduceScatter.apply(name, True, op, factors, process_set, *given)
+    return _decompressed(compression, reduced, small)
 
 
 # --- the rest ------------------------------------------------------------------------------------
 
 
 def barrier(process_set: Any = global_process_set) -> None:
-    """Wait until all ranks are here."""
-    _check_set(process_set)
-    _collect("barrier", STATE.engine.automatic_name("barrier"), None)
+    """Wait until all ranks of the set are here."""
+    synchronize(start.submit(kinds.BARRIER, process_set, None, urgent=True, finish=None))
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: wait until all ranks have joined; gives the last one's rank.
+
+    Meanwhile it takes part in the others' all-reduces with zeros, on GPU `device` where they are on
+    GPUs (-1: the current one). Other operations of theirs raise HorovodInternalError.
+    """
+    engine = STATE.engine
+    engine.join_device = device
+    entry = kinds.Entry(kinds.JOIN, "join", finish=lambda _outputs, answer: answer.value)
+    return cast(int, engine.synchronize(engine.submit(entry, urgent=True)))
 
 
 def poll(handle: int) -> bool:
@@ -567,82 +601,17 @@ def synchronize(handle: int) -> Any:
     return STATE.engine.synchronize(handle)
 
 
-def _planned(what: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotBuiltError(f"hvd.{what}")
-
-    refuse.__name__ = what
-    refuse.__doc__ = "Planned; raises NotBuiltError."
-    return refuse
-
-
-grouped_allreduce = _planned("grouped_allreduce")
-grouped_allreduce_ = _planned("grouped_allreduce_")
-grouped_allreduce_async = _planned("grouped_allreduce_async")
-grouped_allreduce_async_ = _planned("grouped_allreduce_async_")
-sparse_allreduce_async = _planned("sparse_allreduce_async")
-grouped_allgather = _planned("grouped_allgather")
-grouped_allgather_async = _planned("grouped_allgather_async")
-alltoall = _planned("alltoall")
-alltoall_async = _planned("alltoall_async")
-reducescatter = _planned("reducescatter")
-reducescatter_async = _planned("reducescatter_async")
-grouped_reducescatter = _planned("grouped_reducescatter")
-grouped_reducescatter_async = _planned("grouped_reducescatter_async")
-join = _planned("join")
-add_process_set = _planned("add_process_set")
-remove_process_set = _planned("remove_process_set")
-start_timeline = _planned("start_timeline")
-stop_timeline = _planned("stop_timeline")
-
-
-def _collect(kind: str, name: str, value: Any) -> list[Any]:
-    """Every rank's `value` (JSON's types), in rank order."""
-
-    def run(_group: dist.ProcessGroup, told: Sequence[Fields]) -> list[Any]:
-        return [fields["value"] for fields in told]
-
-    handle = STATE.engine.submit(Request(kind, name, {}, {"value": value}, run))
-    return cast("list[Any]", STATE.engine.synchronize(handle))
-
-
-def _submit(
-    kind: str,
-    name: str | None,
-    agree: Fields,
-    tell: Fields,
-    run: Callable[[dist.ProcessGroup, Sequence[Fields]], Any],
-    tensor: torch.Tensor,
-) -> int:
-    engine = STATE.engine
-    name = engine.automatic_name(kind) if name is None else name
-    return engine.submit(Request(kind, name, agree, tell, run, tensor))
-
-
-def _check(tensor: torch.Tensor, process_set: Any) -> torch.Tensor:
-    """The detached tensor. Raises ValueError for what no rank could ever submit."""
-    _ = STATE.engine
-    _check_set(process_set)
-    if tensor.layout != torch.strided:
-        raise NotBuiltError("a collective on a sparse tensor", "use a dense one")
-    if tensor.is_complex():
-        raise ValueError(f"Tensor type {tensor.type()} is not supported.")
-    if not tensor.is_contiguous():
-        raise ValueError("Tensor is required to be contiguous.")
-    return tensor.detach()
-
-
-def _check_set(process_set: Any) -> None:
-    if process_set is not global_process_set and process_set is not None:
-        raise NotBuiltError("a process set other than hvd.global_process_set")
-
-
 __all__ = [
     "Adasum",
     "Average",
     "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "remove_process_set",
 ]

@@ -15,23 +15,33 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from evener import settings
+from evener.comm import elastic, rendezvous
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.reducer import Reducer
 from evener.horovod.common.exceptions import HorovodInternalError, NotBuiltError
 from evener.horovod.state import STATE
+from evener.horovod.torch.adasum_optimizer import adasum_optimizer
 from evener.horovod.torch.compression import (
     Compression,
     Compressor,
     FP16Compressor,
     NoneCompressor,
 )
-from evener.horovod.torch.mpi_ops import Adasum, Average, Sum, _check_set, global_process_set, size
+from evener.horovod.torch.mpi_ops import (
+    Adasum,
+    Average,
+    Sum,
+    global_process_set,
+    size,
+    sparse_allreduce_async,
+)
 from evener.log import info0
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
@@ -56,23 +66,29 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     named_parameters: the model's; every parameter of the optimizer must be among them. compression:
     Compression.none or fp16 (on the wire between nodes; inside a node nothing is lost).
     backward_passes_per_step: gradients of so many backward passes are summed before they are
-    reduced. op: Average or Sum. gradient_predivide_factor f: divided by f before the sum, by size/f
-    after it. groups: a hint for fusion, which Evener does by size and order; checked, not needed.
+    reduced. op: Average, Sum, or Adasum (which combines the ranks' updates; `adasum_optimizer`).
+    gradient_predivide_factor f: divided by f before the sum, by size/f after it. groups: a hint for
+    fusion, which Evener does by size and order; checked, not needed. Sparse gradients are gathered,
+    or with sparse_as_dense reduced as dense ones. process_set: gradients are reduced over its
+    ranks; the others' optimizers step by themselves.
 
-    Raises ValueError for what upstream refuses, NotBuiltError for what is planned,
+    Raises ValueError for what upstream refuses, NotBuiltError for a compression of the user's own,
     HorovodInternalError where the ranks' parameters differ.
     """
-    _check_set(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    if op == Adasum and size() > 1:
-        raise NotBuiltError("op=hvd.Adasum", "use op=hvd.Average")
     if op not in (Average, Sum, Adasum):
-        raise NotBuiltError(f"DistributedOptimizer(op={op})", "use op=hvd.Average or hvd.Sum")
-    if sparse_as_dense:
-        raise NotBuiltError("sparse_as_dense", "build the embedding with sparse=False")
+        raise ValueError(f"DistributedOptimizer(op={op}): gradients are averaged, summed or Adasum")
+    if op == Adasum and size() > 1:
+        return adasum_optimizer(
+            optimizer,
+            _named(optimizer, named_parameters),
+            compression,
+            backward_passes_per_step,
+            process_set,
+        )
     if compression not in (NoneCompressor, FP16Compressor):
         raise NotBuiltError(
             f"compression={getattr(compression, '__name__', compression)}",
@@ -94,13 +110,14 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     reduced = [(n, p) for n, p in named if id(p) in mine and p.requires_grad]
-    if size() > 1 and reduced:
-        made._reducer = _reducer(reduced, compression, op, gradient_predivide_factor)
-        made._reducer.set_passes(backward_passes_per_step)
-        # Ranks collect garbage at different moments, so neither may give groups back: the next
-        # reducer could get another one on another rank. They go with the default group.
-        weakref.finalize(made, made._reducer.detach)
-        STATE.at_shutdown(made, made._reducer.detach)
+    made.process_set, made.sparse_as_dense = process_set, sparse_as_dense
+    made._make_reducer = partial(
+        _reducer, reduced, compression, op, gradient_predivide_factor, process_set
+    )
+    made._sparse = {}
+    made._reduces, made._generation = bool(reduced), -1
+    if not elastic.active():
+        made._arm()
     return made
 
 
@@ -109,20 +126,88 @@ class _Distributed:
 
     _evener_base: Any  # the wrapped optimizer's class
     _reducer: Reducer | None
+    _make_reducer: Callable[[], Reducer]
+    _reduces: bool
+    _sparse: dict[int, Callable[[], torch.Tensor]]
+    sparse_as_dense: bool
+    op: int
+    process_set: Any
+    _generation: int
     _synchronized: bool
     _should_synchronize: bool
     backward_passes_per_step: int
     param_groups: list[dict[str, Any]]
+
+    def _arm(self) -> bool:
+        """Make the reducer of this world, if that is not done: whether it was. Collective.
+
+        In an elastic job that is in the first step after each change: a newcomer makes its
+        optimizer while the others are elsewhere. In that step nothing overlaps with backward.
+        """
+        if self._generation == rendezvous.generation():
+            return False
+        self._generation, self._reducer = rendezvous.generation(), None
+        if not self._reduces or not self.process_set.included() or self.process_set.size() == 1:
+            return False
+        self._reducer = reducer = self._make_reducer()
+        reducer.set_passes(self.backward_passes_per_step)
+        reducer.densifies = self.sparse_as_dense
+        # Ranks collect garbage at different moments, so neither may give groups back: the next
+        # reducer could get another one on another rank. They go with the default group.
+        weakref.finalize(self, reducer.detach)
+        this = weakref.ref(self)
+
+        def on_sparse(index: int) -> None:
+            if (optimizer := this()) is not None:
+                optimizer._submit_sparse(index)
+
+        reducer.on_sparse = on_sparse
+
+        def disarm() -> None:
+            reducer.detach()
+            if (optimizer := this()) is not None:
+                optimizer._reducer = None
+
+        STATE.at_shutdown(self, disarm)
+        return True
+
+    def _submit_sparse(self, index: int) -> None:
+        assert self._reducer is not None
+        parameter, name = self._reducer.parameters[index], self._reducer.names[index]
+        gradient = parameter.grad
+        if gradient is None:  # not used here in this step, but perhaps elsewhere
+            gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            gradient = gradient.detach().to_dense().to_sparse(1)
+        self._sparse[index] = sparse_allreduce_async(
+            gradient, f"gradient.{name}", self.op, self.process_set
+        )
+
+    def _finish_sparse(self) -> None:
+        reducer = self._reducer
+        assert reducer is not None
+        for index in sorted(reducer.sparse - set(self._sparse)):
+            self._submit_sparse(index)
+        for index, wait in self._sparse.items():
+            reducer.parameters[index].grad = wait()
+        self._sparse.clear()
+        for index in reducer.densified:
+            gradient = reducer.parameters[index].grad
+            if gradient is not None and gradient.layout == torch.strided:
+                reducer.parameters[index].grad = gradient.to_sparse(1)
 
     def synchronize(self) -> None:
         """Wait until the gradients are reduced: `p.grad` is then the average (or sum).
 
         A parameter without a gradient counts as zeros, and has one afterwards.
         """
+        armed = self._arm()
         if self._reducer is not None:
             try:
+                if armed:
+                    self._reducer.catch_up()
                 self._reducer.flush()
                 self._reducer.apply()
+                self._finish_sparse()
             except CommError as error:
                 raise HorovodInternalError(error.problem, error.fix) from error
         self._synchronized = True
@@ -141,8 +226,9 @@ class _Distributed:
         synchronizes, self._synchronized = self._should_synchronize, self._synchronized
         if synchronizes and self._synchronized:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize() reduces the gradients a second "
-                "time; use `with optimizer.skip_synchronize():` around step()",
+                "optimizer.step() called without optimizer.skip_synchronize() after "
+                "optimizer.synchronize(): the gradients are reduced a second time. Put `with "
+                "optimizer.skip_synchronize():` around step()",
                 stacklevel=2,
             )
         inner = closure
@@ -180,7 +266,9 @@ class _Distributed:
             self._reducer.set_passes(passes)
 
 
-def _reducer(named: Named, compression: type[Compressor], op: int, predivide: float) -> Reducer:
+def _reducer(
+    named: Named, compression: type[Compressor], op: int, predivide: float, process_set: Any
+) -> Reducer:
     named = list(named)
     half = compression is FP16Compressor
     topk = settings.LIGHT_TOPK_ALLREDUCE.get()
@@ -196,7 +284,8 @@ def _reducer(named: Named, compression: type[Compressor], op: int, predivide: fl
         options = dataclasses.replace(options, topk_fp16=True)
     _replace_reducers(parameter for _, parameter in named)
     try:
-        reducer = Reducer(named, options)
+        group = STATE.engine.set_of(process_set.process_set_id).cpu
+        reducer = Reducer(named, options, None if process_set is global_process_set else group)
     except CommError as error:
         raise HorovodInternalError(error.problem, error.fix) from error
     _REDUCERS.add(reducer)

@@ -1,0 +1,152 @@
+//! Whole blocks of the usual formats in one loop: load, widen, update, round and store without a
+//! stop in memory. Division and square root keep one port of the core busy most of the time;
+//! conversions and the hash of stochastic rounding run beside them on the others, so that fewer
+//! bytes are also less time. Formats that have no loop here, and the end of a tensor that is no
+//! whole block, are staged (see `state`), by the same operations in the same order.
+
+use crate::formats::{BLOCK, from_bf16, join, mix, split, to_bf16_stochastic};
+use crate::state::{Gradient, Master, Moment, Noise, Output, Tensors};
+
+/// New (weight, first moment, second moment) of an element from (weight, gradient, first, second).
+pub(crate) trait Element: Fn(f32, f32, f32, f32) -> (f32, f32, f32) + Copy {}
+impl<F: Fn(f32, f32, f32, f32) -> (f32, f32, f32) + Copy> Element for F {}
+
+type Block<T> = [T; BLOCK];
+
+// In each of them the tensors are parameters of their own, not fields, so that the compiler knows
+// that they do not overlap.
+
+#[inline(always)]
+fn split_f32(
+    upper: &mut Block<u16>,
+    lower: &mut Block<u16>,
+    gradient: &Block<u16>,
+    first: &mut Block<f32>,
+    second: &mut Block<f32>,
+    _noise: Noise,
+    _start: u32,
+    update: impl Element,
+) {
+    for i in 0..BLOCK {
+        let (w, m, v) = update(
+            join(upper[i], lower[i]),
+            from_bf16(gradient[i]),
+            first[i],
+            second[i],
+        );
+        first[i] = m;
+        second[i] = v;
+        (upper[i], lower[i]) = split(w);
+    }
+}
+
+#[inline(always)]
+fn split_bf16(
+    upper: &mut Block<u16>,
+    lower: &mut Block<u16>,
+    gradient: &Block<u16>,
+    first: &mut Block<u16>,
+    second: &mut Block<u16>,
+    noise: Noise,
+    start: u32,
+    update: impl Element,
+) {
+    for i in 0..BLOCK {
+        let (w, m, v) = update(
+            join(upper[i], lower[i]),
+            from_bf16(gradient[i]),
+            from_bf16(first[i]),
+            from_bf16(second[i]),
+        );
+        let random = noise.bits(start.wrapping_add(i as u32));
+        first[i] = to_bf16_stochastic(m, random);
+        second[i] = to_bf16_stochastic(v, random >> 16);
+        (upper[i], lower[i]) = split(w);
+    }
+}
+
+#[inline(always)]
+fn f32_bf16(
+    weights: &mut Block<f32>,
+    gradient: &Block<u16>,
+    first: &mut Block<u16>,
+    second: &mut Block<u16>,
+    noise: Noise,
+    start: u32,
+    update: impl Element,
+) {
+    for i in 0..BLOCK {
+        let (w, m, v) = update(
+            weights[i],
+            from_bf16(gradient[i]),
+            from_bf16(first[i]),
+            from_bf16(second[i]),
+        );
+        let random = noise.bits(start.wrapping_add(i as u32));
+        first[i] = to_bf16_stochastic(m, random);
+        second[i] = to_bf16_stochastic(v, random >> 16);
+        weights[i] = w;
+    }
+}
+
+#[inline(always)]
+fn bf16_bf16(
+    weights: &mut Block<u16>,
+    gradient: &Block<u16>,
+    first: &mut Block<u16>,
+    second: &mut Block<u16>,
+    noise: Noise,
+    start: u32,
+    update: impl Element,
+) {
+    for i in 0..BLOCK {
+        let (w, m, v) = update(
+            from_bf16(weights[i]),
+            from_bf16(gradient[i]),
+            from_bf16(first[i]),
+            from_bf16(second[i]),
+        );
+        let random = noise.bits(start.wrapping_add(i as u32));
+        first[i] = to_bf16_stochastic(m, random);
+        second[i] = to_bf16_stochastic(v, random >> 16);
+        // The moments have used up these bits: mix them once more.
+        weights[i] = to_bf16_stochastic(w, mix(random));
+    }
+}
+
+/// Updates as many whole blocks as there are, where the formats have a loop of their own; returns
+/// the number of elements done.
+#[inline(always)]
+pub(crate) fn run(tensors: &mut Tensors<'_>, noise: Noise, update: impl Element) -> usize {
+    let (Gradient::Bf16(gradient), Output::Absent) = (tensors.gradient, &tensors.output) else {
+        return 0;
+    };
+    let gradient = gradient.as_chunks::<BLOCK>().0;
+    macro_rules! blocks {
+        ($name:ident, $first:ident, $second:ident, $($master:ident),+) => {{
+            $(let $master = $master.as_chunks_mut::<BLOCK>().0;)+
+            let first = $first.as_chunks_mut::<BLOCK>().0;
+            let second = $second.as_chunks_mut::<BLOCK>().0;
+            for (b, gradient) in gradient.iter().enumerate() {
+                let start = (b * BLOCK) as u32;
+                $name($(&mut $master[b],)+ gradient, &mut first[b], &mut second[b], noise, start, update);
+            }
+        }};
+    }
+    match (&mut tensors.master, &mut tensors.first, &mut tensors.second) {
+        (Master::Split { upper, lower }, Moment::F32(first), Moment::F32(second)) => {
+            blocks!(split_f32, first, second, upper, lower);
+        }
+        (Master::Split { upper, lower }, Moment::Bf16(first), Moment::Bf16(second)) => {
+            blocks!(split_bf16, first, second, upper, lower);
+        }
+        (Master::F32(weights), Moment::Bf16(first), Moment::Bf16(second)) => {
+            blocks!(f32_bf16, first, second, weights);
+        }
+        (Master::Bf16(weights), Moment::Bf16(first), Moment::Bf16(second)) => {
+            blocks!(bf16_bf16, first, second, weights);
+        }
+        _ => return 0,
+    }
+    gradient.len() * BLOCK
+}

@@ -1,0 +1,248 @@
+//! `Negotiator`: the agreement of ranks on the order of collectives, for Python.
+//!
+//! `evener.horovod.engine` is the only caller. No method holds the GIL while it waits or works.
+
+use evener_negotiate::coordinator::Moment;
+use evener_negotiate::link::Node;
+use evener_negotiate::{Action, Answer, Kind, Meta, Policy, Request};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use std::time::Duration;
+
+type Tensor = (u8, Vec<u64>, String);
+/// kind, name, set, tensors, gpu, op, root, prescale, postscale, rows, value, error
+type Answered = (
+    u8,
+    String,
+    u32,
+    Vec<Tensor>,
+    bool,
+    u8,
+    u32,
+    (f64, f64),
+    Vec<Vec<u64>>,
+    i64,
+    String,
+    Vec<u64>,
+);
+
+fn answered(answer: &Answer) -> Answered {
+    let request = &answer.request;
+    let tensor = |meta: &Meta| (meta.dtype, meta.shape.clone(), meta.label.clone());
+    (
+        request.kind as u8,
+        request.name.clone(),
+        request.set,
+        request.tensors.iter().map(tensor).collect(),
+        request.gpu,
+        request.op,
+        request.root,
+        request.factors,
+        answer.rows.clone(),
+        answer.value,
+        answer.error.clone(),
+        request.splits.clone(),
+    )
+}
+
+/// One process's part; see `evener_negotiate::link::Node`. Times are in seconds.
+#[pyclass(frozen)]
+pub struct Negotiator {
+    node: Node,
+}
+
+#[pymethods]
+impl Negotiator {
+    #[new]
+    #[allow(clippy::too_many_arguments, reason = "one a field of the policy")]
+    fn new(
+        rank: u32,
+        size: u32,
+        sets: Vec<Vec<u32>>,
+        fusion: u64,
+        cache: usize,
+        repeats: usize,
+        frozen_bytes: u64,
+        stall_warn: f64,
+        stall_abort: f64,
+        cycle: f64,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let micros = |seconds: f64| (seconds.clamp(0.0, 1e9) * 1e6) as u64;
+        let policy = Policy {
+            fusion,
+            cache,
+            repeats,
+            frozen_bytes,
+            stall_warn: micros(stall_warn),
+            stall_abort: micros(stall_abort),
+            record: false,
+        };
+        let node = Node::new(
+            rank,
+            size,
+            &sets,
+            policy,
+            Duration::from_micros(micros(cycle)),
+            Duration::from_micros(micros(timeout)),
+        )
+        .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        Ok(Self { node })
+    }
+
+    /// Rank 0's port; 0 elsewhere.
+    #[getter]
+    fn port(&self) -> u16 {
+        self.node.port()
+    }
+
+    /// Connect all ranks: rank 0 waits for them, the others reach it at one of `addresses`.
+    fn connect(
+        &self,
+        py: Python<'_>,
+        addresses: Vec<String>,
+        port: u16,
+        token: &str,
+    ) -> PyResult<()> {
+        py.detach(|| {
+            self.node
+                .connect(&addresses, port, token)
+                .map_err(|error| PyRuntimeError::new_err(error.to_string()))
+        })
+    }
+
+    /// Submit a request; False where its name is in flight. `urgent`: announce it at once.
+    /// `drives`: the caller calls `next` itself, until `undrive`.
+    #[allow(clippy::too_many_arguments, reason = "one a field of the request")]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        kind: u8,
+        name: String,
+        set: u32,
+        tensors: Vec<Tensor>,
+        gpu: bool,
+        op: u8,
+        root: u32,
+        factors: (f64, f64),
+        splits: Vec<u64>,
+        urgent: bool,
+        drives: bool,
+    ) -> PyResult<bool> {
+        let kind = Kind::from_number(kind)
+            .ok_or_else(|| PyValueError::new_err(format!("kind {kind} is unknown")))?;
+        let meta = |(dtype, shape, label)| Meta {
+            dtype,
+            shape,
+            label,
+        };
+        let request = Request {
+            name,
+            set,
+            kind,
+            tensors: tensors.into_iter().map(meta).collect(),
+            gpu,
+            op,
+            root,
+            factors,
+            splits,
+        };
+        Ok(py.detach(|| self.node.submit(request, urgent, drives)))
+    }
+
+    /// Announce what is submitted: somebody waits.
+    fn flush(&self, py: Python<'_>) {
+        py.detach(|| self.node.flush());
+    }
+
+    /// Wait until `next` has something and nobody drives; False after `timeout`.
+    fn await_work(&self, py: Python<'_>, timeout: f64) -> bool {
+        let timeout = Duration::from_secs_f64(timeout.clamp(0.0, 1e6));
+        py.detach(|| self.node.await_work(timeout))
+    }
+
+    /// The caller calls `next` itself from now on.
+    fn drive(&self, py: Python<'_>) {
+        py.detach(|| self.node.drive());
+    }
+
+    /// It does no longer.
+    fn undrive(&self, py: Python<'_>) {
+        py.detach(|| self.node.undrive());
+    }
+
+    /// The next thing to do, None after `timeout`: (answers, frozen, real, why it ended).
+    #[allow(clippy::type_complexity, reason = "a tuple for Python")]
+    fn next(
+        &self,
+        py: Python<'_>,
+        timeout: f64,
+    ) -> Option<(Vec<Answered>, bool, bool, Option<String>)> {
+        let timeout = Duration::from_secs_f64(timeout.clamp(0.0, 1e6));
+        let action = py.detach(|| self.node.next(timeout))?;
+        let all = |answers: Vec<std::sync::Arc<Answer>>| {
+            answers.iter().map(|a| answered(a)).collect::<Vec<_>>()
+        };
+        Some(match action {
+            Action::Launch(answers) => (all(answers), false, true, None),
+            Action::Frozen { answers, real } => (all(answers), true, real, None),
+            Action::End(reason) => (Vec::new(), false, false, Some(reason)),
+        })
+    }
+
+    /// The frozen launch that `next` gave last has ended; `flagged`: a rank raised its flag.
+    fn finished(&self, py: Python<'_>, flagged: bool) {
+        py.detach(|| self.node.finished(flagged));
+    }
+
+    /// Why nothing more can be launched; None while it can.
+    fn ended(&self) -> Option<String> {
+        self.node.ended()
+    }
+
+    /// Whether a frozen schedule holds, and how many launches it has made.
+    fn frozen(&self) -> (bool, u64) {
+        self.node.frozen()
+    }
+
+    /// Seconds on the clock of `news`.
+    fn now(&self) -> f64 {
+        self.node.now() as f64 / 1e6
+    }
+
+    /// Record timeline events, on rank 0.
+    fn record(&self, on: bool) {
+        self.node.record(on);
+    }
+
+    /// Events (seconds, name, kind, moment, rank) and warnings since the last call, on rank 0.
+    /// Moments: 0 the first rank announced it, 1 a rank did, 2 all have, 3 a cycle.
+    #[allow(clippy::type_complexity, reason = "a tuple for Python")]
+    fn news(&self) -> (Vec<(f64, String, u8, u8, u32)>, Vec<String>) {
+        let (events, warnings) = self.node.news();
+        let event = |event: evener_negotiate::coordinator::Event| {
+            let (moment, rank) = match event.moment {
+                Moment::Start => (0, 0),
+                Moment::Ready(rank) => (1, rank),
+                Moment::End => (2, 0),
+                Moment::Cycle => (3, 0),
+            };
+            let at = event.at as f64 / 1e6;
+            (at, event.name, event.kind as u8, moment, rank)
+        };
+        (events.into_iter().map(event).collect(), warnings)
+    }
+
+    /// Tell all ranks that this one ends.
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| self.node.shutdown());
+    }
+
+    /// Close the connections, waiting for the peers for `linger` seconds at most.
+    fn close(&self, py: Python<'_>, linger: f64) {
+        py.detach(|| {
+            self.node
+                .close(Duration::from_secs_f64(linger.clamp(0.0, 60.0)))
+        });
+    }
+}

@@ -1,0 +1,647 @@
+//! The one that decides: counts who announced what, answers when all have, in one order.
+//!
+//! Sans-IO: messages go in with [`Coordinator::receive`], time with [`Coordinator::tick`], and what
+//! is to be sent to *every* rank comes out of [`Coordinator::take`].
+//!
+//! Cached answers are numbered from 1 and a number is never used twice, so an announcement of one
+//! that was evicted is recognised: it is ignored, and its rank, which learns of the eviction in the
+//! stream of answers, announces in full. An answer is evicted only while no rank's announcement of
+//! its name is counted, so the second announcement cannot be counted twice.
+
+use crate::check;
+use crate::wire::{Answer, Down, Kind, Part, Request, Up};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+
+/// What a coordinator goes by. Times are in microseconds.
+#[derive(Debug, Clone)]
+pub struct Policy {
+    /// Bytes up to which answers of one sort are launched together; 0: each by itself.
+    pub fusion: u64,
+    /// Answers that are remembered; 0: none, and nothing is frozen.
+    pub cache: usize,
+    /// How often a sequence must have come in a row before it is frozen; 0: never.
+    pub repeats: usize,
+    /// A step of more bytes is never frozen: agreement costs it nothing.
+    pub frozen_bytes: u64,
+    /// After this a warning names who is missing; 0: never.
+    pub stall_warn: u64,
+    /// After this everything is aborted; 0: never.
+    pub stall_abort: u64,
+    /// Whether to record [`Event`]s.
+    pub record: bool,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            fusion: 128 << 20,
+            cache: 1024,
+            repeats: 4,
+            frozen_bytes: 1 << 20,
+            stall_warn: 60_000_000,
+            stall_abort: 0,
+            record: false,
+        }
+    }
+}
+
+/// The longest schedule, in steps.
+const LONGEST: usize = 16;
+/// The most repeats that are asked for, however often a schedule was left.
+const MOST_REPEATS: usize = 64;
+
+/// A moment of a negotiation, for the timeline.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// When, in microseconds.
+    pub at: u64,
+    /// The request's name; empty for a cycle.
+    pub name: String,
+    /// What is negotiated.
+    pub kind: Kind,
+    /// Which moment.
+    pub moment: Moment,
+}
+
+/// See [`Event`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moment {
+    /// The first rank has announced it.
+    Start,
+    /// This rank has.
+    Ready(u32),
+    /// All have.
+    End,
+    /// Answers are given out.
+    Cycle,
+}
+
+type Key = (u32, String);
+
+struct Entry {
+    /// By member.
+    requests: BTreeMap<u32, Arc<Request>>,
+    since: u64,
+    warned: bool,
+}
+
+struct Cached {
+    answer: Arc<Answer>,
+    used: u64,
+}
+
+/// See the module's text.
+pub struct Coordinator {
+    policy: Policy,
+    size: u32,
+    now: u64,
+    epoch: u32,
+    frozen: bool,
+    sets: BTreeMap<u32, Vec<u32>>,
+    next_set: u32,
+    table: HashMap<Key, Entry>,
+    joined: BTreeSet<u32>,
+    last_joined: u32,
+    /// To be evicted after the launches of this round; see the module's text.
+    evicting: Vec<u32>,
+    cache: HashMap<u32, Cached>,
+    numbers: HashMap<Key, u32>,
+    next_number: u32,
+    uses: u64,
+    /// The steps given out lately, as cached numbers; cleared by anything that cannot be repeated.
+    history: VecDeque<Vec<u32>>,
+    /// Repeats that are needed now: more after each thaw, so that a bad schedule costs little.
+    needed: usize,
+    out: Vec<Down>,
+    events: Vec<Event>,
+    warnings: Vec<String>,
+    ended: bool,
+}
+
+impl Coordinator {
+    /// For `size` ranks. `sets`: the process sets that exist from the start, numbered from 1.
+    #[must_use]
+    pub fn new(size: u32, sets: &[Vec<u32>], policy: Policy) -> Self {
+        let mut all = BTreeMap::from([(0, (0..size).collect::<Vec<_>>())]);
+        for (index, ranks) in sets.iter().enumerate() {
+            all.insert(index as u32 + 1, ranks.clone());
+        }
+        Self {
+            needed: policy.repeats,
+            next_set: all.len() as u32,
+            policy,
+            size,
+            now: 0,
+            epoch: 0,
+            frozen: false,
+            sets: all,
+            table: HashMap::new(),
+            joined: BTreeSet::new(),
+            last_joined: 0,
+            evicting: Vec::new(),
+            cache: HashMap::new(),
+            numbers: HashMap::new(),
+            next_number: 1,
+            uses: 0,
+            history: VecDeque::new(),
+            out: Vec::new(),
+            events: Vec::new(),
+            warnings: Vec::new(),
+            ended: false,
+        }
+    }
+
+    /// What every rank must be told, in this order.
+    pub fn take(&mut self) -> Vec<Down> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// What happened since the last call, if it is recorded.
+    pub fn events(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Warnings since the last call.
+    pub fn warnings(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.warnings)
+    }
+
+    /// Record events from now on, or no longer.
+    pub fn record(&mut self, on: bool) {
+        self.policy.record = on;
+    }
+
+    fn event(&mut self, name: &str, kind: Kind, moment: Moment) {
+        if self.policy.record {
+            self.events.push(Event {
+                at: self.now,
+                name: name.to_owned(),
+                kind,
+                moment,
+            });
+        }
+    }
+
+    /// A message of `rank`, at `now` microseconds.
+    pub fn receive(&mut self, rank: u32, message: Up, now: u64) {
+        self.now = now;
+        if self.ended {
+            return;
+        }
+        match message {
+            Up::Shutdown => {
+                self.ended = true;
+                self.out.push(Down::Shutdown(rank));
+            }
+            Up::Thaw(epoch) => {
+                if self.frozen && epoch == self.epoch {
+                    self.out.push(Down::Thaw(epoch));
+                }
+            }
+            Up::Announce {
+                epoch,
+                hits,
+                requests,
+            } => {
+                if epoch < self.epoch || (epoch == self.epoch && self.frozen) {
+                    return; // of an epoch that has ended: its rank announces anew
+                }
+                if epoch > self.epoch {
+                    self.thawed(epoch);
+                }
+                let known: Vec<_> = hits
+                    .iter()
+                    .filter_map(|hit| self.cache.get(hit).map(|c| self.own(rank, &c.answer)))
+                    .collect();
+                let new = requests.into_iter().map(Arc::new);
+                let mut ready = Vec::new();
+                for request in known.into_iter().chain(new) {
+                    self.announce(rank, request, &mut ready);
+                }
+                self.give(ready);
+            }
+        }
+    }
+
+    /// A rank has gone without a word.
+    pub fn lost(&mut self, rank: u32, why: &str) {
+        if !self.ended {
+            self.abort(format!("rank {rank} of {} has gone: {why}", self.size));
+        }
+    }
+
+    fn abort(&mut self, reason: String) {
+        self.ended = true;
+        self.table.clear();
+        self.out.push(Down::Abort(reason));
+    }
+
+    fn thawed(&mut self, epoch: u32) {
+        self.epoch = epoch;
+        self.frozen = false;
+        self.history.clear();
+        self.needed = (self.needed * 2).min(MOST_REPEATS);
+    }
+
+    /// What `rank` must have requested to get this answer.
+    fn own(&self, rank: u32, answer: &Answer) -> Arc<Request> {
+        let mut request = answer.request.clone();
+        if let Some(place) = self.place(request.set, rank)
+            && let Some(row) = answer.rows.get(place)
+        {
+            if request.kind == Kind::Alltoall {
+                request.splits.clone_from(row);
+            } else {
+                for (tensor, rows) in request.tensors.iter_mut().zip(row) {
+                    tensor.shape[0] = *rows;
+                }
+            }
+        }
+        Arc::new(request)
+    }
+
+    fn place(&self, set: u32, rank: u32) -> Option<usize> {
+        self.sets.get(&set)?.iter().position(|r| *r == rank)
+    }
+
+    fn announce(&mut self, rank: u32, request: Arc<Request>, ready: &mut Vec<Key>) {
+        let key = (request.set, request.name.clone());
+        let Some(members) = self.sets.get(&request.set) else {
+            let answer = Answer {
+                request: (*request).clone(),
+                rows: Vec::new(),
+                value: 0,
+                error: format!("process set {} does not exist", request.set),
+            };
+            return self
+                .out
+                .push(Down::Launch(vec![Part::New(0, Arc::new(answer))]));
+        };
+        if !members.contains(&rank) {
+            return; // refused by the rank itself; a stray message changes nothing
+        }
+        let kind = request.kind;
+        let entry = self.table.entry(key.clone()).or_insert_with(|| Entry {
+            requests: BTreeMap::new(),
+            since: self.now,
+            warned: false,
+        });
+        let first = entry.requests.is_empty();
+        entry.requests.insert(rank, request);
+        if first {
+            self.event(&key.1, kind, Moment::Start);
+        }
+        self.event(&key.1, kind, Moment::Ready(rank));
+        if kind == Kind::Join {
+            self.joined.insert(rank);
+            self.last_joined = rank;
+            // One rank less to wait for, in everything.
+            let mut waiting: Vec<_> = self.table.iter().map(|(k, e)| (e.since, k)).collect();
+            waiting.sort();
+            let now_ready = waiting
+                .into_iter()
+                .filter(|(_, k)| !ready.contains(k) && self.complete(k))
+                .map(|(_, k)| k.clone())
+                .collect::<Vec<_>>();
+            ready.extend(now_ready);
+        } else if self.complete(&key) && !ready.contains(&key) {
+            ready.push(key);
+        }
+    }
+
+    fn complete(&self, key: &Key) -> bool {
+        let (Some(entry), Some(members)) = (self.table.get(key), self.sets.get(&key.0)) else {
+            return false;
+        };
+        let join = entry.requests.values().any(|r| r.kind == Kind::Join);
+        members.iter().all(|rank| {
+            entry.requests.contains_key(rank) || (!join && key.0 == 0 && self.joined.contains(rank))
+        })
+    }
+
+    /// Answers what is ready, fused.
+    fn give(&mut self, ready: Vec<Key>) {
+        if ready.is_empty() {
+            return;
+        }
+        self.event("", Kind::Barrier, Moment::Cycle);
+        let mut answers: VecDeque<Part> = VecDeque::new();
+        for key in ready {
+            if let Some(part) = self.conclude(&key) {
+                answers.push_back(part);
+            }
+        }
+        while let Some(first) = answers.pop_front() {
+            let mut parts = vec![first];
+            self.fuse(&mut parts, &mut answers);
+            self.remember(&parts);
+            self.out.push(Down::Launch(parts));
+        }
+        self.evict();
+        if !self.evicting.is_empty() {
+            // After the launches: by then nobody waits for an answer under these numbers.
+            let numbers = std::mem::take(&mut self.evicting);
+            self.out.push(Down::Evict(numbers));
+        }
+        self.freeze();
+    }
+
+    /// Takes `key` out of the table and answers it.
+    fn conclude(&mut self, key: &Key) -> Option<Part> {
+        let entry = self.table.remove(key)?;
+        let requests: Vec<&Request> = entry.requests.values().map(AsRef::as_ref).collect();
+        let kind = requests[0].kind;
+        self.event(&key.1, kind, Moment::End);
+        let partial = requests.len() < self.sets.get(&key.0)?.len();
+        let number = self.numbers.get(key).copied();
+        // All of them repeat what is cached?
+        if let Some(number) = number
+            && !partial
+            && let Some(cached) = self.cache.get(&number)
+        {
+            let answer = cached.answer.clone();
+            let repeated = entry
+                .requests
+                .iter()
+                .all(|(rank, request)| *self.own(*rank, &answer) == **request);
+            if repeated {
+                self.uses += 1;
+                if let Some(cached) = self.cache.get_mut(&number) {
+                    cached.used = self.uses;
+                }
+                return Some(Part::Known(number));
+            }
+        }
+        let mut answer = check::answer(&requests, partial && kind != Kind::Join);
+        if answer.error.is_empty() {
+            self.act(&mut answer);
+        }
+        if let Some(number) = number {
+            self.forget(number);
+        }
+        let keeps = matches!(
+            kind,
+            Kind::Allreduce
+                | Kind::Adasum
+                | Kind::Allgather
+                | Kind::Alltoall
+                | Kind::Broadcast
+                | Kind::Reducescatter
+        );
+        let mut number = 0;
+        let answer = Arc::new(answer);
+        if keeps && answer.error.is_empty() && !partial && self.policy.cache > 0 {
+            number = self.next_number;
+            self.next_number += 1;
+            self.uses += 1;
+            self.numbers.insert(key.clone(), number);
+            let cached = Cached {
+                answer: answer.clone(),
+                used: self.uses,
+            };
+            self.cache.insert(number, cached);
+        }
+        Some(Part::New(number, answer))
+    }
+
+    /// The effect of an answer on the coordinator itself.
+    fn act(&mut self, answer: &mut Answer) {
+        match answer.request.kind {
+            Kind::Join => {
+                answer.value = i64::from(self.last_joined);
+                self.joined.clear();
+            }
+            Kind::AddSet => {
+                let ranks: Vec<u32> = answer.request.splits.iter().map(|r| *r as u32).collect();
+                answer.value = -1;
+                if !self.sets.values().any(|set| *set == ranks) {
+                    answer.value = i64::from(self.next_set);
+                    self.sets.insert(self.next_set, ranks);
+                    self.next_set += 1;
+                }
+            }
+            Kind::RemoveSet => {
+                let set = answer.request.root;
+                answer.value = if set != 0 && self.sets.remove(&set).is_some() {
+                    i64::from(set)
+                } else {
+                    -1
+                };
+                self.table.retain(|key, _| key.0 != set || set == 0);
+                let gone: Vec<u32> = self
+                    .numbers
+                    .iter()
+                    .filter(|(key, _)| key.0 == set && set != 0)
+                    .map(|(_, number)| *number)
+                    .collect();
+                for number in gone {
+                    self.forget(number);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn forget(&mut self, number: u32) {
+        if let Some(cached) = self.cache.remove(&number) {
+            let request = &cached.answer.request;
+            self.numbers.remove(&(request.set, request.name.clone()));
+            self.history.clear();
+            self.evicting.push(number);
+        }
+    }
+
+    /// Drops the least recently used answers that nobody has announced.
+    fn evict(&mut self) {
+        if self.cache.len() <= self.policy.cache {
+            return;
+        }
+        let mut by_use: Vec<(u64, u32)> = self.cache.iter().map(|(n, c)| (c.used, *n)).collect();
+        by_use.sort_unstable();
+        let mut excess = self.cache.len() - self.policy.cache;
+        for (_, number) in by_use {
+            if excess == 0 {
+                break;
+            }
+            let request = &self.cache[&number].answer.request;
+            if !self
+                .table
+                .contains_key(&(request.set, request.name.clone()))
+            {
+                self.forget(number);
+                excess -= 1;
+            }
+        }
+    }
+
+    fn answer_of(&self, part: &Part) -> Option<Arc<Answer>> {
+        match part {
+            Part::New(_, answer) => Some(answer.clone()),
+            Part::Known(number) => self.cache.get(number).map(|c| c.answer.clone()),
+        }
+    }
+
+    /// Moves from `others` to `parts` what can be launched together with its first. Others may be
+    /// passed over for it, up to the threshold.
+    fn fuse(&self, parts: &mut Vec<Part>, others: &mut VecDeque<Part>) {
+        let Some(first) = self.answer_of(&parts[0]) else {
+            return;
+        };
+        let Some(dtype) = fusible(&first) else {
+            return;
+        };
+        let mut bytes = bytes_of(&first.request);
+        let mut passed = 0;
+        let mut index = 0;
+        while index < others.len() && bytes + passed <= self.policy.fusion {
+            let Some(other) = self.answer_of(&others[index]) else {
+                return;
+            };
+            let (a, b) = (&first.request, &other.request);
+            let size = bytes_of(b);
+            let fits = fusible(&other) == Some(dtype)
+                && (a.set, a.op, a.gpu, a.factors) == (b.set, b.op, b.gpu, b.factors)
+                && bytes + size <= self.policy.fusion;
+            if fits {
+                bytes += size;
+                parts.extend(others.remove(index));
+            } else {
+                passed += size;
+                index += 1;
+            }
+        }
+    }
+
+    /// Notes what was given out, for the schedule.
+    fn remember(&mut self, parts: &[Part]) {
+        let mut step = Vec::with_capacity(parts.len());
+        let mut bytes = 0;
+        for part in parts {
+            match (part, self.answer_of(part)) {
+                (Part::Known(number), Some(answer))
+                    if answer.request.set == 0 && freezable(&answer) =>
+                {
+                    bytes += bytes_of(&answer.request);
+                    step.push(*number);
+                }
+                _ => return self.history.clear(),
+            }
+        }
+        if bytes > self.policy.frozen_bytes {
+            return self.history.clear();
+        }
+        self.history.push_back(step);
+        if self.history.len() > LONGEST * self.needed {
+            self.history.pop_front();
+        }
+    }
+
+    /// Freezes where the last steps are one sequence, often enough in a row.
+    fn freeze(&mut self) {
+        if self.needed == 0 || self.frozen || !self.joined.is_empty() {
+            return;
+        }
+        let steps = self.history.make_contiguous();
+        for period in 1..=LONGEST.min(steps.len() / self.needed) {
+            let tail = &steps[steps.len() - period * self.needed..];
+            if tail[period..] == tail[..tail.len() - period] {
+                self.epoch += 1;
+                self.frozen = true;
+                // What was announced for the old epoch is announced again.
+                self.table.clear();
+                let schedule = tail[..period].to_vec();
+                self.history.clear();
+                self.out.push(Down::Freeze(self.epoch, schedule));
+                return;
+            }
+        }
+    }
+
+    /// Time passes: warns of, and in the end aborts, what waits for a rank too long.
+    pub fn tick(&mut self, now: u64) {
+        self.now = now;
+        if self.ended {
+            return;
+        }
+        let mut stalled: BTreeMap<Vec<u32>, Vec<String>> = BTreeMap::new();
+        let mut fatal = None;
+        for (key, entry) in &mut self.table {
+            let waited = now.saturating_sub(entry.since);
+            let Some(members) = self.sets.get(&key.0) else {
+                continue;
+            };
+            // Who has joined early waits for the others by design.
+            if entry.requests.values().any(|r| r.kind == Kind::Join) {
+                continue;
+            }
+            let missing = || {
+                members
+                    .iter()
+                    .filter(|rank| !entry.requests.contains_key(rank))
+                    .filter(|rank| key.0 != 0 || !self.joined.contains(rank))
+                    .copied()
+                    .collect::<Vec<_>>()
+            };
+            if self.policy.stall_abort > 0 && waited >= self.policy.stall_abort {
+                fatal = Some((key.1.clone(), missing(), waited));
+            } else if self.policy.stall_warn > 0
+                && waited >= self.policy.stall_warn
+                && !entry.warned
+            {
+                stalled.entry(missing()).or_default().push(key.1.clone());
+                entry.warned = true;
+            }
+        }
+        for (ranks, mut names) in stalled {
+            names.sort();
+            self.warnings.push(format!(
+                "stalled for more than {} s, waiting for {}: {}",
+                self.policy.stall_warn / 1_000_000,
+                ranks_text(&ranks),
+                names.join(", ")
+            ));
+        }
+        if let Some((name, ranks, waited)) = fatal {
+            self.abort(format!(
+                "{name} waited {} s for {}",
+                waited / 1_000_000,
+                ranks_text(&ranks)
+            ));
+        }
+    }
+}
+
+fn ranks_text(ranks: &[u32]) -> String {
+    let list: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    format!(
+        "rank{} {}",
+        if ranks.len() == 1 { "" } else { "s" },
+        list.join(", ")
+    )
+}
+
+fn bytes_of(request: &Request) -> u64 {
+    let sizes = request.tensors.iter();
+    sizes
+        .map(|t| t.elements() * check::element_bytes(t.dtype))
+        .sum()
+}
+
+/// The dtype in which this answer can be launched together with others.
+fn fusible(answer: &Answer) -> Option<u8> {
+    let tensors = &answer.request.tensors;
+    let first = tensors.first()?;
+    (answer.request.kind == Kind::Allreduce
+        && answer.error.is_empty()
+        && tensors.iter().all(|t| t.dtype == first.dtype))
+    .then_some(first.dtype)
+}
+
+/// Whether a flag can travel with it: the sum of some flags must not wrap around to nothing.
+fn freezable(answer: &Answer) -> bool {
+    fusible(answer).is_some_and(|dtype| {
+        let name = check::DTYPES[usize::from(dtype)].0;
+        name.contains("float") || name == "int32" || name == "int64"
+    }) && answer.request.tensors.iter().any(|t| t.elements() > 0)
+}

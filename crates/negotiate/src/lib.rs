@@ -1,0 +1,40 @@
+//! Which collective comes next: agreement of all ranks, in whatever order each of them submits.
+//!
+//! A collective library wants the same calls in the same order on every rank; a program submits
+//! gradients in the order in which they happen to be ready. So ranks announce what they have, and a
+//! [`Coordinator`] (it lives in rank 0's process) says what is launched next, to all, in one total
+//! order. Because every rank launches that sequence and nothing else, no rank can launch a
+//! collective that another does not.
+//!
+//! - [`wire`]: what is said, and its bytes.
+//! - [`check`]: whether the ranks' requests fit together; the error text where they do not.
+//! - [`coordinator`]: counts announcements, answers, fuses, keeps the cache, decides to freeze.
+//! - [`worker`]: one rank: what it has submitted, what it must launch, the frozen schedule.
+//! - [`link`]: threads and sockets that carry the messages. The only part that does I/O.
+//!
+//! # The cache
+//! An answer that can be repeated gets a number. A rank whose request is the same as last time
+//! announces the number in place of the request, and the answer is that number too.
+//!
+//! # The frozen schedule
+//! When the same sequence of cached answers has come several times over, the coordinator declares it
+//! the schedule. From then on nothing is announced: a rank that has submitted all tensors of the
+//! next step launches it. One more element travels inside the collective itself, a flag. A rank that
+//! wants anything else launches the next step of the schedule all the same, with zeros and the flag
+//! raised (a *dummy*). All ranks see the flag in the result of that one collective, discard the
+//! result, and announce what they have anew, in the next *epoch*. Safety: in a frozen epoch each
+//! rank launches steps of one agreed sequence, one at a time, and ends the epoch at the first step
+//! whose flag is up, which is the same step for all, as the flag is part of the reduction. Liveness:
+//! a rank that raises the flag says so to all through the coordinator, and a rank that has nothing
+//! to launch then launches a dummy too. An announcement carries its epoch; one of an ended epoch is
+//! dropped, and its rank makes it again in the new one.
+
+pub mod check;
+pub mod coordinator;
+pub mod link;
+pub mod wire;
+pub mod worker;
+
+pub use coordinator::{Coordinator, Policy};
+pub use wire::{Answer, Down, Kind, Meta, Part, Request, Up, WireError};
+pub use worker::{Action, Worker};

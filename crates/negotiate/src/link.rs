@@ -1,0 +1,641 @@
+//! Carries the messages: rank 0 has a TCP connection to every other rank.
+//!
+//! All state of a process is behind one mutex. Whoever brings news (a caller that submits, a reader
+//! of a connection, the clock) takes it, feeds the state machines, writes what comes out of them to
+//! the sockets, and wakes the executor. So an announcement reaches the coordinator without a change
+//! of threads on rank 0, and with one elsewhere. Frames are small; a peer that does not read them
+//! for the whole timeout is lost.
+//!
+//! A frame is its length (u32, little-endian) and its bytes. A connection begins with 4 bytes that
+//! name the protocol, the job's token and the rank; a stranger is dropped.
+
+use crate::coordinator::{Coordinator, Event, Policy};
+use crate::wire::{Down, Request, Up};
+use crate::worker::{Action, Worker};
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+const MAGIC: [u8; 4] = *b"EvN1";
+/// No message of a sane job is longer.
+const LONGEST_FRAME: usize = 64 << 20;
+
+/// The ranks could not be connected.
+#[derive(Debug, Error)]
+pub enum LinkError {
+    /// A socket said so.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// Nobody came.
+    #[error("rank {0} did not connect in {1} s")]
+    Missing(String, f64),
+}
+
+struct Core {
+    worker: Worker,
+    coordinator: Option<Coordinator>,
+    /// Rank 0: a connection a rank. Others: rank 0's, under 0.
+    links: HashMap<u32, TcpStream>,
+    closed: bool,
+    /// Since when something is submitted and not announced.
+    waiting: Option<Instant>,
+    readers: usize,
+    /// A caller does the launching itself; the background thread is left asleep.
+    driven: bool,
+}
+
+struct Shared {
+    core: Mutex<Core>,
+    /// Who drives waits on it.
+    ready: Condvar,
+    /// The background thread waits on it: launches are there, and nobody drives.
+    idle: Condvar,
+    /// The clock waits on it.
+    clock: Condvar,
+    start: Instant,
+    cycle: Duration,
+    patience: Duration,
+    rank: u32,
+}
+
+/// One process's part in the negotiation.
+pub struct Node {
+    shared: Arc<Shared>,
+    listener: Mutex<Option<TcpListener>>,
+    port: u16,
+    size: u32,
+    timeout: Duration,
+}
+
+impl Node {
+    /// `sets`: process sets from the start. `cycle`: how long submissions are gathered before they
+    /// are announced, unless somebody waits. `timeout`: bounds connecting, and writing to a peer.
+    ///
+    /// # Errors
+    /// Where rank 0 cannot listen.
+    pub fn new(
+        rank: u32,
+        size: u32,
+        sets: &[Vec<u32>],
+        policy: Policy,
+        cycle: Duration,
+        timeout: Duration,
+    ) -> Result<Self, LinkError> {
+        let patience = (cycle * 5).max(Duration::from_millis(5));
+        let core = Core {
+            worker: Worker::new(patience.as_micros() as u64),
+            coordinator: (rank == 0).then(|| Coordinator::new(size, sets, policy)),
+            links: HashMap::new(),
+            closed: false,
+            waiting: None,
+            readers: 0,
+            driven: false,
+        };
+        let listener = if rank == 0 && size > 1 {
+            Some(listen()?)
+        } else {
+            None
+        };
+        Ok(Self {
+            shared: Arc::new(Shared {
+                core: Mutex::new(core),
+                ready: Condvar::new(),
+                idle: Condvar::new(),
+                clock: Condvar::new(),
+                start: Instant::now(),
+                cycle,
+                patience,
+                rank,
+            }),
+            port: listener
+                .as_ref()
+                .and_then(|l| l.local_addr().ok())
+                .map_or(0, |a| a.port()),
+            listener: Mutex::new(listener),
+            size,
+            timeout,
+        })
+    }
+
+    /// Rank 0's port; 0 elsewhere.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Rank 0: wait for all other ranks. Others: reach rank 0 at one of `addresses`. Then start.
+    /// Once only.
+    ///
+    /// # Errors
+    /// Where that does not come about within the timeout.
+    pub fn connect(&self, addresses: &[String], port: u16, token: &str) -> Result<(), LinkError> {
+        let deadline = Instant::now() + self.timeout;
+        let links = if self.shared.rank == 0 {
+            let listener = self
+                .listener
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .take();
+            match listener {
+                Some(listener) => self.accept(&listener, token, deadline)?,
+                None => HashMap::new(),
+            }
+        } else {
+            let stream = self.reach(addresses, port, token, deadline)?;
+            HashMap::from([(0, stream)])
+        };
+        for (peer, stream) in &links {
+            stream.set_write_timeout(Some(self.timeout))?;
+            let (peer, stream, shared) = (*peer, stream.try_clone()?, self.shared.clone());
+            lock(&self.shared).readers += 1;
+            spawn("read", move || read_loop(&shared, peer, stream))?;
+        }
+        lock(&self.shared).links = links;
+        let shared = self.shared.clone();
+        spawn("clock", move || clock_loop(&shared))?;
+        Ok(())
+    }
+
+    fn accept(
+        &self,
+        listener: &TcpListener,
+        token: &str,
+        deadline: Instant,
+    ) -> Result<HashMap<u32, TcpStream>, LinkError> {
+        listener.set_nonblocking(true)?;
+        let (send, receive) = mpsc::channel();
+        let mut links = HashMap::new();
+        while links.len() + 1 < self.size as usize {
+            match listener.accept() {
+                Ok((stream, _)) => {
+                    let (send, token) = (send.clone(), token.to_owned());
+                    // A thread each, so that a stranger who says nothing holds nobody up.
+                    spawn("greet", move || {
+                        if let Ok(found) = greet(stream, &token) {
+                            let _ = send.send(found);
+                        }
+                    })?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if let Ok((rank, stream)) = receive.recv_timeout(Duration::from_millis(2)) {
+                        if rank > 0 && rank < self.size {
+                            links.insert(rank, stream);
+                        }
+                    } else if Instant::now() > deadline {
+                        let missing: Vec<String> = (1..self.size)
+                            .filter(|rank| !links.contains_key(rank))
+                            .map(|rank| rank.to_string())
+                            .collect();
+                        return Err(LinkError::Missing(
+                            missing.join(", "),
+                            self.timeout.as_secs_f64(),
+                        ));
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(links)
+    }
+
+    fn reach(
+        &self,
+        addresses: &[String],
+        port: u16,
+        token: &str,
+        deadline: Instant,
+    ) -> Result<TcpStream, LinkError> {
+        let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "no address was given");
+        loop {
+            for address in addresses {
+                match knock(address, port, token, self.shared.rank) {
+                    Ok(stream) => return Ok(stream),
+                    Err(error) => last = error,
+                }
+            }
+            if Instant::now() > deadline {
+                return Err(last.into());
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// See [`Worker::submit`]. `urgent`: somebody waits for it; announce at once. `drives`: the
+    /// caller calls [`Node::next`] itself, until [`Node::undrive`].
+    #[must_use]
+    pub fn submit(&self, request: Request, urgent: bool, drives: bool) -> bool {
+        let mut core = lock(&self.shared);
+        core.driven |= drives;
+        let now = self.shared.now();
+        let taken = core.worker.submit(request, now);
+        if urgent {
+            core.worker.flush();
+        }
+        self.shared.pump(&mut core);
+        self.shared.schedule_flush(&mut core);
+        taken
+    }
+
+    /// Announce what is submitted: somebody waits.
+    pub fn flush(&self) {
+        let mut core = lock(&self.shared);
+        if core.worker.unflushed() {
+            core.worker.flush();
+            self.shared.pump(&mut core);
+            self.shared.schedule_flush(&mut core);
+        }
+    }
+
+    /// The next thing to do; none after `timeout`.
+    #[must_use]
+    pub fn next(&self, timeout: Duration) -> Option<Action> {
+        let deadline = Instant::now() + timeout;
+        let mut core = lock(&self.shared);
+        loop {
+            if let Some(action) = core.worker.take_action() {
+                return Some(action);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            core = wait(&self.shared.ready, core, left);
+        }
+    }
+
+    /// Wait until there is something to do and nobody drives; false after `timeout`.
+    #[must_use]
+    pub fn await_work(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut core = lock(&self.shared);
+        loop {
+            if core.worker.has_next() && !core.driven {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            core = wait(&self.shared.idle, core, left);
+        }
+    }
+
+    /// The caller calls [`Node::next`] itself from now on.
+    pub fn drive(&self) {
+        lock(&self.shared).driven = true;
+    }
+
+    /// It does no longer.
+    pub fn undrive(&self) {
+        let mut core = lock(&self.shared);
+        core.driven = false;
+        if core.worker.has_next() {
+            self.shared.idle.notify_all();
+        }
+    }
+
+    /// See [`Worker::finished`].
+    pub fn finished(&self, flagged: bool) {
+        let mut core = lock(&self.shared);
+        core.worker.finished(flagged, self.shared.now());
+        self.shared.pump(&mut core);
+        self.shared.schedule_flush(&mut core);
+    }
+
+    /// Why nothing more can be launched, if so.
+    #[must_use]
+    pub fn ended(&self) -> Option<String> {
+        lock(&self.shared).worker.ended().map(ToOwned::to_owned)
+    }
+
+    /// See [`Worker::frozen`].
+    #[must_use]
+    pub fn frozen(&self) -> (bool, u64) {
+        lock(&self.shared).worker.frozen()
+    }
+
+    /// What the coordinator has to tell: timeline events and warnings. Empty but on rank 0.
+    #[must_use]
+    pub fn news(&self) -> (Vec<Event>, Vec<String>) {
+        match &mut lock(&self.shared).coordinator {
+            Some(coordinator) => (coordinator.events(), coordinator.warnings()),
+            None => (Vec::new(), Vec::new()),
+        }
+    }
+
+    /// Record timeline events from now on, or no longer. The clock of their times starts with the
+    /// node; [`Node::now`] gives it.
+    pub fn record(&self, on: bool) {
+        if let Some(coordinator) = &mut lock(&self.shared).coordinator {
+            coordinator.record(on);
+        }
+    }
+
+    /// Microseconds on the node's clock.
+    #[must_use]
+    pub fn now(&self) -> u64 {
+        self.shared.now()
+    }
+
+    /// Tell all that this rank ends. [`Node::ended`] is set on every rank after it.
+    pub fn shutdown(&self) {
+        let mut core = lock(&self.shared);
+        if core.worker.ended().is_none() {
+            core.worker.shutdown(self.shared.now());
+            self.shared.pump(&mut core);
+        }
+    }
+
+    /// Close the connections; what was sent still arrives. Waits for the peers for `linger` at most.
+    pub fn close(&self, linger: Duration) {
+        let deadline = Instant::now() + linger;
+        let mut core = lock(&self.shared);
+        // Closing on unread data would reset the connection, and lose what was said last.
+        let said = |core: &Core| core.worker.ended().is_some() || core.links.is_empty();
+        while !said(&core) && Instant::now() < deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            core = wait(&self.shared.ready, core, left);
+        }
+        core.closed = true;
+        self.shared.clock.notify_all();
+        for stream in core.links.values() {
+            let _ = stream.shutdown(Shutdown::Write);
+        }
+        if self.shared.rank == 0 {
+            while core.readers > 0 && Instant::now() < deadline {
+                let left = deadline.saturating_duration_since(Instant::now());
+                core = wait(&self.shared.ready, core, left);
+            }
+        }
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let mut core = lock(&self.shared);
+        core.closed = true;
+        for stream in core.links.values() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.shared.clock.notify_all();
+        self.shared.ready.notify_all();
+    }
+}
+
+impl Shared {
+    fn now(&self) -> u64 {
+        self.start.elapsed().as_micros() as u64
+    }
+
+    /// Carries messages until nobody has one to send, and wakes the executor.
+    fn pump(&self, core: &mut Core) {
+        loop {
+            let up = core.worker.take();
+            let now = self.now();
+            let mut down = Vec::new();
+            match &mut core.coordinator {
+                Some(coordinator) => {
+                    for message in up {
+                        coordinator.receive(0, message, now);
+                    }
+                    down = coordinator.take();
+                }
+                None => {
+                    let frames = frames(up.iter().map(Up::encode));
+                    if !frames.is_empty()
+                        && let Some(stream) = core.links.get_mut(&0)
+                        && let Err(error) = stream.write_all(&frames)
+                    {
+                        let reason = format!("the connection to rank 0 is lost: {error}");
+                        core.worker.receive(Down::Abort(reason), now);
+                    }
+                }
+            }
+            if down.is_empty() {
+                break;
+            }
+            let frames = frames(down.iter().map(Down::encode));
+            let mut lost = Vec::new();
+            for (peer, stream) in &mut core.links {
+                if let Err(error) = stream.write_all(&frames) {
+                    lost.push((*peer, error.to_string()));
+                }
+            }
+            for message in down {
+                core.worker.receive(message, now);
+            }
+            for (peer, error) in lost {
+                core.links.remove(&peer);
+                if let Some(coordinator) = &mut core.coordinator {
+                    coordinator.lost(peer, &error);
+                }
+            }
+        }
+        if core.worker.has_next() || core.worker.ended().is_some() {
+            self.ready.notify_all();
+            if !core.driven {
+                self.idle.notify_all();
+            }
+        }
+    }
+
+    /// Lets the clock know that something waits to be announced, or for a schedule.
+    fn schedule_flush(&self, core: &mut Core) {
+        if core.worker.unflushed() {
+            if core.waiting.is_none() {
+                core.waiting = Some(Instant::now());
+                self.clock.notify_one();
+            }
+        } else {
+            core.waiting = None;
+            if core.worker.waits() {
+                self.clock.notify_one();
+            }
+        }
+    }
+}
+
+fn lock(shared: &Shared) -> MutexGuard<'_, Core> {
+    // A thread that panicked inside left no half-made state that matters more than going on.
+    shared
+        .core
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn wait<'a>(
+    condition: &Condvar,
+    core: MutexGuard<'a, Core>,
+    left: Duration,
+) -> MutexGuard<'a, Core> {
+    match condition.wait_timeout(core, left) {
+        Ok((core, _)) => core,
+        Err(poisoned) => poisoned.into_inner().0,
+    }
+}
+
+fn spawn(what: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    thread::Builder::new()
+        .name(format!("negotiate-{what}"))
+        .stack_size(256 << 10)
+        .spawn(run)
+        .map(drop)
+}
+
+fn frames(messages: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
+    let mut all = Vec::new();
+    for message in messages {
+        all.extend_from_slice(&(message.len() as u32).to_le_bytes());
+        all.extend_from_slice(&message);
+    }
+    all
+}
+
+fn read_loop(shared: &Shared, peer: u32, stream: TcpStream) {
+    let mut stream = io::BufReader::new(stream);
+    let why = loop {
+        let frame = match read_frame(&mut stream) {
+            Ok(frame) => frame,
+            Err(error) => break error.to_string(),
+        };
+        let mut core = lock(shared);
+        let now = shared.now();
+        let malformed = match &mut core.coordinator {
+            Some(coordinator) => match Up::decode(&frame) {
+                Ok(message) => {
+                    coordinator.receive(peer, message, now);
+                    None
+                }
+                Err(error) => Some(error),
+            },
+            None => match Down::decode(&frame) {
+                Ok(message) => {
+                    core.worker.receive(message, now);
+                    None
+                }
+                Err(error) => Some(error),
+            },
+        };
+        if let Some(error) = malformed {
+            break error.to_string();
+        }
+        shared.pump(&mut core);
+        shared.schedule_flush(&mut core);
+    };
+    let mut core = lock(shared);
+    core.readers -= 1;
+    let now = shared.now();
+    if let Some(coordinator) = &mut core.coordinator {
+        coordinator.lost(peer, &why);
+    } else {
+        let reason = format!("the connection to rank 0 is lost: {why}");
+        core.worker.receive(Down::Abort(reason), now);
+    }
+    shared.pump(&mut core);
+    shared.ready.notify_all();
+}
+
+fn read_frame(stream: &mut impl Read) -> io::Result<Vec<u8>> {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length)?;
+    let length = u32::from_le_bytes(length) as usize;
+    if length > LONGEST_FRAME {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("a frame of {length} bytes"),
+        ));
+    }
+    let mut frame = vec![0; length];
+    stream.read_exact(&mut frame)?;
+    Ok(frame)
+}
+
+fn clock_loop(shared: &Shared) {
+    let mut core = lock(shared);
+    while !core.closed {
+        let until = match core.waiting {
+            Some(since) => shared.cycle.saturating_sub(since.elapsed()),
+            None if core.worker.waits() => shared.patience / 2,
+            None => Duration::from_millis(500),
+        };
+        if !until.is_zero() {
+            core = wait(&shared.clock, core, until);
+            if core.closed {
+                break;
+            }
+        }
+        if core
+            .waiting
+            .is_some_and(|since| since.elapsed() >= shared.cycle)
+        {
+            core.waiting = None;
+            core.worker.flush();
+        }
+        let now = shared.now();
+        core.worker.tick(now);
+        if let Some(coordinator) = &mut core.coordinator {
+            coordinator.tick(now);
+        }
+        shared.pump(&mut core);
+    }
+}
+
+fn listen() -> io::Result<TcpListener> {
+    TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))
+}
+
+/// Rank 0's side of the first words.
+fn greet(mut stream: TcpStream, token: &str) -> io::Result<(u32, TcpStream)> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    let mut said = vec![0; MAGIC.len() + token.len() + 4];
+    stream.read_exact(&mut said)?;
+    let (magic, rest) = said.split_at(MAGIC.len());
+    let (theirs, rank) = rest.split_at(token.len());
+    if magic != MAGIC || theirs != token.as_bytes() {
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "a stranger",
+        ));
+    }
+    let mut number = [0; 4];
+    number.copy_from_slice(rank);
+    stream.write_all(&MAGIC)?;
+    stream.set_read_timeout(None)?;
+    Ok((u32::from_le_bytes(number), stream))
+}
+
+/// Another rank's side.
+fn knock(address: &str, port: u16, token: &str, rank: u32) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, address.to_owned());
+    for place in (address, port).to_socket_addrs()? {
+        let mut stream = match TcpStream::connect_timeout(&place, Duration::from_secs(2)) {
+            Ok(stream) => stream,
+            Err(error) => {
+                last = error;
+                continue;
+            }
+        };
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        let mut words = MAGIC.to_vec();
+        words.extend_from_slice(token.as_bytes());
+        words.extend_from_slice(&rank.to_le_bytes());
+        stream.write_all(&words)?;
+        let mut answer = [0; 4];
+        stream.read_exact(&mut answer)?;
+        if answer != MAGIC {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a stranger"));
+        }
+        stream.set_read_timeout(None)?;
+        return Ok(stream);
+    }
+    Err(last)
+}

@@ -1,0 +1,386 @@
+//! One rank's side: what it has submitted, what it announced, what it must launch.
+//!
+//! Sans-IO: [`Worker::submit`], [`Worker::receive`] and [`Worker::tick`] go in; messages for the
+//! coordinator come out of [`Worker::take`], launches out of [`Worker::take_action`]. After a launch of the
+//! frozen schedule the executor says with [`Worker::finished`] whether the flag was up.
+
+use crate::wire::{Answer, Down, Part, Request, Up};
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+/// What the executor has to do next.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Action {
+    /// Launch these together, as agreed.
+    Launch(Vec<Arc<Answer>>),
+    /// Launch this step of the schedule with a flag; down where `real`, else up and with zeros. Then
+    /// call [`Worker::finished`].
+    Frozen {
+        /// The step's answers.
+        answers: Vec<Arc<Answer>>,
+        /// Whether this rank has the data.
+        real: bool,
+    },
+    /// Nothing more can be launched, and why.
+    End(String),
+}
+
+type Key = (u32, String);
+
+#[derive(Clone, Copy, PartialEq)]
+enum Announced {
+    No,
+    Full,
+    Hit(u32),
+}
+
+struct Pending {
+    request: Arc<Request>,
+    announced: Announced,
+    since: u64,
+}
+
+struct Cached {
+    answer: Arc<Answer>,
+    /// This rank's own request; none where it had joined.
+    request: Option<Arc<Request>>,
+}
+
+struct Schedule {
+    steps: Vec<Vec<u32>>,
+    at: usize,
+    launched: bool,
+    thaw: bool,
+    said: bool,
+    /// Since when the step at hand is launched.
+    since: u64,
+}
+
+/// See the module's text.
+pub struct Worker {
+    epoch: u32,
+    schedule: Option<Schedule>,
+    pending: HashMap<Key, Pending>,
+    order: VecDeque<Key>,
+    cache: HashMap<u32, Cached>,
+    numbers: HashMap<Key, u32>,
+    actions: VecDeque<Action>,
+    out: Vec<Up>,
+    now: u64,
+    patience: u64,
+    ending: bool,
+    ended: Option<String>,
+    frozen_launches: u64,
+}
+
+impl Worker {
+    /// `patience`: microseconds that a frozen schedule may keep a submitted tensor waiting for
+    /// others of its step.
+    #[must_use]
+    pub fn new(patience: u64) -> Self {
+        Self {
+            epoch: 0,
+            schedule: None,
+            pending: HashMap::new(),
+            order: VecDeque::new(),
+            cache: HashMap::new(),
+            numbers: HashMap::new(),
+            actions: VecDeque::new(),
+            out: Vec::new(),
+            now: 0,
+            patience,
+            ending: false,
+            ended: None,
+            frozen_launches: 0,
+        }
+    }
+
+    /// Messages for the coordinator. Announcements of what was submitted are among them only after
+    /// [`Worker::flush`].
+    pub fn take(&mut self) -> Vec<Up> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// What to do next.
+    pub fn take_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Whether [`Worker::take_action`] has something.
+    #[must_use]
+    pub fn has_next(&self) -> bool {
+        !self.actions.is_empty()
+    }
+
+    /// Why nothing more can be launched.
+    #[must_use]
+    pub fn ended(&self) -> Option<&str> {
+        self.ended.as_deref()
+    }
+
+    /// Whether something was submitted that is not announced yet.
+    #[must_use]
+    pub fn unflushed(&self) -> bool {
+        self.schedule.is_none() && !self.order.is_empty()
+    }
+
+    /// Whether a frozen schedule keeps something waiting, so that [`Worker::tick`] must be called.
+    #[must_use]
+    pub fn waits(&self) -> bool {
+        let idle = |schedule: &Schedule| !schedule.launched && !self.pending.is_empty();
+        self.schedule.as_ref().is_some_and(idle)
+    }
+
+    /// Whether the frozen schedule holds, and how many launches it has made so far.
+    #[must_use]
+    pub fn frozen(&self) -> (bool, u64) {
+        (self.schedule.is_some(), self.frozen_launches)
+    }
+
+    /// This rank wants `request` done. Its name must not be in flight in its set; a second one is
+    /// refused with `false`.
+    pub fn submit(&mut self, request: Request, now: u64) -> bool {
+        self.now = now;
+        let key = (request.set, request.name.clone());
+        if self.pending.contains_key(&key) {
+            return false;
+        }
+        let pending = Pending {
+            request: Arc::new(request),
+            announced: Announced::No,
+            since: now,
+        };
+        self.pending.insert(key.clone(), pending);
+        self.order.push_back(key);
+        self.advance();
+        true
+    }
+
+    /// Announce what is not announced yet.
+    pub fn flush(&mut self) {
+        if self.schedule.is_some() || self.ended.is_some() {
+            return;
+        }
+        let mut hits = Vec::new();
+        let mut requests = Vec::new();
+        for key in std::mem::take(&mut self.order) {
+            let Some(pending) = self.pending.get_mut(&key) else {
+                continue;
+            };
+            if pending.announced != Announced::No {
+                continue;
+            }
+            let number = self.numbers.get(&key).copied();
+            let own = number.and_then(|n| self.cache.get(&n)?.request.as_ref());
+            match (number, own) {
+                (Some(number), Some(own)) if **own == *pending.request => {
+                    pending.announced = Announced::Hit(number);
+                    hits.push(number);
+                }
+                _ => {
+                    pending.announced = Announced::Full;
+                    requests.push((*pending.request).clone());
+                }
+            }
+        }
+        if !hits.is_empty() || !requests.is_empty() {
+            self.out.push(Up::Announce {
+                epoch: self.epoch,
+                hits,
+                requests,
+            });
+        }
+        if self.ending {
+            self.ending = false;
+            self.out.push(Up::Shutdown);
+        }
+    }
+
+    /// This rank submits nothing more, and the others shall know.
+    pub fn shutdown(&mut self, now: u64) {
+        self.now = now;
+        self.ending = true;
+        self.advance();
+        self.flush();
+    }
+
+    /// Time passes. A frozen schedule that keeps a tensor waiting is left.
+    pub fn tick(&mut self, now: u64) {
+        self.now = now;
+        self.advance();
+    }
+
+    /// A message of the coordinator.
+    pub fn receive(&mut self, message: Down, now: u64) {
+        self.now = now;
+        if self.ended.is_some() {
+            return;
+        }
+        match message {
+            Down::Launch(parts) => self.launch(parts),
+            Down::Evict(numbers) => self.evict(&numbers),
+            Down::Freeze(epoch, steps) => {
+                self.epoch = epoch;
+                self.schedule = Some(Schedule {
+                    steps,
+                    at: 0,
+                    launched: false,
+                    thaw: false,
+                    said: false,
+                    since: now,
+                });
+                self.forget_announcements();
+                self.advance();
+            }
+            Down::Thaw(epoch) => {
+                if epoch == self.epoch
+                    && let Some(schedule) = &mut self.schedule
+                {
+                    schedule.thaw = true;
+                    schedule.said = true;
+                    self.advance();
+                }
+            }
+            Down::Shutdown(rank) => self.end(format!("rank {rank} called shutdown")),
+            Down::Abort(reason) => self.end(reason),
+        }
+    }
+
+    fn end(&mut self, reason: String) {
+        self.ended = Some(reason.clone());
+        self.schedule = None;
+        self.pending.clear();
+        self.order.clear();
+        self.actions.push_back(Action::End(reason));
+    }
+
+    fn forget_announcements(&mut self) {
+        let mut keys: Vec<(u64, Key)> = Vec::new();
+        for (key, pending) in &mut self.pending {
+            pending.announced = Announced::No;
+            keys.push((pending.since, key.clone()));
+        }
+        keys.sort();
+        self.order = keys.into_iter().map(|(_, key)| key).collect();
+    }
+
+    fn launch(&mut self, parts: Vec<Part>) {
+        let mut answers = Vec::with_capacity(parts.len());
+        for part in parts {
+            let (number, answer) = match part {
+                Part::New(number, answer) => (number, answer),
+                Part::Known(number) => match self.cache.get(&number) {
+                    Some(cached) => (0, cached.answer.clone()),
+                    None => return self.end(format!("answer {number} is not known: a defect")),
+                },
+            };
+            let key = (answer.request.set, answer.request.name.clone());
+            let own = self.pending.remove(&key).map(|pending| pending.request);
+            if number != 0 {
+                self.numbers.insert(key, number);
+                let cached = Cached {
+                    answer: answer.clone(),
+                    request: own,
+                };
+                self.cache.insert(number, cached);
+            }
+            answers.push(answer);
+        }
+        self.actions.push_back(Action::Launch(answers));
+    }
+
+    fn evict(&mut self, numbers: &[u32]) {
+        for number in numbers {
+            let Some(cached) = self.cache.remove(number) else {
+                continue;
+            };
+            let request = &cached.answer.request;
+            let key = (request.set, request.name.clone());
+            if self.numbers.get(&key) == Some(number) {
+                self.numbers.remove(&key);
+            }
+            if let Some(pending) = self.pending.get_mut(&key)
+                && pending.announced == Announced::Hit(*number)
+            {
+                // The coordinator has ignored it, or will.
+                pending.announced = Announced::No;
+                self.order.push_back(key);
+            }
+        }
+        self.flush();
+    }
+
+    /// Launches the schedule's step if this rank can, or must.
+    fn advance(&mut self) {
+        let Some(schedule) = &mut self.schedule else {
+            return;
+        };
+        let step = &schedule.steps[schedule.at];
+        let in_step = |key: &Key| self.numbers.get(key).is_some_and(|n| step.contains(n));
+        let as_before = |key: &Key, pending: &Pending| {
+            let number = self.numbers.get(key)?;
+            let own = self.cache.get(number)?.request.as_ref()?;
+            (schedule.steps.iter().any(|s| s.contains(number)) && **own == *pending.request)
+                .then_some(())
+        };
+        let mut deviates = self.ending;
+        let mut here = 0;
+        for (key, pending) in &self.pending {
+            let waited = self.now.saturating_sub(pending.since.max(schedule.since));
+            deviates |= as_before(key, pending).is_none();
+            here += usize::from(in_step(key));
+            deviates |= waited > self.patience && !schedule.launched;
+        }
+        // A step of which another rank has submitted nothing for long: it may be elsewhere.
+        deviates |= schedule.launched
+            && self.now.saturating_sub(schedule.since) > self.patience.max(1_000_000);
+        if deviates {
+            schedule.thaw = true;
+            if !schedule.said {
+                schedule.said = true;
+                self.out.push(Up::Thaw(self.epoch));
+            }
+        }
+        if schedule.launched {
+            return;
+        }
+        let real = here == step.len() && !schedule.thaw;
+        if !real && !schedule.thaw {
+            return;
+        }
+        let answers = step
+            .iter()
+            .filter_map(|n| self.cache.get(n).map(|c| c.answer.clone()))
+            .collect();
+        schedule.launched = true;
+        schedule.since = self.now;
+        self.actions.push_back(Action::Frozen { answers, real });
+    }
+
+    /// The step that was launched last has ended. `flagged`: some rank raised its flag.
+    pub fn finished(&mut self, flagged: bool, now: u64) {
+        self.now = now;
+        let Some(schedule) = &mut self.schedule else {
+            return;
+        };
+        if flagged {
+            self.schedule = None;
+            self.epoch += 1;
+            self.forget_announcements();
+            return self.flush();
+        }
+        self.frozen_launches += 1;
+        for number in &schedule.steps[schedule.at] {
+            if let Some(cached) = self.cache.get(number) {
+                let request = &cached.answer.request;
+                self.pending.remove(&(request.set, request.name.clone()));
+            }
+        }
+        schedule.at = (schedule.at + 1) % schedule.steps.len();
+        schedule.launched = false;
+        schedule.since = now;
+        // In a frozen epoch nothing is announced, so the list of what is not only grows.
+        self.order.clear();
+        self.advance();
+    }
+}

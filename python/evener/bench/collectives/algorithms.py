@@ -1,0 +1,181 @@
+"""Evener's own all-reduce, by algorithm, beside the library's rows (`--algo flat,2d,2d+bf16`).
+
+`ALGORITHM` or `ALGORITHM+WIRE`, as `evener.comm` has them. What is timed is a step of the reducer
+that training uses, one gradient of the size: hand in, reduce, hand out, each step by itself and
+with fresh values (the library's calls follow one another, which favours them when small). A wire
+that keeps less than the gradients' values is not checked here, and its row says N/A. Bandwidths
+count the gradient's bytes, not what was sent, so that rows compare: less sent shows as a higher
+figure.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from evener.bench.collectives.options import TYPES, Options
+from evener.bench.collectives.output import Report, number
+from evener.bench.collectives.shapes import ALL, Collective
+from evener.bench.collectives.team import Processes
+from evener.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+# Wires whose result holds every value, as far as the small whole numbers of the check go.
+_WHOLE = ("exact", "fp16", "bf16")
+_KINDS = ("float", "half", "bfloat16", "double")
+
+
+def names() -> tuple[list[str], list[str]]:
+    """(algorithms, wires) of `evener.comm`."""
+    from evener.comm import options, wires
+
+    kinds = [name for name in get_args(options.Algorithm) if name != "auto"]
+    # The registry of wires, or the type of the option where comm has no registry.
+    listed = getattr(wires, "names", None)
+    return kinds, list(listed() if listed else get_args(getattr(options, "Wire", None)))
+
+
+def parse(text: str) -> tuple[str, str]:
+    """(algorithm, wire) of `2d+bf16`. Raises UsageError with what there is."""
+    algorithm, _, wire = text.partition("+")
+    kinds, wires = names()
+    if algorithm not in kinds or (wire or "exact") not in wires:
+        raise UsageError(
+            f"--algo {text}: evener.comm has no such algorithm",
+            f"take {' or '.join(kinds)}, alone or with +{', +'.join(wires)}",
+        )
+    return algorithm, wire or "exact"
+
+
+def check(options: Options, collective: Collective, device: str, per_process: int) -> None:
+    """Refuse --algo where it cannot be measured. Raises UsageError."""
+    for text in options.algo:
+        parse(text)
+    if not options.algo:
+        return
+    if collective.name != "all_reduce":
+        raise UsageError(
+            f"--algo {','.join(options.algo)}: evener.comm reduces gradients, it has no "
+            f"{collective.name}",
+            "use it with all_reduce",
+        )
+    if options.op not in ("sum", "avg"):
+        raise UsageError(f"--algo with -o {options.op}", "evener.comm has -o sum and avg")
+    if options.datatype not in _KINDS:
+        raise UsageError(
+            f"--algo with -d {options.datatype}: gradients are {', '.join(_KINDS)}",
+            "take one of them",
+        )
+    if device == "cuda" and per_process > 1:
+        raise UsageError(
+            f"--algo with {per_process} GPUs in a process: evener.comm has one rank a process",
+            "start a process a GPU: torchrun --nproc-per-node=4 -m evener bench all_reduce ...",
+        )
+
+
+def run(options: Options, processes: Processes, report: Report, device: torch.device) -> None:
+    """Measure every algorithm at every size and put the rows under the library's table."""
+    if processes.size == 1:
+        raise UsageError("--algo on one rank: there is nothing to reduce", "start 2 ranks or more")
+    report.put("#\n# Evener's own algorithms (evener.comm), in place")
+    report.put(
+        f"# {'size':>10}  {'algorithm':>12}  {'time':>7}  {'algbw':>6}  {'busbw':>6}  "
+        f"{'#wrong':>6}  {'vs library':>10}"
+    )
+    library = {row["size"]: row["in_place"] for row in report.results if "in_place" in row}
+    for text in options.algo:
+        for size in options.sizes():
+            row = _measure(text, size, options, processes, device)
+            base = library.get(row["size"], {}).get("bus_bw")
+            row["vs_library"] = row["bus_bw"] / base if base else None
+            report.failures += bool(row["nwrong"])
+            report.algorithms.append(row)
+            wrong = "N/A" if row["nwrong"] is None else f"{row['nwrong']:g}"
+            gain = "" if row["vs_library"] is None else f"{row['vs_library']:.2f}x"
+            report.put(
+                f"# {row['size']:>10}  {text:>12}  {number(row['time'], 7)}  "
+                f"{number(row['alg_bw'], 6)}  {number(row['bus_bw'], 6)}  {wrong:>6}  {gain:>10}"
+            )
+        # What it came down to: a wire is used only where something crosses a network.
+        report.put(
+            f"#   {text} at {report.algorithms[-1]['size']}: {report.algorithms[-1]['detail']}"
+        )
+
+
+def _measure(
+    text: str, size: int, options: Options, processes: Processes, device: torch.device
+) -> dict[str, Any]:
+    """One algorithm at one size: a reducer of one gradient, warmed up and stepped."""
+    import torch
+
+    from evener.bench.collectives.values import DTYPES, fill, reduced, wrong
+    from evener.comm.options import Options as CommOptions
+    from evener.comm.reducer import Reducer
+
+    algorithm, wire = parse(text)
+    kind, ranks = options.datatype, processes.size
+    item = TYPES[kind]
+    count = max(size // item, 1)
+    parameter = torch.nn.Parameter(torch.zeros(count, dtype=DTYPES[kind], device=device))
+    # `parse` has checked both against what comm allows.
+    chosen: dict[str, Any] = {"algorithm": algorithm, "wire": wire, "bucket_bytes": 0}
+    chosen["average"] = options.op == "avg"
+    reducer = Reducer([("gradient", parameter)], replace(CommOptions.resolve(), **chosen))
+    try:
+        parameter.grad = torch.zeros_like(parameter)
+        # Normal deviates, as gradients nearly are: what selects or quantises depends on values.
+        generator = torch.Generator(device).manual_seed(processes.rank)
+        fresh = torch.randn(count, device=device, generator=generator).to(parameter.dtype)
+
+        def step() -> None:
+            reducer.flush()
+            reducer.apply()
+            _wait(device)
+
+        total = 0.0
+        # The first step of a reducer only measures; scratch memory comes with the second.
+        for number in range(-2 - options.warmup_iters, options.iters):
+            parameter.grad.copy_(fresh)
+            _wait(device)
+            processes.barrier()
+            begin = time.perf_counter()
+            step()
+            total += time.perf_counter() - begin if number >= 0 else 0.0
+        seconds = sum(processes.gather(total / options.iters)) / ranks
+        bad = None
+        if options.check and wire in _WHOLE:
+            # The average of whole numbers need not be one: sums are what is compared.
+            op = "sum" if options.op == "sum" else "avg"
+            fill(parameter.grad, _mine(kind, op, processes))
+            step()
+            near = 0.0 if op == "sum" else 0.01
+            bad = sum(processes.gather(wrong(parameter.grad, reduced(kind, op, ranks, 1), near)))
+        detail = reducer.describe()
+    finally:
+        reducer.close()
+    algbw, busbw = ALL["all_reduce"].bandwidth(count, item, ranks, seconds)
+    return {
+        "algorithm": text,
+        "size": count * item,
+        "time": seconds * 1e6,
+        "alg_bw": algbw,
+        "bus_bw": busbw,
+        "nwrong": bad,
+        "detail": detail,
+    }
+
+
+def _mine(kind: str, op: str, processes: Processes) -> torch.Tensor:
+    from evener.bench.collectives.values import contribution
+
+    return contribution(kind, op, processes.rank, processes.size, 1)
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

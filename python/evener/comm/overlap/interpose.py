@@ -1,0 +1,57 @@
+"""Calls of torch that must find nothing pending and tell nobody: replaying or capturing a CUDA
+graph (it reads parameters by address), and destroying the process groups (a peer may still need
+what is on its way from here). The first overlap of a process wraps them; there is no hook for
+either. A process that ends without them waits in `atexit`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from evener.comm.overlap.step import StepOverlap
+
+_LIVE: weakref.WeakSet[StepOverlap] = weakref.WeakSet()
+_DONE: set[str] = set()
+
+
+def watch(overlap: StepOverlap) -> None:
+    """Finish `overlap` before any of these calls, for as long as it lives."""
+    _LIVE.add(overlap)
+    if not _DONE:
+        _DONE.add("wrapped")
+        destroy = _first(dist.destroy_process_group, "the process groups are destroyed")
+        dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy
+        graph = torch.cuda.CUDAGraph
+        for name, reason in (
+            ("replay", "a CUDA graph is replayed"),
+            ("capture_begin", "a CUDA graph is captured"),
+        ):
+            setattr(graph, name, _first(getattr(graph, name), reason))
+        atexit.register(_at_exit)
+
+
+def _first(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for overlap in list(_LIVE):
+            overlap.finish(reason, on_host=True)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _at_exit() -> None:
+    for overlap in list(_LIVE):
+        # The process ends, perhaps because of this very error, which was shown then.
+        with contextlib.suppress(Exception):
+            overlap.finish("", on_host=True)

@@ -1,0 +1,349 @@
+"""The optimizer's step, taken bucket by bucket while the next forward runs.
+
+    idle       nothing is on its way
+    tracing    a forward is observed once: which buckets it needs, and in what order
+    reducing   backward has ended, reductions are on their way, `step()` has not been called
+    deferred   `step()` was called: buckets are updated as they land
+
+While reducing, whatever looks at a gradient or a parameter (clipping, GradScaler, a norm that is
+logged) makes the step an ordinary one: everything is waited for. While deferred, the first use of a
+parameter waits for its bucket only, see `guard`. On a GPU updates run on a stream of their own,
+each after its reduction, and a use makes the user's stream wait for the bucket's event; nothing
+blocks the host. On a CPU a use waits for the reduction and takes the update there.
+
+Before a parameter's gradient is accumulated again, everything must have landed: hooks on the
+parameters see to that, for scripts that call backward twice, or without this model's forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from evener.comm.overlap import guard, interpose, optimizers
+from evener.comm.overlap.guard import Pending
+from evener.comm.profile import Recorder
+from evener.comm.reducer import Reducer
+
+logger = logging.getLogger("evener.comm")
+
+
+class State(Enum):
+    """See the module."""
+
+    IDLE = 0
+    TRACING = 1
+    REDUCING = 2
+    DEFERRED = 3
+
+
+class StepOverlap:
+    """Defers `optimizer`'s updates of what `reducer` reduces.
+
+    Its owner (a front door) calls `trace` and `forward_ended` around a forward and
+    `backward_ended` in place of the reducer's `flush` and `apply`. `finish` may be called at any
+    time, by anybody.
+    """
+
+    def __init__(
+        self, reducer: Reducer, optimizer: torch.optim.Optimizer, model: nn.Module
+    ) -> None:
+        self.reducer, self.optimizer = reducer, optimizer
+        self.device = reducer.device
+        self.state = State.IDLE
+        self.off = ""  # why steps are not deferred any more, where they are not
+        self._lock = threading.RLock()
+        self._recorder: Recorder | None = None
+        self._layout: Any = None
+        self._members: list[list[nn.Parameter]] = []
+        self._place: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._groups: dict[int, list[optimizers.Group]] = {}
+        self._dropped: set[int] = set()
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._told: set[str] = set()
+        gpu = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device, priority=-1) if gpu else None
+        self._step_stream: Any = None
+        self._inner_step = optimizer.step
+        self._inner_zero_grad = optimizer.zero_grad
+        optimizer.step = types.MethodType(self._step_method(), optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = types.MethodType(  # type: ignore[method-assign]
+            lambda _, set_to_none=True: self._zero_all(set_to_none), optimizer
+        )
+        self._handles = [
+            *guard.hook_modules(model, self),
+            *(p.register_hook(self._before_accumulation) for p in reducer.parameters),
+            optimizer.register_state_dict_pre_hook(lambda _: self.finish("optimizer.state_dict()")),
+            optimizer.register_load_state_dict_pre_hook(
+                lambda _, __: self.finish("optimizer.load_state_dict()")
+            ),
+        ]
+        interpose.watch(self)
+        own = weakref.WeakMethod(self.finish)
+        reducer.finish = lambda: None if (call := own()) is None else call("a checkpoint")
+
+    def _step_method(self) -> Callable[..., Any]:
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+            del optimizer
+            return self.step(closure)
+
+        if hasattr(self._inner_step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return step
+
+    # --- the course of a step ---
+
+    def trace(self, recorder: Recorder) -> None:
+        """Observe the forward that begins now."""
+        with self._lock:
+            self.finish("")
+            self._look_at_layout()
+            self._recorder, self.state = recorder, State.TRACING
+            self._arm(range(len(self._members)))
+
+    def forward_begins(self) -> None:
+        """A forward that will be differentiated begins."""
+        if self.state is State.REDUCING:
+            self.finish("forward between backward and step")
+
+    def forward_ended(self) -> None:
+        """Bring in what this forward did not use: backward may write any gradient."""
+        self.finish("")
+        self._recorder = None
+
+    def backward_ended(self, at_once: bool) -> None:
+        """All gradients came and were submitted. `at_once`: take an ordinary step."""
+        with self._lock:
+            capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+            if at_once or self.off or self.reducer.ends_together or capturing:
+                self.reducer.apply()
+                return
+            self.reducer.defer()
+            self._look_at_layout()
+            self.state = State.REDUCING
+            self._arm(range(len(self._members)))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step: deferred where it may be."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if closure is not None:
+            self.finish("step(closure)")
+            return self._inner_step(closure)  # without the lock: backward may run in any thread
+        with self._lock:
+            if self.state is State.REDUCING and (why := optimizers.at_once(self.optimizer)):
+                self.finish(why)
+            if self.state is State.REDUCING:
+                self._defer()
+                return None
+        self.finish("optimizer.step() twice")
+        return self._inner_step()
+
+    def _defer(self) -> None:
+        self._groups = optimizers.split(self.optimizer, self._place)
+        self._disarm(range(len(self._members)))
+        optimizers.update(self.optimizer, self._groups.pop(optimizers.NOWHERE, []))
+        self._waiting = set(range(len(self._members)))
+        self._dropped.clear()
+        if self._stream is not None:
+            self._step_stream = torch.cuda.current_stream(self.device)
+            self._stream.wait_stream(self._step_stream)
+            with torch.cuda.stream(self._stream):
+                for bucket in self.reducer.sequence:
+                    self.reducer.wait(bucket)
+                    optimizers.update(self.optimizer, self._groups.get(bucket, []))
+                    self._events[bucket] = self._stream.record_event()
+                # Here, on the stream that waits for all of them: it may look at what they measured.
+                self.reducer.end_step()
+            self._groups.clear()
+        self.state = State.DEFERRED
+        self._arm(self._waiting)
+
+    def _land(self, bucket: int) -> None:
+        """The bucket's parameters as they are after the step, from here on the current stream."""
+        if bucket not in self._waiting:
+            return
+        members = self._members[bucket]
+        if self._stream is not None:
+            self._wait_on_stream(self._events[bucket])
+            self._disarm([bucket])
+        else:
+            self.reducer.wait(bucket)
+            self._disarm([bucket])
+            optimizers.update(self.optimizer, self._groups.pop(bucket, []))
+            for parameter in members:
+                if id(parameter) in self._dropped:
+                    parameter.grad = None
+        self._waiting.discard(bucket)
+        if not self._waiting:
+            self.state = State.IDLE
+            if self._stream is None:
+                self.reducer.end_step()
+
+    def _wait_on_stream(self, event: torch.cuda.Event) -> None:
+        assert self._step_stream is not None
+        self._step_stream.wait_event(event)
+        if torch.cuda.current_stream(self.device) != self._step_stream:
+            # This stream may hand on to others that did not wait: only the host orders them all.
+            self._tell("a parameter is used on another stream than optimizer.step() was called on")
+            event.synchronize()
+
+    def zero_grad(self, set_to_none: bool, parameters: Iterable[torch.Tensor]) -> None:
+        """As a module's or an optimizer's, over `parameters`.
+
+        Gradients that a deferred update still needs are dropped once they were used.
+        """
+        with self._lock:
+            if self.state is State.DEFERRED and not set_to_none:
+                self.finish("zero_grad(set_to_none=False)")
+            elif self.state is State.REDUCING:
+                self.finish("zero_grad() between backward and step")
+        for parameter in parameters:
+            if set_to_none:
+                parameter.grad = None  # where it is pending, `dropped` does it in time
+            elif parameter.grad is not None:
+                if parameter.grad.grad_fn is not None:  # a graph of gradients ends here
+                    parameter.grad = parameter.grad.detach()
+                parameter.grad.requires_grad_(False).zero_()
+
+    def _zero_all(self, set_to_none: bool) -> None:
+        groups = self.optimizer.param_groups
+        if self.state is State.IDLE:
+            self._inner_zero_grad(set_to_none)
+        else:
+            self.zero_grad(set_to_none, [p for group in groups for p in group["params"]])
+
+    def finish(self, reason: str, *, on_host: bool = False) -> None:
+        """Bring in all that is on its way. `reason` is logged, once; empty: as it is meant to be.
+
+        `on_host`: also wait for it on a GPU. Raises CommError where a reduction failed.
+        """
+        with self._lock:
+            if self.state is State.IDLE:
+                return
+            if reason and self.state is not State.TRACING:
+                self._tell(reason)
+            if self.state is State.TRACING:
+                self._disarm(range(len(self._members)))
+                self.state = State.IDLE
+            elif self.state is State.REDUCING:
+                for bucket in self.reducer.sequence:
+                    self.reducer.wait(bucket)
+                self._disarm(range(len(self._members)))
+                self.state = State.IDLE
+                self.reducer.end_step()
+            else:
+                for bucket in self.reducer.sequence:
+                    self._land(bucket)
+            if on_host and self._stream is not None:
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            if self.reducer.communicators.rank == 0:
+                logger.info("overlap across the step is interrupted, all is waited for: %s", reason)
+
+    def detach(self) -> None:
+        """Finish, and leave optimizer and model as they were."""
+        self.finish("", on_host=True)
+        for handle in self._handles:
+            handle.remove()
+        self.optimizer.__dict__.pop("step", None)
+        self.optimizer.__dict__.pop("zero_grad", None)
+        if "_wrapped_by_lr_sched" in getattr(self._inner_step, "__dict__", {}):
+            self.optimizer.step = self._inner_step  # type: ignore[method-assign]
+
+    # --- guard.Owner ---
+
+    def used(self, parameters: Sequence[Pending], function: Callable[..., Any]) -> None:
+        """A pending parameter is used."""
+        with self._lock:
+            if self.state is State.REDUCING:
+                self.finish(f"between backward and step, {_name(function)} in {_caller()}")
+            for parameter in parameters:
+                bucket = self._place[id(parameter)]
+                if self.state is State.DEFERRED:
+                    self._land(bucket)
+                elif self.state is State.TRACING and self._recorder is not None:
+                    self._recorder.needed(bucket)
+                    self._disarm([bucket])
+            guard.disarm(parameters)
+
+    def dropped(self, parameter: Pending) -> bool:
+        """`parameter.grad = None`."""
+        with self._lock:
+            if self.state is not State.DEFERRED:
+                return False
+            if self._stream is None:
+                self._dropped.add(id(parameter))
+            else:  # all that reads it was enqueued by step()
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None
+            return True
+
+    def _before_accumulation(self, gradient: torch.Tensor) -> None:
+        del gradient
+        if self.state is not State.IDLE:
+            self.finish("backward while gradients or updates were on their way")
+
+    # --- bookkeeping ---
+
+    def _look_at_layout(self) -> None:
+        if self._layout is self.reducer.buckets:
+            return
+        self._layout = self.reducer.buckets
+        self._members = [
+            [self.reducer.parameters[slot.index] for slot in bucket.slots]
+            for bucket in self.reducer.buckets
+        ]
+        self._place = {id(p): b for b, members in enumerate(self._members) for p in members}
+
+    def _arm(self, buckets: Any) -> None:
+        for bucket in buckets:
+            guard.arm(self._members[bucket], self)
+
+    def _disarm(self, buckets: Any) -> None:
+        for bucket in buckets:
+            guard.disarm(self._members[bucket])
+
+
+def refuse_model(reducer: Reducer, model: nn.Module) -> str:
+    """Why uses of this model's parameters cannot be noticed; empty where they can."""
+    for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
+        if not guard.can_guard(parameter):
+            return f"{name} is a {type(parameter).__name__}"
+    for name, module in model.named_modules():
+        compiled = type(module).__name__ == "OptimizedModule" or (
+            getattr(module, "_compiled_call_impl", None) is not None
+        )
+        if compiled or isinstance(module, torch.jit.ScriptModule):
+            return f"{name or 'the model'} is compiled: it reads parameters out of Python's sight"
+    return ""
+
+
+def _name(function: Callable[..., Any]) -> str:
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", repr(function))
+    if name in ("__get__", "__set__") and owner is not None:
+        return f".{getattr(owner, '__name__', name)}"
+    return str(name)
+
+
+def _caller() -> str:
+    """The innermost file and line outside of this package."""
+    here = Path(__file__).parent
+    frame = sys._getframe(1)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == here:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

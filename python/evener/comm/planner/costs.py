@@ -1,0 +1,155 @@
+"""Bytes to milliseconds: what each stage of a bucket's way takes.
+
+A `Curve` is a list of measured points, straight between them and beyond. `Costs` holds one for each
+stage and form; it comes from `probe`, or from `of_network`, the alpha-beta model of a ring (each
+hop costs a latency, each byte its share of the link; Thakur et al., doi 10.1177/1094342005051521),
+for a network that can only be described.
+
+A link between nodes is shared by all ranks of a node: in the two-level form each of L ranks sends
+its shard at once, so a node sends 2 (N-1)/N S bytes for a bucket of S bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time over size: points (bytes, milliseconds), ascending in bytes."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __call__(self, size: float) -> float:
+        """Milliseconds for `size` bytes; 0 for none. Never negative."""
+        if size <= 0 or not self.points:
+            return 0.0
+        if len(self.points) == 1:
+            return self.points[0][1] * max(1.0, size / self.points[0][0])
+        place = bisect.bisect(self.points, (size, float("inf")))
+        place = min(max(place, 1), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[place - 1], self.points[place]
+        slope = max(0.0, (y1 - y0) / (x1 - x0))
+        return max(0.0, y0 + (size - x0) * slope)
+
+    @staticmethod
+    def line(fixed_ms: float, ms_a_byte: float) -> Curve:
+        """A straight one."""
+        return Curve(((0.0, fixed_ms), (1.0, fixed_ms + ms_a_byte)))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the stages take. All curves are over the bytes of **one rank's** input to the stage.
+
+    `scatter`, `gather`: in the node, over the bucket's bytes. `exchange[form]`: between nodes, over
+    the shard's bytes before they are encoded; encoding and decoding included. `flat`: all ranks in
+    one level, exact, over the bucket's bytes; None where it was not asked for.
+    """
+
+    nodes: int
+    per_node: int
+    scatter: Curve
+    gather: Curve
+    exchange: Mapping[str, Curve]
+    flat: Curve | None = None
+    notes: Mapping[str, float] = field(default_factory=dict)
+
+    def stages(self, algorithm: str, form: str, size: int) -> tuple[float, float, float]:
+        """Milliseconds of the three stages of a bucket of `size` bytes."""
+        if algorithm == "flat" and self.flat is not None and form == "exact":
+            return 0.0, self.flat(size), 0.0
+        shard = size / self.per_node
+        if self.per_node == 1:
+            return 0.0, self.exchange[form](shard), 0.0
+        return self.scatter(size), self.exchange[form](shard), self.gather(size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "nodes": self.nodes,
+            "per_node": self.per_node,
+            "scatter": self.scatter.points,
+            "gather": self.gather.points,
+            "exchange": {form: curve.points for form, curve in self.exchange.items()},
+            "flat": None if self.flat is None else self.flat.points,
+            "notes": dict(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a connection. `latency_ms`: of one message; `bytes_a_ms`: goodput."""
+
+    latency_ms: float
+    bytes_a_ms: float
+
+    @staticmethod
+    def of_rate(bits_a_second: float, latency_us: float, efficiency: float = 1.0) -> Link:
+        """A link of a nominal rate, of which `efficiency` reaches the payload."""
+        return Link(latency_us / 1e3, bits_a_second * efficiency / 8e3)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A compressor on paper.
+
+    `share`: payload bytes for a byte of gradient. `summed`: a collective adds payloads up (ring,
+    2 (N-1)/N payloads a rank), as quantised ones do in two rounds; otherwise every rank gets every
+    other's payload (N-1 of them). `passes`: times that encode and decode together touch the
+    shard's bytes in memory, to which decoding adds `passes_a_peer` for every peer.
+    """
+
+    name: str
+    share: float
+    summed: bool
+    passes: float
+    passes_a_peer: float = 0.0
+
+
+def paper_forms(ratio: float = 0.01) -> tuple[Form, ...]:
+    """The forms by what they send; `ratio`: of top-k. Passes are counted in FP32 bytes."""
+    return (
+        Form("exact", 1.0, True, 0.0),
+        Form("fp16", 0.5, True, 3.0),
+        # One byte an entry, and an FP32 scale a block of 1024.
+        Form("int8", (1 + 4 / 1024) / 4, True, 4.0),
+        # FP16 value and 16-bit index; the residual is read and written, the result cleared.
+        Form("topk-chunk", ratio, False, 6.0, 2 * ratio),
+        # FP32 value and 32-bit index, and one more pass for the exact threshold.
+        Form("topk", 2 * ratio, False, 7.0, 4 * ratio),
+    )
+
+
+def of_network(
+    nodes: int,
+    per_node: int,
+    between: Link,
+    inside: Link,
+    forms: Sequence[Form],
+    memory_bytes_a_ms: float,
+) -> Costs:
+    """The costs on a network that is described: rings between nodes and inside them."""
+    n, ranks = nodes, per_node
+    exchange = {}
+    for form in forms:
+        hops = 2 * (n - 1) if form.summed else n - 1
+        sent = form.share * (2 * (n - 1) / n if form.summed else n - 1) if n > 1 else 0.0
+        passes = form.passes + form.passes_a_peer * n
+        exchange[form.name] = Curve.line(
+            hops * between.latency_ms,
+            sent * ranks / between.bytes_a_ms + passes / memory_bytes_a_ms,
+        )
+    around = (ranks - 1) / ranks / inside.bytes_a_ms
+    inner = Curve.line((ranks - 1) * inside.latency_ms, around)
+    total = n * ranks
+    # Two nodes: a tree's halves meet, each node sends S once (NCCL's choice); else a ring.
+    crossing = 1.0 if n == 2 else 2 * (total - 1) / total
+    flat = Curve.line(
+        2 * (n - 1) * between.latency_ms + 2 * (total - n) * inside.latency_ms,
+        crossing / between.bytes_a_ms if n > 1 else 2 * around,
+    )
+    return Costs(n, ranks, inner, inner, exchange, flat)

@@ -1,0 +1,187 @@
+"""The planner in a running job: probe, decide on rank 0, tell all, compare, decide again.
+
+Each reducer has one. After the profiled step it probes the network (once, about a second), rank 0
+chooses, and every rank takes over the same decision. Then, every `WATCH_EVERY` steps, one step's
+exchanges between nodes are timed and rank 0 logs what was predicted beside what was measured; where
+they are apart by more than `DRIFT` in two of these in a row, the network is not the one that was
+probed, and everything is done again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from evener.comm import wires
+from evener.comm.planner import choose, probe
+from evener.comm.planner.choose import Decision
+from evener.comm.planner.costs import Costs
+from evener.comm.profile import Recorder, StepProfile
+from evener.comm.reducer import Reducer
+
+logger = logging.getLogger("evener.comm")
+
+WATCH_EVERY = 50
+# Measured over predicted time of the exchanges, or the other way round.
+DRIFT = 1.5
+_STRIKES = 2
+
+Measure = Callable[[StepProfile], Costs]
+
+
+def ladder(floor: str) -> tuple[str, ...]:
+    """The forms from "exact" to `floor`: what each falls back to, the other way round."""
+    found = [floor]
+    while found[-1] != "exact":
+        found.append(wires.get(found[-1]).milder)
+    return tuple(reversed(found))
+
+
+class Planner:
+    """Decides for one reducer. `decision` is the one in force, `costs` what it was made from."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        *,
+        overlap: bool,
+        measure: Measure | None = None,
+        watch_every: int = WATCH_EVERY,
+    ) -> None:
+        """`measure`: in place of the probe, for tests; collective as the probe is."""
+        self.reducer, self.overlap = reducer, overlap
+        self.forms = ladder(reducer.options.floor)
+        self.decision: Decision | None = None
+        self.costs: Costs | None = None
+        self.measured_ms: float | None = None
+        self._measure = self._probe if measure is None else measure
+        self._every = watch_every
+        self._strikes = 0
+        self._steps = 0
+        self._since: float | None = None
+        self._watch: Recorder | None = None
+
+    def decide(self, profile: StepProfile | None) -> None:
+        """Collective. Rank 0's profile counts; where it has none, all stays as it is."""
+        control = self.reducer.communicators.control.handle
+        box: list[Any] = [profile]
+        dist.broadcast_object_list(box, group=control, group_src=0)
+        if box[0] is None:
+            return
+        agreed: StepProfile = box[0]
+        self.costs = self._measure(agreed)
+        box = [None]
+        if self.reducer.communicators.rank == 0:
+            box = [self._choose(agreed, self.costs)]
+        dist.broadcast_object_list(box, group=control, group_src=0)
+        self.decision = box[0]
+        assert self.decision is not None
+        self.reducer.adopt(
+            [(choice.algorithm, choice.form) for choice in self.decision.choices],
+            self.decision.sequence,
+        )
+        for exchange, choice in zip(self.reducer.exchanges, self.decision.choices, strict=True):
+            exchange.predicted_ms = choice.stages_ms[1]
+        self._strikes = self._steps = 0
+        self._since = None
+        if self.reducer.communicators.rank == 0:
+            self._log(agreed)
+
+    def _choose(self, profile: StepProfile, costs: Costs) -> Decision:
+        return choose.choose(
+            profile,
+            costs,
+            self.forms,
+            overlap=self.overlap,
+            algorithm=self.reducer.options.algorithm,
+            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
+        )
+
+    def _probe(self, profile: StepProfile) -> Costs:
+        sizes = [bucket.bytes for bucket in profile.buckets]
+        communicators, options = self.reducer.communicators, self.reducer.options
+        # One node: nothing crosses a network.
+        forms = self.forms if communicators.route.levels.nodes > 1 else ("exact",)
+        made = {form: wires.get(form)(communicators.route, options) for form in forms}
+        return probe.Probe(communicators).costs(
+            made, (min(sizes), max(sizes)), flat=options.algorithm != "2d"
+        )
+
+    # --- watching ---
+
+    def step_begins(self) -> bool:
+        """Once a step, between steps. Collective now and then; True: the network has changed."""
+        if self.decision is None:
+            return False
+        self._steps += 1
+        place = self._steps % self._every
+        if place == 1:
+            self._watch = self.reducer.recorder = Recorder(self.reducer.device)
+        elif place == 2 and self._watch is not None:
+            self.reducer.recorder = None
+        elif place == 0 and self._watch is not None:
+            return self._compare(self._watch)
+        return False
+
+    def _compare(self, recorder: Recorder) -> bool:
+        assert self.decision is not None
+        expected = measured = 0.0
+        for index, choice in enumerate(self.decision.choices):
+            for place, took in enumerate(choice.stages_ms):
+                marks = recorder.stages.get((index, place))
+                if marks is not None and max(choice.stages_ms) == took > 0:
+                    expected += took
+                    measured += recorder.clock.ms(*marks)
+        now = time.perf_counter()
+        if self._since is not None:
+            self.measured_ms = (now - self._since) * 1e3 / self._every
+        self._since = now
+        apart = max(measured / expected, expected / max(measured, 1e-9)) if expected else 1.0
+        self._strikes = self._strikes + 1 if apart > DRIFT else 0
+        box: list[Any] = [self._strikes >= _STRIKES]
+        rank = self.reducer.communicators.rank
+        dist.broadcast_object_list(
+            box, group=self.reducer.communicators.control.handle, group_src=0
+        )
+        if rank == 0:
+            step = "" if self.measured_ms is None else f"step {self.measured_ms:.1f} ms, "
+            logger.info(
+                "plan: %spredicted %.1f ms; exchanges %.1f ms, predicted %.1f ms%s",
+                step,
+                self.decision.step_ms,
+                measured,
+                expected,
+                "; the network has changed, planning again" if box[0] else "",
+            )
+        return bool(box[0])
+
+    def _log(self, profile: StepProfile) -> None:
+        made, costs = self.decision, self.costs
+        assert made is not None and costs is not None
+        for line in probe.describe(costs):
+            logger.info("probe: %s", line)
+        state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"
+        logger.info(
+            "plan: step %.1f ms expected, compute %.1f ms, communication %s; all exact %.1f ms",
+            made.step_ms,
+            made.compute_ms,
+            state,
+            made.exact_ms,
+        )
+        for line in table(profile, made):
+            logger.info("plan: %s", line)
+
+
+def table(profile: StepProfile, made: Decision) -> Sequence[str]:
+    """One line a bucket, in the order in which they leave."""
+    return [
+        f"bucket {b} ({profile.buckets[b].name} ...), {profile.buckets[b].bytes / 1e6:.1f} MB: "
+        f"{made.choices[b].algorithm}, {made.choices[b].form}, "
+        f"{sum(made.choices[b].stages_ms):.2f} ms, ready at {profile.buckets[b].ready_ms:.1f} ms, "
+        f"needed at {profile.buckets[b].need_ms:.1f} ms"
+        for b in made.sequence
+    ]

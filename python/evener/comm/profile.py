@@ -1,0 +1,210 @@
+"""What one training step looks like from the collectives' side: when each bucket's gradients are
+complete, when the next forward first needs it, and how long its stages take.
+
+`StepProfile` is plain figures (milliseconds), kept in a file by `evener plan --profile`; `Recorder`
+takes them from a running step. On a GPU it records events on the streams where things happen and
+reads them once, when the step is over; on a CPU it reads the clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evener.errors import UsageError
+
+Stage = Callable[[], None]
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class BucketProfile:
+    """One bucket. `numel`: entries, of `itemsize` bytes each.
+
+    `ready_ms` counts from the start of backward to the moment when its last gradient is there,
+    `need_ms` from the start of forward to the first use of one of its parameters. `stages_ms`: what
+    reduce-scatter in the node, exchange and all-gather took, in the exact form; zeros where it was
+    not measured.
+    """
+
+    name: str
+    numel: int
+    itemsize: int
+    ready_ms: float
+    need_ms: float
+    stages_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def bytes(self) -> int:
+        """Size of its gradients."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """A step without its communication: forward, backward, and the rest (optimizer, input)."""
+
+    forward_ms: float
+    backward_ms: float
+    rest_ms: float
+    buckets: tuple[BucketProfile, ...]
+
+    @property
+    def compute_ms(self) -> float:
+        """The step if the network took no time."""
+        return self.forward_ms + self.backward_ms + self.rest_ms
+
+    def scaled(self, compute_ms: float) -> StepProfile:
+        """The same step on a machine where it takes `compute_ms`: all times in proportion."""
+        k = compute_ms / self.compute_ms
+        buckets = tuple(
+            dataclasses.replace(b, ready_ms=k * b.ready_ms, need_ms=k * b.need_ms)
+            for b in self.buckets
+        )
+        return StepProfile(k * self.forward_ms, k * self.backward_ms, k * self.rest_ms, buckets)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> StepProfile:
+        """The inverse of `to_json`. Raises UsageError for what is not a profile."""
+        try:
+            if raw["version"] != VERSION:
+                raise UsageError(
+                    f"the profile has version {raw['version']}, this Evener reads {VERSION}",
+                    "record it again",
+                )
+            buckets = tuple(
+                BucketProfile(**{**b, "stages_ms": tuple(b["stages_ms"])}) for b in raw["buckets"]
+            )
+            return StepProfile(raw["forward_ms"], raw["backward_ms"], raw["rest_ms"], buckets)
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"this is not a step's profile: {error!r}",
+                "EVENER_PROFILE=FILE writes one while training",
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> StepProfile:
+        """Read what `save` wrote. Raises UsageError."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path}: {error}", "give a file that EVENER_PROFILE wrote") from None
+        return StepProfile.from_json(raw)
+
+
+class Clock:
+    """Marks in time on one device: CUDA events, or the process's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gpu = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """Now, on the current stream."""
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start: Any, end: Any) -> float:
+        """Milliseconds from `start` to `end`. On a GPU both must have happened."""
+        if not self.gpu:
+            return float(end - start) * 1e3
+        return float(start.elapsed_time(end))
+
+
+class Recorder:
+    """Takes marks during one step; `profile` makes figures of them.
+
+    The step: `begin`, `needed` during forward, `forward_ended`, `submitted` (by the reducer) during
+    backward, `backward_ended`, `landed` when the results are there, `end` where the next begins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.clock = Clock(device)
+        self.marks: dict[str, Any] = {}
+        self.need: dict[int, Any] = {}
+        self.ready: dict[int, Any] = {}
+        self.stages: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def mark(self, name: str) -> None:
+        """One of the step's own marks; the last one counts."""
+        self.marks[name] = self.clock.mark()
+
+    def needed(self, bucket: int) -> None:
+        """The forward uses a parameter of this bucket; the first use counts."""
+        if bucket not in self.need:
+            self.need[bucket] = self.clock.mark()
+
+    def complete(self, bucket: int) -> None:
+        """The last gradient of this bucket has come."""
+        self.ready[bucket] = self.clock.mark()
+
+    def submitted(self, bucket: int, stages: Sequence[Stage | None]) -> Any:
+        """The same stages, timed."""
+        self.ready.setdefault(bucket, self.clock.mark())
+        return tuple(
+            None if stage is None else self._timed((bucket, place), stage)
+            for place, stage in enumerate(stages)
+        )
+
+    def _timed(self, key: tuple[int, int], stage: Stage) -> Stage:
+        def run() -> None:
+            start = self.clock.mark()
+            stage()
+            self.stages[key] = (start, self.clock.mark())
+
+        return run
+
+    @property
+    def whole(self) -> bool:
+        """Whether every mark of a step was taken."""
+        wanted = {"begin", "forward_ended", "backward_ended", "landed", "end"}
+        return wanted <= set(self.marks) and bool(self.ready)
+
+    def profile(self, buckets: Sequence[tuple[str, int, int]]) -> StepProfile:
+        """`buckets[i]`: name, entries and bytes an entry of bucket i. Waits for the device.
+
+        A bucket that forward did not use counts as needed at its end, one without a gradient as
+        ready at the end of backward.
+        """
+        if self.clock.gpu:
+            torch.cuda.synchronize(self.device)
+        ms, marks = self.clock.ms, self.marks
+        forward = ms(marks["begin"], marks["forward_ended"])
+        backward = ms(marks["forward_ended"], marks["backward_ended"])
+        found = []
+        for index, (name, numel, itemsize) in enumerate(buckets):
+            need, ready = self.need.get(index), self.ready.get(index)
+            times = [0.0, 0.0, 0.0]
+            for place in range(3):
+                if (index, place) in self.stages:
+                    times[place] = ms(*self.stages[index, place])
+            found.append(
+                BucketProfile(
+                    name,
+                    numel,
+                    itemsize,
+                    backward if ready is None else ms(marks["forward_ended"], ready),
+                    forward if need is None else ms(marks["begin"], need),
+                    (times[0], times[1], times[2]),
+                )
+            )
+        rest = ms(marks["landed"], marks["end"])
+        return StepProfile(forward, backward, rest, tuple(found))

@@ -1,0 +1,146 @@
+"""`evener.comm.chunks` on a GPU, in Triton: one pass over gradient and residual.
+
+A program holds one chunk of 4,096 in registers. The k-th largest magnitude is found bit by bit
+from above: a bit of it is set where at least k entries are not below it; each bit is one count
+over registers, and the search ends where the count is k. Nothing but the chunk is read and nothing
+is read twice: 12 bytes of traffic an entry (float32), and the payload.
+
+Adding is one program a chunk too: it writes zeros, then the ranks' entries, one rank after another
+with a barrier between, because two ranks may have sent the same place.
+"""
+
+# Triton's kernels have no types that mypy could check.
+# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, attr-defined"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from evener.comm.chunks import CHUNK, Payload
+
+
+@triton.jit
+def _select(
+    gradient, residual, scales, values, indices, n, k, CHUNK: tl.constexpr, PLACES: tl.constexpr
+):
+    chunk = tl.program_id(0)
+    local = tl.arange(0, CHUNK)
+    at = chunk.to(tl.int64) * CHUNK + local
+    inside = at < n
+    total = tl.load(residual + at, inside, other=0.0)
+    total += tl.load(gradient + at, inside, other=0.0).to(tl.float32)
+    infinity = 0x7F800000
+    # Places behind the end lose against all that exist.
+    bits = tl.where(inside, total.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    most = tl.max(bits, 0)
+    exponent = tl.minimum(tl.maximum(most & infinity, 27 << 23), 253 << 23)
+    scale = tl.where(most >= infinity, 0x3F800000, exponent).to(tl.float32, bitcast=True)
+    # One over a power of two: another power of two, by its exponent.
+    inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    wanted = tl.minimum(k, tl.sum(inside.to(tl.int32), 0))
+    threshold = tl.zeros([], tl.int32)
+    bit = tl.full([], 1 << 30, tl.int32)
+    while bit > 0:
+        tried = threshold | bit
+        count = tl.sum((bits >= tried).to(tl.int32), 0)
+        threshold = tl.where(count >= wanted, tried, threshold)
+        bit = tl.where(count == wanted, 0, bit >> 1)
+    over = bits > threshold
+    same = bits == threshold
+    ties = wanted - tl.sum(over.to(tl.int32), 0)
+    taken = over | (same & (tl.cumsum(same.to(tl.int32), 0) <= ties))
+    place = tl.cumsum(taken.to(tl.int32), 0) - 1
+    sent = (total * inverse).to(tl.float16)
+    base = chunk.to(tl.int64) * k
+    tl.store(values + base + place, sent, taken)
+    tl.store(indices + base + place, local.to(tl.int16), taken)
+    left = tl.where(taken, total - sent.to(tl.float32) * scale, total)
+    finite = (left.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < infinity
+    tl.store(residual + at, tl.where(finite, left, 0.0), inside)
+    tl.store(scales + chunk, scale)
+    if wanted < k:  # the short chunk at the end: places that hold nothing
+        rest = tl.arange(0, PLACES)
+        empty = (rest >= wanted) & (rest < k)
+        tl.store(values + base + rest, tl.zeros([PLACES], tl.float16), empty)
+        tl.store(indices + base + rest, tl.full([PLACES], -1, tl.int16), empty)
+
+
+@triton.jit
+def _add_in_order(
+    scales,
+    values,
+    indices,
+    out,
+    factor,
+    n,
+    k,
+    peers,
+    scale_stride,
+    half_stride,
+    CHUNK: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    chunk = tl.program_id(0).to(tl.int64)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    tl.store(out + at, tl.zeros([CHUNK], tl.float32), at < n)
+    place = tl.arange(0, PLACES)
+    peer = tl.zeros([], tl.int64)
+    while peer < peers:
+        tl.debug_barrier()
+        scale = tl.load(scales + peer * scale_stride + chunk)
+        entry = peer * half_stride + chunk * k + place
+        local = tl.load(indices + entry, place < k, other=-1).to(tl.int64)
+        goes = chunk * CHUNK + local
+        real = (local >= 0) & (local < CHUNK) & (goes < n)
+        value = tl.load(values + entry, real, other=0.0).to(tl.float32) * scale
+        kept = tl.load(out + goes, real, other=0.0)
+        tl.store(out + goes, kept + value * factor, real)
+        peer += 1
+
+
+def select(
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    scales: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+) -> None:
+    """`evener.comm.chunks.select` for CUDA tensors: only enqueues, on the current stream."""
+    chunks, k = values.shape
+    _select[(chunks,)](
+        gradient,
+        residual,
+        scales,
+        values,
+        indices.view(torch.int16),
+        residual.numel(),
+        k,
+        CHUNK,
+        triton.next_power_of_2(k),
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
+def add_in_order(received: torch.Tensor, k: int, factor: float, out: torch.Tensor) -> None:
+    """`evener.comm.chunks.add_in_order` for CUDA tensors."""
+    n = out.numel()
+    first = Payload.of(received[0], n, k)
+    _add_in_order[(triton.cdiv(n, CHUNK),)](
+        first.scales,
+        first.values,
+        first.indices.view(torch.int16),
+        out,
+        float(factor),
+        n,
+        k,
+        received.shape[0],
+        received.stride(0) // 4,
+        received.stride(0) // 2,
+        CHUNK,
+        triton.next_power_of_2(k),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,183 @@
+"""Elastic state and the loop around a training function: what is common to all frameworks.
+
+A training function is called again whenever the set of ranks has changed, and goes on from its
+state. What the state is after a change:
+
+    a rank failed           back to the last commit, then rank 0's on every rank
+    hosts were added        as it is, then rank 0's on every rank
+    hosts were removed      as it is: all who stay have it
+
+`commit` and `check_host_updates` are collective: all ranks raise at the same one. Where the notices
+come from is `evener.comm.elastic`'s business; outside an elastic job there are none, and an
+operation that failed is repeated in the same world.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import queue
+from collections.abc import Callable, Iterable
+from enum import IntFlag
+from typing import Any
+
+from evener.comm import elastic
+from evener.errors import EvenerError
+from evener.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from evener.log import info0, logger
+
+
+class HostUpdateResult(IntFlag):
+    """What happened to the hosts."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class State:
+    """What training has to keep. A subclass says how it is saved, restored and synchronised."""
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int] | None = None
+    ) -> None:
+        """bcast_object: gives rank 0's object on every rank. get_rank: accepted, not needed."""
+        del get_rank
+        self._bcast_object = bcast_object
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Functions to call, without arguments, when ranks have come or gone."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Called when ranks have come or gone, before `sync`."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Called from any thread: hosts were added or removed. timestamp: grows."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Keep the state as it is now, for `restore`; then `check_host_updates`."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt, on all ranks, if rank 0 knows of new or removed hosts."""
+        before, latest, changes = self._last_updated_timestamp, self._last_updated_timestamp, 0
+        while not self._host_messages.empty():
+            timestamp, change = self._host_messages.get()
+            if timestamp > latest:
+                latest, changes = timestamp, changes | change
+        # Rank 0 decides: notices reach the ranks at different moments.
+        before, self._last_updated_timestamp, changes = self._bcast_object(
+            (before, latest, int(changes))
+        )
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Keep the state in this process's memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Back to what was kept last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Take over rank 0's state. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Put right what depends on the number of ranks. Called before `sync`."""
+
+
+class ObjectState(State):
+    """Attributes: one for each keyword argument, of any type that can be pickled."""
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any],
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._saved_state = kwargs
+        self._set_attrs()
+        super().__init__(bcast_object, get_rank)
+
+    def save(self) -> None:
+        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+
+    def restore(self) -> None:
+        self._set_attrs()
+
+    def sync(self) -> None:
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._set_attrs()
+
+    def _set_attrs(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)
+
+
+def _kept(state: State) -> bool:
+    """Save the state, so that a change costs no work where the last commit is long ago.
+
+    False where that was too late, because a rank failed: the state is then the last commit's.
+    """
+    try:
+        state.save()
+    except HorovodInternalError:
+        state.restore()
+        return False
+    return True
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+    """`func(state, ...)`, called again after each change of the ranks.
+
+    reset: ends the old world and enters the new one.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        elastic.listen(state.on_hosts_updated)
+        needs_sync = True
+        try:
+            while True:
+                try:
+                    if needs_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except HostsUpdatedInterrupt as interrupt:
+                    kept = _kept(state)
+                    needs_sync = not interrupt.skip_sync or not kept
+                    logger.info("hosts have changed: entering the new world")
+                except (RuntimeError, EvenerError) as error:
+                    # NCCL's own error, or comm's in backward, means the same in a broken world.
+                    if not isinstance(error, HorovodInternalError) and not elastic.broken():
+                        raise
+                    info0("back to the last commit: %s", elastic.broken() or error)
+                    state.restore()
+                    needs_sync = True
+                if not needs_sync:
+                    elastic.keep_state()
+                # What an exception's frames hold (groups, lanes) keeps connections open, by which
+                # the peers learn that we have given up.
+                gc.collect()
+                reset()
+                member = elastic.member()
+                needs_sync = needs_sync or (member is not None and member.sync)
+                state.on_reset()
+        finally:
+            elastic.unlisten(state.on_hosts_updated)
+
+    return wrapper

@@ -1,0 +1,427 @@
+"""Moves the data of what was agreed: one call of torch.distributed, or a few, a fused answer.
+
+All functions run in the engine's thread, in the same order on every rank. A rank that has joined
+takes part with zeros (its entry is None); the answer says how many and of what kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from evener.horovod import engine as kinds
+from evener.horovod.adasum import adasum
+
+if TYPE_CHECKING:
+    from evener.horovod.engine import Answer, Engine, Entry, Set
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+
+_OPS = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Adasum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+
+# Where a backend has no reduction for a dtype, or a poor one, a wider one is reduced.
+_WIDER_ON_CPU = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.bool: torch.int32,
+}
+_WIDER_ON_CUDA = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.bool: torch.int32,
+}
+
+# Broadcasts of many tensors are packed into messages of this size.
+_PACKED = 32 << 20
+
+
+class Executor:
+    """The data's side of an `Engine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._buffers: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._kinds: dict[int, Callable[[Answer, Entry | None], None]] = {
+            kinds.ALLGATHER: self._allgather,
+            kinds.BROADCAST: self._broadcast,
+            kinds.ADASUM: self._adasum,
+            kinds.ALLTOALL: self._alltoall,
+            kinds.REDUCESCATTER: self._reducescatter,
+            kinds.ADD_SET: self._add_set,
+            kinds.REMOVE_SET: self._remove_set,
+        }
+
+    def run(self, answers: list[Answer], entries: list[Entry | None]) -> None:
+        """Do what `answers` say. Results are in the entries' outputs afterwards."""
+        if answers[0].kind == kinds.ALLREDUCE:
+            self.allreduce(answers, entries, None)
+            return
+        for answer, entry in zip(answers, entries, strict=True):
+            function = self._kinds.get(answer.kind)
+            if function is None:
+                continue  # a barrier, or a join: to agree was all
+            with self._placed([answer], [entry]):
+                function(answer, entry)
+
+    def _set(self, answer: Answer) -> Set:
+        return self._engine.sets[answer.set]
+
+    def _device(self, answer: Answer) -> torch.device:
+        """Where a rank that has joined makes its zeros."""
+        if not answer.gpu:
+            return torch.device("cpu")
+        given = self._engine.join_device
+        return torch.device("cuda", given if given >= 0 else torch.cuda.current_device())
+
+    @contextlib.contextmanager
+    def _placed(self, answers: list[Answer], entries: Sequence[Entry | None]) -> Iterator[None]:
+        """On a GPU: on a stream of ours, after the callers', and done when this ends."""
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if not answers[0].gpu:
+                self._begin(answers)
+                yield
+                self._end(answers)
+                return
+            found = next((e.inputs[0].device for e in entries if e is not None), None)
+            device = found or self._device(answers[0])
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = torch.cuda.Stream(device)
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.cuda.stream(stream))
+            for entry in entries:
+                if entry is not None and entry.ready is not None:
+                    stream.wait_event(entry.ready)
+            self._begin(answers)
+            yield
+            # This thread waits, so that a handle that is done is done for every stream.
+            stream.synchronize()
+            self._end(answers)
+
+    def _begin(self, answers: list[Answer]) -> None:
+        if self._engine.timeline.active:
+            self._engine.timeline.begin(answers)
+
+    def _end(self, answers: list[Answer]) -> None:
+        if self._engine.timeline.active:
+            self._engine.timeline.end(answers)
+
+    def _activity(self, answers: list[Answer], what: str) -> None:
+        if self._engine.timeline.active:
+            self._engine.timeline.activity(answers, what)
+
+    # --- all-reduce ---
+
+    def frozen(self, answers: list[Answer], entries: Sequence[Entry | None], flag: bool) -> bool:
+        """A step of the frozen schedule. flag: raise ours. Gives whether any rank raised its flag:
+        nothing was written to the outputs then.
+
+        The buffer with the flag's place is kept, so that a step is a copy in, a reduction, a copy
+        out.
+        """
+        entry, answer = entries[0], answers[0]
+        if len(entries) > 1 or entry is None or len(entry.inputs) > 1 or answer.gpu:
+            return self.allreduce(answers, entries, flag)
+        source = entry.inputs[0]
+        if source.dtype in _WIDER_ON_CPU or answer.factors != (1.0, 1.0):
+            return self.allreduce(answers, entries, flag)
+        key = (answer.name, source.dtype, source.numel())
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            if len(self._buffers) > 64:
+                self._buffers.clear()
+            work = source.new_empty(source.numel() + 1)
+            buffer = self._buffers[key] = work, work[:-1], work[-1:]
+        work, data, lane = buffer
+        made = self._set(answer)
+        with torch.no_grad():
+            self._begin(answers)
+            data.copy_(source.view(-1))
+            lane.fill_(answer.op in (Min, Product))
+            self._activity(answers, "GLOO_ALLREDUCE")
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPS[answer.op]  # type: ignore[assignment]
+            made.cpu.allreduce([work], options).wait()  # type: ignore[union-attr]
+            if (lane.item() != 0) != (answer.op in (Min, Product)):
+                self._end(answers)
+                return True
+            result = _finished(data, answer, len(made.ranks))
+            (entry.outputs or ())[0].view(-1).copy_(result)
+            self._end(answers)
+            return False
+
+    def allreduce(
+        self, answers: list[Answer], entries: Sequence[Entry | None], flag: bool | None
+    ) -> bool:
+        """Reduce all of them together. flag: raise ours, or not; None: there is none.
+
+        Gives whether any rank raised its flag: nothing was written to the outputs then.
+        """
+        first = answers[0]
+        devices = {e.inputs[0].device for e in entries if e is not None}
+        if len(devices) > 1:  # several GPUs of one process: each by itself
+            for answer, entry in zip(answers, entries, strict=True):
+                self.allreduce([answer], [entry], None)
+            return False
+        with self._placed(answers, entries):
+            sources: list[torch.Tensor] = []
+            targets: list[torch.Tensor] = []
+            for answer, entry in zip(answers, entries, strict=True):
+                if entry is None:
+                    device = self._device(answer)
+                    for number, shape, _ in answer.tensors:
+                        zeros = torch.zeros(shape, dtype=kinds.DTYPES[number], device=device)
+                        sources.append(zeros)
+                        targets.append(zeros)
+                else:
+                    sources.extend(entry.inputs)
+                    targets.extend(entry.outputs or ())
+            by_dtype: dict[torch.dtype, list[int]] = {}
+            for index, source in enumerate(sources):
+                by_dtype.setdefault(source.dtype, []).append(index)
+            flagged = False
+            for indices in by_dtype.values():
+                flagged |= self._reduce(
+                    answers,
+                    [sources[i] for i in indices],
+                    [targets[i] for i in indices],
+                    first,
+                    flag,
+                )
+            return flagged
+
+    def _reduce(
+        self,
+        answers: list[Answer],
+        sources: list[torch.Tensor],
+        targets: list[torch.Tensor],
+        first: Answer,
+        flag: bool | None,
+    ) -> bool:
+        dtype, device = sources[0].dtype, sources[0].device
+        wide = (_WIDER_ON_CUDA if device.type == "cuda" else _WIDER_ON_CPU).get(dtype, dtype)
+        made = self._set(first)
+        group = made.cuda if device.type == "cuda" else made.cpu
+        alone = len(sources) == 1 and flag is None and wide == dtype
+        if alone:
+            # In place in the target: nothing is copied twice.
+            if targets[0].data_ptr() != sources[0].data_ptr():
+                targets[0].copy_(sources[0])
+            work = targets[0].detach()
+        else:
+            self._activity(answers, "MEMCPY_IN_FUSION_BUFFER")
+            parts = [source.reshape(-1) for source in sources]
+            if flag is not None:
+                # Raised: a sum above 0, a maximum of 1, a minimum or product of 0.
+                up = flag == (first.op not in (Min, Product))
+                parts.append(torch.full((1,), int(up), dtype=dtype, device=device))
+            work = torch.cat(parts) if len(parts) > 1 else parts[0]
+            work = work.to(wide, copy=len(parts) == 1)
+        data = work if flag is None else work[:-1]
+        if first.factors[0] != 1.0:
+            data.copy_(_scaled(data, first.factors[0]))
+        name = "NCCL" if device.type == "cuda" else "GLOO"
+        self._activity(answers, f"{name}_ALLREDUCE")
+        if work.numel():
+            dist.all_reduce(work, _OPS[first.op], group=group)
+        if flag is not None and bool(work[-1].item() != 0) != (first.op in (Min, Product)):
+            return True
+        result = _finished(data, first, len(made.ranks))
+        if alone:
+            if result.data_ptr() != work.data_ptr():
+                targets[0].copy_(result)
+            return False
+        self._activity(answers, "MEMCPY_OUT_FUSION_BUFFER")
+        offset = 0
+        for target in targets:
+            target.copy_(result[offset : offset + target.numel()].view(target.shape))
+            offset += target.numel()
+        return False
+
+    def _adasum(self, answer: Answer, entry: Entry | None) -> None:
+        made = self._set(answer)
+        if entry is None:
+            device = self._device(answer)
+            inputs = [
+                torch.zeros(shape, dtype=kinds.DTYPES[number], device=device)
+                for number, shape, _ in answer.tensors
+            ]
+            outputs: Sequence[torch.Tensor] = inputs
+        else:
+            inputs, outputs = list(entry.inputs), entry.outputs or ()
+        self._activity([answer], "ADASUM_ALLREDUCE")
+        for source, target in zip(inputs, outputs, strict=True):
+            group = cast(dist.ProcessGroup, made.cuda if source.is_cuda else made.cpu)
+            scaled = _scaled(source, answer.factors[0]) if answer.factors[0] != 1.0 else source
+            combined = adasum(scaled, group, made.ranks, cast(int, made.place))
+            target.copy_(_scaled(combined, answer.factors[1]))
+
+    # --- the others; their entries are there, because a join was refused ---
+
+    def _reducescatter(self, answer: Answer, entry: Entry | None) -> None:
+        assert entry is not None
+        made = self._set(answer)
+        place, size = cast(int, made.place), len(made.ranks)
+        self._activity([answer], "REDUCESCATTER")
+        outputs = []
+        for source in entry.inputs:
+            on_gpu = source.is_cuda
+            wider = _WIDER_ON_CUDA if on_gpu else _WIDER_ON_CPU
+            work = source.to(wider.get(source.dtype, source.dtype), copy=True)
+            if answer.factors[0] != 1.0:
+                work = _scaled(work, answer.factors[0])
+            rows, over = divmod(source.shape[0], size)
+            start = place * rows + min(place, over)
+            count = rows + (place < over)
+            if on_gpu and over == 0 and work.numel():
+                part = work.new_empty((rows, *work.shape[1:]))
+                dist.reduce_scatter_tensor(part, work, _OPS[answer.op], group=made.cuda)
+            else:
+                # Gloo has no reduce-scatter worth the name, and parts may be uneven.
+                if work.numel():
+                    group = made.cuda if on_gpu else made.cpu
+                    dist.all_reduce(work, _OPS[answer.op], group=group)
+                part = work.narrow(0, start, count)
+            outputs.append(
+                _finished(part, answer, size).to(source.dtype, copy=not on_gpu or over > 0)
+            )
+        entry.outputs = [output.contiguous() for output in outputs]
+
+    def _allgather(self, answer: Answer, entry: Entry | None) -> None:
+        assert entry is not None
+        made = self._set(answer)
+        self._activity([answer], "ALLGATHER")
+        entry.outputs = [
+            _gathered(
+                source,
+                [member[index] for member in answer.rows],
+                made.cuda if source.is_cuda else made.cpu,
+            )
+            for index, source in enumerate(entry.inputs)
+        ]
+
+    def _broadcast(self, answer: Answer, entry: Entry | None) -> None:
+        assert entry is not None
+        made = self._set(answer)
+        outputs = [output for output in entry.outputs or () if output.numel()]
+        self._activity([answer], "BROADCAST")
+        group = made.cuda if answer.gpu else made.cpu
+        if len(outputs) == 1 and outputs[0].is_contiguous():
+            dist.broadcast(outputs[0].view(-1).view(torch.uint8), answer.root, group=group)
+            return
+        chunk: list[torch.Tensor] = []
+        size = 0
+        root = self._engine.sets[answer.set].ranks[cast(int, made.place)] == answer.root
+        for output in outputs:
+            chunk.append(output)
+            size += output.numel() * output.element_size()
+            if size >= _PACKED:
+                _send(chunk, answer.root, root, group)
+                chunk, size = [], 0
+        if chunk:
+            _send(chunk, answer.root, root, group)
+
+    def _alltoall(self, answer: Answer, entry: Entry | None) -> None:
+        assert entry is not None
+        made = self._set(answer)
+        place = cast(int, made.place)
+        self._activity([answer], "ALLTOALL")
+        source = entry.inputs[0]
+        received = [member[place] for member in answer.rows]
+        row = source.element_size() * source.shape[1:].numel()
+        output = source.new_empty((sum(received), *source.shape[1:]))
+        largest = max(max(member, default=0) for member in answer.rows) * row
+        if largest:
+            dist.all_to_all_single(
+                output.view(-1).view(torch.uint8),
+                source.view(-1).view(torch.uint8),
+                [count * row for count in received],
+                [count * row for count in entry.splits],
+                group=made.cuda if source.is_cuda else made.cpu,
+            )
+        entry.outputs = [output]
+
+    # --- process sets ---
+
+    def _add_set(self, answer: Answer, _entry: Entry | None) -> None:
+        if answer.value >= 0:
+            self._engine.sets[answer.value] = self._engine.make_set(answer.splits)
+
+    def _remove_set(self, answer: Answer, _entry: Entry | None) -> None:
+        # Its groups stay for the next set of these ranks: torch would give a new group the name of
+        # a destroyed one, and with it the addresses of the dead.
+        self._engine.sets.pop(answer.value, None)
+
+
+def _scaled(work: torch.Tensor, factor: float) -> torch.Tensor:
+    """`work` times `factor`; whole numbers in float64, toward zero."""
+    if factor == 1.0:
+        return work
+    if work.is_floating_point():
+        return work * factor
+    return (work.double() * factor).trunc().to(work.dtype)
+
+
+def _finished(work: torch.Tensor, answer: Answer, size: int) -> torch.Tensor:
+    """The sum made an average, and scaled."""
+    factor = answer.factors[1]
+    if answer.op != Average:
+        return _scaled(work, factor)
+    if work.is_floating_point():
+        work = work.div_(size)
+        return work if factor == 1.0 else work.mul_(factor)
+    if factor == 1.0:
+        return torch.div(work, size, rounding_mode="trunc")
+    return (work.double() * factor / size).trunc().to(work.dtype)
+
+
+def _gathered(
+    source: torch.Tensor, rows: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Bytes travel, so that every dtype works; ragged parts are padded to the longest."""
+    shape = source.shape[1:]
+    row = source.element_size() * shape.numel()
+    longest = max(rows) * row
+    out = source.new_empty((sum(rows), *shape))
+    if longest == 0:
+        return out
+    mine = source.view(-1).view(torch.uint8)
+    if min(rows) == max(rows):
+        dist.all_gather_into_tensor(out.view(-1).view(torch.uint8), mine, group=group)
+        return out
+    part = torch.zeros(longest, dtype=torch.uint8, device=source.device)
+    part[: mine.numel()] = mine
+    whole = torch.empty(longest * len(rows), dtype=torch.uint8, device=source.device)
+    dist.all_gather_into_tensor(whole, part, group=group)
+    table = whole.view(len(rows), longest)
+    parts = [table[index, : count * row] for index, count in enumerate(rows)]
+    torch.cat(parts, out=out.view(-1).view(torch.uint8))
+    return out
+
+
+def _send(chunk: list[torch.Tensor], root: int, is_root: bool, group: Any) -> None:
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in chunk]
+    packed = torch.cat(parts)
+    dist.broadcast(packed, root, group=group)
+    if is_root:
+        return
+    offset = 0
+    for tensor, part in zip(chunk, parts, strict=True):
+        # Aligned for a view of any dtype only after a copy.
+        piece = packed[offset : offset + part.numel()].clone()
+        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+        offset += part.numel()

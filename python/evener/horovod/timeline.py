@@ -1,0 +1,150 @@
+"""The timeline of Horovod's operations, in Chrome's trace format (chrome://tracing, Perfetto).
+
+Rank 0 writes it. As upstream's, each tensor is a process of the trace: NEGOTIATE_<OP> from the
+first rank's announcement to the last's, with a mark for each rank, then <OP> with what was done
+inside: QUEUE, MEMCPY_IN_FUSION_BUFFER, NCCL_ or GLOO_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER. The end
+of <OP> carries dtype, shape, bytes, the bucket (the operations that went together) and the
+algorithm. Cycles are CYCLE_START. An operation of a frozen schedule has no negotiation.
+
+The file is a JSON array; it is complete after `stop`, and what is there before can be opened too.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.horovod.engine import Answer
+
+_START, _READY, _END, _CYCLE = range(4)
+
+
+class Timeline:
+    """One file at a time. `active`: whether anything is written."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """now(): seconds on the negotiator's clock."""
+        self._now = now
+        self._lock = threading.RLock()
+        self._file: IO[str] | None = None
+        self._pids: dict[str, int] = {}
+        self._doing: dict[str, str] = {}
+        self._mark_cycles = False
+        self._buckets = 0
+        self.active = False
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        """Write into `path` from now on; what was written elsewhere is completed."""
+        with self._lock:
+            self.stop()
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open until `stop`
+            self._file.write("[\n")
+            self._pids, self._doing, self._mark_cycles = {}, {}, mark_cycles
+            epoch = int((time.time() - self._now()) * 1e6)
+            self._write(
+                name="process_name",
+                ph="M",
+                pid=0,
+                args={"name": "horovod", "start_time_since_epoch_in_micros": epoch},
+            )
+            self.active = True
+
+    def stop(self) -> None:
+        """Complete the file."""
+        with self._lock:
+            self.active = False
+            if self._file is not None:
+                self._file.write("{}]\n")
+                self._file.close()
+                self._file = None
+
+    def negotiated(self, events: Sequence[tuple[float, str, int, int, int]]) -> None:
+        """Events of the negotiator: (seconds, name, kind, moment, rank)."""
+        from evener.horovod.engine import KINDS
+
+        with self._lock:
+            for at, name, kind, moment, rank in events:
+                if moment == _CYCLE:
+                    if self._mark_cycles:
+                        self._write(name="CYCLE_START", ph="i", s="g", pid=0, ts=at * 1e6)
+                    continue
+                pid = self._pid(name)
+                if moment == _START:
+                    what = f"NEGOTIATE_{KINDS[kind].upper()}"
+                    self._write(name=what, ph="B", pid=pid, ts=at * 1e6)
+                elif moment == _READY:
+                    self._write(name=str(rank), ph="X", dur=0, pid=pid, ts=at * 1e6)
+                else:
+                    self._write(ph="E", pid=pid, ts=at * 1e6)
+            self._flush()
+
+    def begin(self, answers: Sequence[Answer]) -> None:
+        """These are launched together."""
+        from evener.horovod.engine import KINDS
+
+        with self._lock:
+            self._buckets += 1
+            for answer in answers:
+                self._write(name=KINDS[answer.kind].upper(), ph="B", pid=self._pid(answer.name))
+        self.activity(answers, "QUEUE")
+
+    def activity(self, answers: Sequence[Answer], what: str) -> None:
+        """What is done with them from now on."""
+        with self._lock:
+            for answer in answers:
+                self._close(answer.name)
+                self._doing[answer.name] = what
+                self._write(name=what, ph="B", pid=self._pid(answer.name))
+
+    def _close(self, name: str) -> None:
+        if self._doing.pop(name, None) is not None:
+            self._write(ph="E", pid=self._pid(name))
+
+    def end(self, answers: Sequence[Answer]) -> None:
+        """They are done."""
+        from evener.horovod.engine import DTYPES
+
+        with self._lock:
+            for answer in answers:
+                algorithm = self._doing.get(answer.name, "")
+                self._close(answer.name)
+                tensors = [(DTYPES[number], shape) for number, shape, _ in answer.tensors]
+                size = sum(_elements(shape) * dtype.itemsize for dtype, shape in tensors)
+                args = {
+                    "dtype": str(tensors[0][0]) if tensors else "",
+                    "shape": [shape for _, shape in tensors],
+                    "bytes": size,
+                    "bucket": self._buckets,
+                    "algorithm": "flat" if algorithm.endswith("BUFFER") else algorithm.lower(),
+                }
+                self._write(ph="E", pid=self._pid(answer.name), args=args)
+            self._flush()
+
+    def _pid(self, name: str) -> int:
+        pid = self._pids.get(name)
+        if pid is None:
+            pid = self._pids[name] = len(self._pids) + 1
+            self._write(name="process_name", ph="M", pid=pid, args={"name": name})
+            self._write(name="process_sort_index", ph="M", pid=pid, args={"sort_index": pid})
+        return pid
+
+    def _write(self, **fields: Any) -> None:
+        if self._file is not None:
+            fields.setdefault("ts", self._now() * 1e6)
+            self._file.write(json.dumps(fields) + ",\n")
+
+    def _flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

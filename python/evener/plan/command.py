@@ -1,0 +1,304 @@
+"""`evener plan`: options in, tables or JSON out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from evener.comm.planner import choose
+from evener.comm.planner.choose import Decision
+from evener.comm.planner.costs import Costs, Link, of_network, paper_forms
+from evener.comm.profile import StepProfile
+from evener.errors import UsageError
+from evener.lab.units import parse_rate
+
+_PIPE_WIDTH = 120
+# From the mildest to the harshest. BF16 is as large as FP16.
+LADDER = tuple(form.name for form in paper_forms())
+# What TCP over IPv4 carries of a frame of 1500 bytes: 1448 of 1538 on the wire.
+_GOODPUT = 0.94
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to train on one cluster."""
+
+    nodes: int
+    per_node: int
+    mode: str
+    made: Decision
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "nodes": self.nodes,
+            "per_node": self.per_node,
+            "mode": self.mode,
+            "efficiency": self.made.compute_ms / self.made.step_ms,
+            **self.made.to_json(),
+        }
+
+
+def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    del ctx, param
+    names = ["vgg16", "resnet50", "vit_b_16", "vgg-tiny", "mlp-wide", "cnn-small"]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _clusters(text: str) -> list[tuple[int, int]]:
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:x(\d+))?", part.strip())
+        if not match or not int(match[1]) or (match[2] and not int(match[2])):
+            raise UsageError(
+                f"--nodes {text!r}: {part.strip()!r} is no cluster",
+                "write NODESxGPUS, as 2x8, or several: 2x8,4x8",
+            )
+        found.append((int(match[1]), int(match[2] or 1)))
+    return found
+
+
+@click.command()
+@click.option(
+    "--model",
+    shell_complete=_complete_models,
+    help="A classifier of torchvision or a built-in (evener bench train --list-models).",
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(dir_okay=False),
+    help="In place of --model: a file that EVENER_PROFILE=FILE wrote while training.",
+)
+@click.option(
+    "--compute-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Milliseconds of one step on one GPU alone. Default: the profile's; else measured here.",
+)
+@click.option("--batch-size", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--nodes", default="2x1", show_default=True, help="NODESxGPUS; several: 2x8,4x8,8x8.")
+@click.option(
+    "--network", default="25gbit", show_default=True, help="Rate of a node's network card."
+)
+@click.option(
+    "--latency-us",
+    type=click.FloatRange(0),
+    default=50.0,
+    show_default=True,
+    help="One message between nodes.",
+)
+@click.option(
+    "--goodput",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=_GOODPUT,
+    show_default=True,
+    help="Share of the rate that reaches the payload.",
+)
+@click.option(
+    "--inside", default="1200gbit", show_default=True, help="Rate of a GPU's link in its node."
+)
+@click.option(
+    "--memory",
+    default="16tbit",
+    show_default=True,
+    help="Rate of the GPU's memory: what encoding and decoding are bound by.",
+)
+@click.option(
+    "--floor",
+    type=click.Choice(LADDER),
+    default="int8",
+    show_default=True,
+    help="Harshest form that mode auto may choose.",
+)
+@click.option(
+    "--topk-ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Share of the entries that top-k sends.",
+)
+@click.option(
+    "--bucket-mb",
+    type=click.IntRange(0),
+    default=25,
+    show_default=True,
+    help="MiB up to which gradients are fused.",
+)
+@click.option(
+    "--overlap/--no-overlap",
+    default=True,
+    show_default=True,
+    help="Details for training with overlap across the step, or without.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def plan(**given: Any) -> None:
+    """What would be chosen for each bucket, and the step to expect, on a network not rented yet.
+
+    The model's shapes (or the profile of a run) are played through the planner's cost model, in
+    virtual time: rings between nodes and inside them, forms by the bytes that they send. A
+    prediction: `accelerate(mode="auto")` probes the real network and logs both.
+    """
+    console = Console(stderr=given["as_json"])
+    if not console.is_terminal:
+        console = Console(stderr=given["as_json"], width=_PIPE_WIDTH, highlight=False)
+    clusters = _clusters(given["nodes"])
+    between = Link.of_rate(
+        parse_rate(given["network"], "--network"), given["latency_us"], given["goodput"]
+    )
+    inside = Link.of_rate(parse_rate(given["inside"], "--inside"), 5.0)
+    memory = parse_rate(given["memory"], "--memory") / 8e3
+    profile, source = _profile(given)
+    rows = []
+    for nodes, per_node in clusters:
+        forms = paper_forms(given["topk_ratio"])
+        costs = of_network(nodes, per_node, between, inside, forms, memory)
+        rows += _rows(profile, costs, given["floor"])
+    if given["as_json"]:
+        record = {
+            "schema": "evener.plan/1",
+            "given": {k: v for k, v in given.items() if k != "as_json"},
+            "source": source,
+            "profile": profile.to_json(),
+            "rows": [row.to_json() for row in rows],
+        }
+        click.echo(json.dumps(record, indent=1))
+        return
+    total = sum(bucket.bytes for bucket in profile.buckets) / 1e6
+    console.print(
+        f"{source}: {total:.1f} MB of gradients in {len(profile.buckets)} buckets, "
+        f"{profile.compute_ms:.1f} ms of compute"
+    )
+    _show_rows(rows, given["batch_size"], console)
+    last = clusters[-1]
+    wanted = f"auto, floor {given['floor']}" + (" + overlap" if given["overlap"] else "")
+    detail = next(row for row in rows if (row.nodes, row.per_node) == last and row.mode == wanted)
+    _show_buckets(profile, detail, console)
+
+
+def _rows(profile: StepProfile, costs: Costs, floor: str) -> list[Row]:
+    rows = []
+    for overlap in (False, True):
+        suffix = " + overlap" if overlap else ""
+        ways: list[tuple[str, tuple[str, ...]]] = [(form, (form,)) for form in LADDER]
+        ways.append((f"auto, floor {floor}", LADDER[: LADDER.index(floor) + 1]))
+        for name, forms in ways:
+            made = choose.choose(profile, costs, forms, overlap=overlap)
+            rows.append(Row(costs.nodes, costs.per_node, name + suffix, made))
+    return rows
+
+
+def _profile(given: dict[str, Any]) -> tuple[StepProfile, str]:
+    if bool(given["model"]) == bool(given["profile_path"]):
+        raise UsageError(
+            "evener plan needs to know what is trained", "give either --model or --profile"
+        )
+    if given["profile_path"]:
+        profile = StepProfile.load(Path(given["profile_path"]))
+        if given["compute_ms"]:
+            profile = profile.scaled(given["compute_ms"])
+        return profile, str(given["profile_path"])
+    from evener.bench.train import models
+
+    name = given["model"]
+    models.require(name)
+    compute_ms, said = given["compute_ms"], "as given"
+    if compute_ms is None:
+        compute_ms = _measure(name, given["batch_size"])
+        said = "measured here"
+    import torch
+
+    from evener.comm.planner.forecast import profile_of
+
+    size = models.image_size(name)
+    click.echo(f"tracing {name} without memory", err=True)
+    profile = profile_of(
+        lambda: models.build(name),
+        lambda: (torch.empty(given["batch_size"], 3, size, size),),
+        compute_ms,
+        given["bucket_mb"] << 20,
+    )
+    return profile, f"{name}, batch {given['batch_size']}, compute {said}"
+
+
+def _measure(name: str, batch: int) -> float:
+    """Milliseconds of a training step of `name` on this machine's GPU (TF32)."""
+    import torch
+
+    from evener.bench.train import models
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "how long a step takes is not known, and there is no GPU here to measure it on",
+            "give --compute-ms (evener bench train --rows one measures it), or --profile",
+        )
+    click.echo(f"measuring {name} on {torch.cuda.get_device_name()}", err=True)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    model = models.build(name).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    size = models.image_size(name)
+    images = torch.randn(batch, 3, size, size, device="cuda")
+    best = float("inf")
+    for _ in range(12):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        output = model(images)
+        getattr(output, "logits", output).float().square().mean().backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - start) * 1e3)
+    return best
+
+
+def _show_rows(rows: list[Row], batch: int, console: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("nodes", "mode", "step ms", "of linear", "samples/s a GPU", "forms"):
+        left = title in ("mode", "forms")
+        table.add_column(title, justify="left" if left else "right", no_wrap=left)
+    for row in rows:
+        made = row.made
+        forms = [choice.form for choice in made.choices]
+        counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
+        table.add_row(
+            f"{row.nodes}x{row.per_node}",
+            row.mode,
+            f"{made.step_ms:.1f}",
+            f"{100 * made.compute_ms / made.step_ms:.0f}%",
+            f"{batch / made.step_ms * 1e3:,.0f}",
+            counts,
+        )
+    console.print(table)
+
+
+def _show_buckets(profile: StepProfile, row: Row, console: Console) -> None:
+    made = row.made
+    console.print(f"\n{row.nodes}x{row.per_node}, {row.mode}; buckets in the order they leave:")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("bucket", "MB", "way", "form", "stages ms", "ready ms", "needed ms"):
+        left = title in ("bucket", "way", "form")
+        table.add_column(title, justify="left" if left else "right", no_wrap=left)
+    for b in made.sequence:
+        bucket, choice = profile.buckets[b], made.choices[b]
+        table.add_row(
+            f"{b} {bucket.name}",
+            f"{bucket.bytes / 1e6:.1f}",
+            choice.algorithm,
+            choice.form,
+            " + ".join(f"{took:.2f}" for took in choice.stages_ms if took),
+            f"{bucket.ready_ms:.1f}",
+            f"{bucket.need_ms:.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"{made.step_ms:.1f} ms a step expected, {made.compute_ms:.1f} ms of it compute "
+        "(a prediction, not a measurement)"
+    )

@@ -1,0 +1,279 @@
+"""The optimizer beside the next forward pass: two lanes that take slices from one queue.
+
+The host lane updates a slice with the cores. The streaming lane brings a slice's states to the
+accelerator, updates them there and brings them back: it uses PCIe and what host memory can give
+beyond what the cores reach. Whichever lane is free takes the next slice, in the order of the next
+forward pass, so the work is shared by what each lane reaches at this moment, with no ratio to set.
+The bits do not depend on who took a slice: the kernels do the same operations, and random bits
+depend on an element's index alone.
+
+# Who may touch what
+A slice belongs to the lane that took it. A chunk's `updated` is set when its last slice is done, or
+(streamed) on its way: then `updated_event` ends it on the accelerator, and who copies the weights
+makes its stream wait for that. The streaming lane's slots are reused when the event that brought
+their last slice home has passed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evener import _optimizers
+from evener.zero.chunk import Chunk
+from evener.zero.device import Device, Event
+from evener.zero.hyper import SLICE, Noise, Rule, States, part, update_on_device, update_on_host
+from evener.zero.planner import SLOTS
+from evener.zero.spans import Spans
+
+
+@dataclass
+class Update:
+    """An optimizer step of one chunk."""
+
+    chunk: Chunk
+    hyper: dict[str, Any]
+    scale: float
+
+
+@dataclass
+class _Slice:
+    job: Update
+    begin: int
+    end: int
+
+
+@dataclass
+class _Slot:
+    """Room on the accelerator for one slice. `empty`: when its last slice is home."""
+
+    tensors: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    empty: Event | None = None
+
+    def room(self, name: str, like: torch.Tensor, numel: int, device: Device) -> torch.Tensor:
+        """Room for `numel` elements of the dtype of `like`; allocated once."""
+        key = (name, like.dtype)
+        if key not in self.tensors:
+            self.tensors[key] = torch.empty(SLICE, dtype=like.dtype, device=device.device)
+        return self.tensors[key][:numel]
+
+
+def threads_for(cpus: int) -> int:
+    """Threads of the host lane: on many CPUs two are left to the training loop and the loader,
+    which must be there when the accelerator waits for them."""
+    return cpus - 2 if cpus >= 8 else cpus
+
+
+class Lanes:
+    """See the head of this file. `streaming`: whether there is the second lane."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        device: Device,
+        *,
+        seed: int = 0,
+        ranks: tuple[int, int] = (0, 1),
+        streaming: bool = False,
+        slice_numel: int = SLICE,
+        spans: Spans | None = None,
+    ) -> None:
+        self.rule = rule
+        self.device = device
+        self.threads = threads_for(_optimizers.threads())
+        self.streaming = streaming
+        self.spans = spans or Spans(device)
+        self.done = {"host": 0, "stream": 0}
+        """Elements that each lane has updated."""
+        self._seed = seed
+        self._rank, self._world = ranks
+        self._slice = min(slice_numel, SLICE)
+        self._queue: collections.deque[_Slice] = collections.deque()
+        self._state = threading.Condition()
+        self._left: dict[int, int] = {}
+        self._busy = 0
+        self._failed: BaseException | None = None
+        self._closed = False
+        self._arrived: Event | None = None
+        self._slots = [_Slot() for _ in range(SLOTS)]
+        lanes = [self._host_lane, *([self._streaming_lane] if streaming else [])]
+        self._threads = [
+            threading.Thread(target=lane, name=f"evener{lane.__name__}", daemon=True)
+            for lane in lanes
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, jobs: Iterable[Update]) -> None:
+        """Begin these updates, in this order. `chunk.updated` must be clear."""
+        with self._state:
+            for job in jobs:
+                numel = job.chunk.states.weights.numel()
+                starts = range(0, numel, self._slice)
+                self._left[job.chunk.index] = len(starts)
+                for begin in starts:
+                    end = min(begin + self._slice, numel)
+                    self._queue.append(_Slice(job, begin, end))
+            self._state.notify_all()
+
+    def wait(self) -> BaseException | None:
+        """Until all that was put is done, also on the accelerator. What failed, once."""
+        with self._state:
+            self._state.wait_for(lambda: not self._queue and not self._busy)
+        for slot in self._slots:
+            if slot.empty is not None:
+                slot.empty.synchronize()
+        failed, self._failed = self._failed, None
+        return failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether an update has failed."""
+        return self._failed is not None
+
+    def close(self) -> None:
+        """Finish what was put, then stop."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._slots.clear()
+
+    def _take(self) -> _Slice | None:
+        with self._state:
+            self._state.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return None
+            self._busy += 1
+            return self._queue.popleft()
+
+    def _finish(self, piece: _Slice, lane: str) -> None:
+        with self._state:
+            self._busy -= 1
+            self.done[lane] += piece.end - piece.begin
+            chunk = piece.job.chunk
+            self._left[chunk.index] -= 1
+            if self._left[chunk.index] == 0:
+                chunk.updated.set()
+            self._state.notify_all()
+
+    def _noise(self, chunk: Chunk, begin: int) -> Noise:
+        return Noise(self._seed, chunk.index * self._world + self._rank, begin)
+
+    def _host_lane(self) -> None:
+        while (piece := self._take()) is not None:
+            try:
+                self._on_host(piece)
+            except BaseException as error:  # noqa: BLE001  # raised again by the engine's drain()
+                self._failed = error
+            self._finish(piece, "host")
+
+    def _on_host(self, piece: _Slice) -> None:
+        job, chunk = piece.job, piece.job.chunk
+        assert chunk.gradient is not None
+        if chunk.gradient_event is not None:
+            chunk.gradient_event.synchronize()
+        chunk.saved.wait()
+        noise = self._noise(chunk, piece.begin)
+        with self.spans.host("optimizer", "host lane", chunk.group.name):
+            update_on_host(
+                self.rule.kind,
+                part(chunk.states, piece.begin, piece.end),
+                chunk.gradient[piece.begin : piece.end],
+                job.hyper,
+                chunk.steps,
+                job.scale,
+                _optimizers.Run(
+                    threads=self.threads, seed=noise.seed, stream=noise.stream, offset=noise.offset
+                ),
+            )
+
+    def _streaming_lane(self) -> None:
+        device = self.device.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            turn = 0
+            while True:
+                slot = self._slots[turn % SLOTS]
+                turn += 1
+                if slot.empty is not None:
+                    # Before the next slice is taken: it may be the host's until there is room.
+                    slot.empty.synchronize()
+                piece = self._take()
+                if piece is None:
+                    return
+                try:
+                    self._through(piece, slot)
+                except BaseException as error:  # noqa: BLE001  # raised again by drain()
+                    self._failed = error
+                self._finish(piece, "stream")
+
+    @torch.no_grad()
+    def _through(self, piece: _Slice, slot: _Slot) -> None:
+        job, chunk, device = piece.job, piece.job.chunk, self.device
+        assert chunk.gradient is not None
+        chunk.saved.wait()
+        numel = piece.end - piece.begin
+        home = part(chunk.states, piece.begin, piece.end).tensors()
+        gradient = chunk.gradient[piece.begin : piece.end]
+        there = {name: slot.room(name, tensor, numel, device) for name, tensor in home.items()}
+        moved = slot.room("gradient", gradient, numel, device)
+        name = chunk.group.name
+        if chunk.gradient_event is not None:
+            device.wait("states in", chunk.gradient_event)
+        # A copy engine serves one stream for as long as it has something queued, and weights for
+        # the next forward pass come by another: so there is never more than one slice queued, and
+        # when that one is through, what waits elsewhere gets its turn.
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        with self.spans.device("copy", "states in", name), device.on("states in"):
+            for key, tensor in home.items():
+                if key != "weights" or chunk.states.master is None:
+                    there[key].copy_(tensor, non_blocking=True)
+            moved.copy_(gradient, non_blocking=True)
+            self._arrived = device.record("states in")
+        device.wait("optimizer", self._arrived)
+        with self.spans.device("optimizer", "optimizer", name), device.on("optimizer"):
+            states = States(
+                there["weights"],
+                there.get("lower"),
+                there.get("master"),
+                there.get("first"),
+                there.get("second"),
+            )
+            noise = self._noise(chunk, piece.begin)
+            update_on_device(
+                self.rule.kind, states, moved, job.hyper, chunk.steps, job.scale, noise
+            )
+        device.wait("states out", device.record("optimizer"))
+        with self.spans.device("copy", "states out", name), device.on("states out"):
+            for key, tensor in home.items():
+                tensor.copy_(there[key], non_blocking=True)
+        slot.empty = chunk.updated_event = device.record("states out")
+
+
+def measure(lanes: Lanes, jobs: list[Update], repeats: int = 3) -> tuple[float, float]:
+    """Parameters/s of these updates by the cores and by the streaming lane: the fastest of some
+    repeats after a warm-up."""
+    best, share = float("inf"), 0.0
+    for number in range(repeats + 1):
+        for job in jobs:
+            job.chunk.updated.clear()
+        before, start = dict(lanes.done), time.perf_counter()
+        lanes.put(jobs)
+        failed = lanes.wait()
+        if failed is not None:
+            raise failed
+        took = time.perf_counter() - start
+        done = {lane: count - before[lane] for lane, count in lanes.done.items()}
+        if number and took < best:
+            best, share = took, done["stream"] / max(1, sum(done.values()))
+    rate = sum(job.chunk.states.weights.numel() for job in jobs) / best
+    return rate * (1 - share), rate * share

@@ -1,0 +1,253 @@
+"""A step seen: what was recorded as JSON, and a page of it that needs no network.
+
+    engine.record(); ...three steps...; zero.report.write(engine, engine.recorded(), "steps.json")
+    evener zero report steps.json
+
+The page has the timeline of the recorded steps (one row a stream and lane; a mark's tooltip names
+the chunk), where each chunk lives, and what was predicted beside what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evener.errors import UsageError
+from evener.zero.spans import Span, summary
+
+if TYPE_CHECKING:
+    from evener.zero.engine import Engine
+    from evener.zero.probe import Probe
+
+VERSION = 1
+_COLOURS = {
+    "compute": "#1f5fa8",
+    "copy": "#d69400",
+    "optimizer": "#2e7d4f",
+    "communication": "#7b4fa8",
+    "wait": "#b3261e",
+    "step": "#57606a",
+}
+_WIDTH, _ROW, _LEFT = 1140, 22, 190
+
+
+def write(engine: Engine, spans: list[Span], path: str | Path, probe: Probe | None = None) -> Path:
+    """Write a recording as JSON; returns its path."""
+    places = []
+    for chunk in engine.chunks():
+        states = sum(t.numel() * t.element_size() for t in chunk.states.tensors().values())
+        gradient = chunk.gradient
+        if gradient is not None:
+            states += gradient.numel() * gradient.element_size()
+        where = "accelerator" if chunk.resident else "host"
+        places.append({"name": chunk.group.name, "where": where, "bytes": states,
+                       "parameters": chunk.group.numel})  # fmt: skip
+    total, used, peak = engine.store.host.usage()
+    record = {
+        "version": VERSION,
+        "device": str(engine.device.device),
+        "ranks": engine.world,
+        "places": places,
+        "host_arena": {"bytes": total, "used": used, "peak": peak},
+        "accelerator_peak": engine.device.peak_bytes(),
+        "plan": engine.plan.to_dict() if engine.plan else None,
+        "probe": asdict(probe) if probe else None,
+        "updated": engine.updated,
+        "summary": summary(spans),
+        "spans": [[s.kind, s.track, s.name, round(s.begin, 6), round(s.end, 6)] for s in spans],
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return path
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A recording. Raises UsageError where it is none."""
+    try:
+        record: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        version = record["version"]
+        _ = record["spans"], record["summary"], record["places"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is no recording of steps: {error}", "write one with zero.report.write"
+        ) from None
+    if version != VERSION:
+        raise UsageError(f"{path} is of version {version}", f"this Evener reads {VERSION}")
+    return record
+
+
+def page(record: dict[str, Any]) -> str:
+    """The recording as one HTML document."""
+    found = record["summary"]
+    plan = record["plan"]
+    head = f"A step takes {found['step'] * 1000:.1f} ms"
+    if plan:
+        head += f", {plan['step_seconds'] * 1000:.1f} ms were predicted (bound by {plan['bound']})"
+    parts = [
+        _STYLE.replace("TITLE", escape(head)),
+        f"<header><p>evener zero, {found['steps']} recorded steps on {escape(record['device'])}, "
+        f"{record['ranks']} rank(s)</p><h1>{escape(head)}</h1></header>",
+        "<h2>Timeline</h2>",
+        _legend(),
+        _timeline([Span(*span) for span in record["spans"]]),
+        "<h2>Where the time goes</h2>",
+        _table(("of a step", "ms"), _times(found)),
+        f"<p>{found['transfers hidden']:.0%} of the copies' time is hidden behind computation or "
+        f"the optimizer; {found['exposed optimizer'] * 1000:.1f} ms of the optimizer's "
+        f"{found['optimizer'] * 1000:.1f} ms are exposed. {_shares(record['updated'])}</p>",
+        "<h2>Predicted against measured</h2>",
+        _predicted(record),
+        "<h2>Where the chunks live</h2>",
+        _residency(record),
+        "</main></body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _times(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("step", found["step"]), ("forward", found["forward"]), ("backward", found["backward"])]
+    rows += sorted(found["busy"].items())
+    rows += [(f"wait: {name}", seconds) for name, seconds in sorted(found["waits"].items())]
+    return [(name, f"{seconds * 1000:.2f}") for name, seconds in rows]
+
+
+def _shares(updated: dict[str, int]) -> str:
+    total = sum(updated.values())
+    if not total:
+        return "All states are on the accelerator."
+    return (
+        f"The cores updated {updated['host'] / total:.0%} of the host's states, the streaming lane "
+        f"{updated['stream'] / total:.0%}."
+    )
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def _predicted(record: dict[str, Any]) -> str:
+    plan, found = record["plan"], record["summary"]
+    if not plan:
+        return "<p>The places of chunks were given, so nothing was predicted.</p>"
+    busy = found["busy"]
+    times = plan["times"]
+    gpu = record["accelerator_peak"] + plan["gpu_reserve"]
+    host = record["host_arena"]["peak"] + plan["host_reserve"] + plan["offloaded"]
+
+    def row(name: str, predicted: float, measured: float, unit: str) -> tuple[str, ...]:
+        scale = 1000 if unit == "ms" else 1e-9
+        share = f"{measured / predicted:.2f}" if predicted else "-"
+        return name, f"{predicted * scale:.2f} {unit}", f"{measured * scale:.2f} {unit}", share
+
+    rows = [
+        row("step", plan["step_seconds"], found["step"], "ms"),
+        row("forward", times["forward"], found["forward"], "ms"),
+        row("backward", times["backward"], found["backward"], "ms"),
+        row("weights in (twice)", 2 * times["weights in"], busy.get("h2d", 0.0), "ms"),
+        row("gradients out", times["gradients out"], busy.get("d2h", 0.0), "ms"),
+        row("optimizer", times["host optimizer"] + times["device optimizer"],
+            found["optimizer"], "ms"),
+        row("accelerator memory", plan["gpu_bytes"], gpu, "GB"),
+        row("host memory", plan["host_bytes"], host, "GB"),
+    ]  # fmt: skip
+    return _table(("", "predicted", "measured", "ratio"), rows)
+
+
+def _legend() -> str:
+    return "<p>" + " ".join(
+        f'<span class="key" style="background:{colour}"></span>{kind}'
+        for kind, colour in _COLOURS.items()
+    ) + "</p>"  # fmt: skip
+
+
+def _timeline(spans: list[Span]) -> str:
+    steps = [span for span in spans if span.kind == "step"]
+    steps = steps[1:] or steps  # as in `summary`
+    if not steps:
+        return "<p>No whole step was recorded.</p>"
+    begin, end = min(s.begin for s in steps), max(s.end for s in steps)
+    order = {kind: place for place, kind in enumerate(_COLOURS)}
+    tracks = sorted({(order.get(s.kind, 9), s.track, s.kind) for s in spans if s.kind != "step"})
+    rows = [("step", "steps")] + [(kind, track) for _, track, kind in tracks]
+    scale = (_WIDTH - _LEFT) / max(end - begin, 1e-9)
+    height = len(rows) * _ROW + 30
+    out = [f'<div class="scroll"><svg viewBox="0 0 {_WIDTH} {height}" role="img" '
+           'aria-label="timeline of the recorded steps">']  # fmt: skip
+    for number, (kind, track) in enumerate(rows):
+        y = number * _ROW
+        out.append(f'<text x="0" y="{y + 15}">{escape(track)}</text>')
+        out.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y + _ROW}" y2="{y + _ROW}"/>')
+        for span in spans:
+            if (span.kind, span.track) != (kind, track) or span.end < begin or span.begin > end:
+                continue
+            x = _LEFT + (max(span.begin, begin) - begin) * scale
+            width = max(0.4, (min(span.end, end) - max(span.begin, begin)) * scale)
+            opacity = 0.45 if span.name.startswith("forward") or kind == "step" else 0.9
+            label = f"{span.name}: {(span.end - span.begin) * 1000:.2f} ms"
+            out.append(
+                f'<rect x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{_ROW - 6}" '
+                f'fill="{_COLOURS.get(kind, "#999")}" opacity="{opacity}">'
+                f"<title>{escape(label)}</title></rect>"
+            )
+    bottom = len(rows) * _ROW
+    for tick in range(11):
+        x = _LEFT + (_WIDTH - _LEFT) * tick / 10
+        label = f"{(end - begin) * tick / 10 * 1000:.0f} ms"
+        out.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{bottom}"/>')
+        anchor = "end" if tick == 10 else "start"
+        out.append(f'<text x="{x:.0f}" y="{bottom + 16}" text-anchor="{anchor}">{label}</text>')
+    out.append("</svg></div>")
+    return "".join(out)
+
+
+def _residency(record: dict[str, Any]) -> str:
+    places = record["places"]
+    total = max(1, sum(place["bytes"] for place in places))
+    out = []
+    for where in ("accelerator", "host"):
+        here = [place for place in places if place["where"] == where]
+        size = sum(place["bytes"] for place in here)
+        out.append(f"<h3>{where}: {len(here)} chunks, {size / 1e9:.2f} GB</h3><div class='bar'>")
+        for place in here:
+            label = f"{place['name']}: {place['parameters'] / 1e6:.1f} M parameters, " \
+                    f"{place['bytes'] / 1e9:.3f} GB"  # fmt: skip
+            share = 100 * place["bytes"] / total
+            out.append(
+                f'<i class="{where}" style="width:{share:.3f}%" title="{escape(label)}"></i>'
+            )
+        out.append("</div>")
+    rows = [
+        (p["name"], p["where"], f"{p['parameters'] / 1e6:.2f}", f"{p['bytes'] / 1e9:.3f}")
+        for p in places
+    ]
+    table = _table(("chunk", "lives on", "M parameters", "GB"), rows)
+    return "".join(out) + f"<details><summary>every chunk</summary>{table}</details>"
+
+
+_STYLE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>TITLE</title>
+<style>
+body { margin: 0; color: #1b1f24; background: #fff; font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 0 20px 60px; }
+header { border-bottom: 3px solid #1b1f24; padding: 28px 0 18px; }
+header p { margin: 0; color: #57606a; } h1 { font-size: 1.6rem; margin: 4px 0 0; }
+h2 { font-size: 1.2rem; margin: 36px 0 10px; border-bottom: 1px solid #d0d7de; }
+h3 { font-size: 1rem; margin: 10px 0 4px; }
+table { border-collapse: collapse; } td, th { text-align: right; padding: 2px 14px 2px 0; }
+td:first-child, th:first-child { text-align: left; } th { border-bottom: 1px solid #d0d7de; }
+.scroll { overflow-x: auto; } svg { width: 100%; min-width: 760px; display: block; }
+svg text { font: 12px system-ui, sans-serif; } svg line { stroke: #e3e7eb; }
+.key { display: inline-block; width: 12px; height: 12px; margin: 0 5px 0 12px; }
+.bar { display: flex; height: 26px; } .bar i { border-right: 1px solid #fff; min-width: 1px; }
+.accelerator { background: #1f5fa8; } .host { background: #d69400; }
+</style></head><body><main>"""

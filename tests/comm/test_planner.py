@@ -1,0 +1,299 @@
+"""The planner: the step in virtual time, and choices that follow the probe and the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.comm.planner import choose, live
+from evener.comm.planner.choose import Decision
+from evener.comm.planner.costs import Costs, Curve, Link, of_network, paper_forms
+from evener.comm.planner.live import Planner
+from evener.comm.planner.sequence import best_sequence, first_sequence
+from evener.comm.planner.simulate import play
+from evener.comm.profile import BucketProfile, StepProfile
+from evener.comm.reducer import Reducer
+from evener.ddp import accelerate
+from evener.errors import UsageError
+from evener.plan.command import LADDER
+from tests import worlds
+from tests.comm import models
+from tests.comm.test_overlap import Script, plain
+
+MB = 1 << 20
+FORWARD, BACKWARD = 30.0, 60.0
+
+
+def step_of(sizes: list[float], rest: float = 0.0) -> StepProfile:
+    """Buckets of so many MB, evenly over backward, needed in the opposite order."""
+    n = len(sizes)
+    return StepProfile(
+        FORWARD,
+        BACKWARD,
+        rest,
+        tuple(
+            BucketProfile(
+                f"p{i}",
+                int(size * MB) // 4,
+                4,
+                BACKWARD * (i + 1) / n,
+                FORWARD * (n - 1 - i) / n,
+            )
+            for i, size in enumerate(sizes)
+        ),
+    )
+
+
+VGG = step_of([64.0, 392.0, 20.0, 25.0, 20.0, 8.0])
+RESNET = step_of([25.0, 25.0, 25.0, 22.0])
+
+
+def down_to(floor: str) -> tuple[str, ...]:
+    return LADDER[: LADDER.index(floor) + 1]
+
+
+EXACT = down_to("exact")
+
+
+def network(gbit: float, nodes: int = 2, per_node: int = 2, latency_us: float = 20) -> Costs:
+    return of_network(
+        nodes,
+        per_node,
+        Link.of_rate(gbit * 1e9, latency_us),
+        Link(0.005, 150e6),
+        paper_forms(),
+        3e9,
+    )
+
+
+def test_nothing_to_send_is_compute_alone() -> None:
+    played = play(VGG, [(0.0, 0.0, 0.0)] * 6, range(6), overlap=False)
+    assert played.step_ms == pytest.approx(VGG.compute_ms)
+    assert played.exposed_ms == pytest.approx(0)
+
+
+def test_a_step_by_hand() -> None:
+    """Two buckets, ready at 30 and 60 ms of backward; the exchange takes 40 and 50 ms."""
+    profile = step_of([1.0, 1.0], rest=5.0)
+    stages = [(0.0, 40.0, 0.0), (0.0, 50.0, 0.0)]
+    # 30 forward; the first lands at 70, the second at 120 of backward; then 5 of rest.
+    assert play(profile, stages, (0, 1), overlap=False).step_ms == pytest.approx(30 + 120 + 5)
+    # Forward needs bucket 1 at once, 15 ms later bucket 0; the next backward needs both, and is 65
+    # after this one's start at the earliest. Bucket 1 lands at 120, forward ends 30 later.
+    assert play(profile, stages, (0, 1), overlap=True).step_ms == pytest.approx(120 + 30)
+
+
+def test_lanes_are_pipelined() -> None:
+    profile = dataclasses.replace(step_of([1.0] * 3), backward_ms=0.0)
+    buckets = tuple(dataclasses.replace(b, ready_ms=0.0) for b in profile.buckets)
+    profile = dataclasses.replace(profile, backward_ms=0.0, buckets=buckets)
+    played = play(profile, [(10.0, 20.0, 10.0)] * 3, range(3), overlap=False)
+    assert played.landed_ms == pytest.approx((40.0, 60.0, 80.0))
+
+
+def test_overlap_never_makes_a_step_longer_and_hides_up_to_forward() -> None:
+    for gbit in (1, 5, 10, 25, 100):
+        without = choose.choose(VGG, network(gbit), EXACT)
+        overlapped = choose.choose(VGG, network(gbit), EXACT, overlap=True)
+        assert overlapped.step_ms <= without.step_ms + 1e-6
+        assert without.step_ms - overlapped.step_ms <= FORWARD + 1e-6
+    assert choose.choose(VGG, network(25), EXACT).step_ms > VGG.compute_ms * 1.5
+
+
+def test_a_large_bucket_does_not_keep_small_ones_waiting() -> None:
+    """VGG16 in small buckets: the order that is found comes close to what the network can do."""
+    sizes = [16.0, 64.0, 392.0, *[8.0] * 7]
+    profile = step_of(sizes)
+    buckets = tuple(
+        dataclasses.replace(b, ready_ms=0.3 if i < 3 else 6.0 * (i - 2), need_ms=3.0 * (9 - i))
+        for i, b in enumerate(profile.buckets)
+    )
+    profile = dataclasses.replace(profile, buckets=buckets)
+    stages = [network(25).stages("2d", "exact", b.bytes) for b in buckets]
+    found = play(profile, stages, best_sequence(profile, stages, True), True).step_ms
+    listed = play(profile, stages, first_sequence(profile, stages, True), True).step_ms
+    busy = sum(stage[1] for stage in stages)
+    assert busy <= found <= listed and found < 1.06 * busy
+
+
+def forms(made: Decision) -> set[str]:
+    return {choice.form for choice in made.choices}
+
+
+def test_the_network_changes_the_choice() -> None:
+    chosen = {gbit: choose.choose(VGG, network(gbit), down_to("topk")) for gbit in (1, 10, 25, 400)}
+    assert forms(chosen[400]) == {"exact"} and chosen[400].hidden
+    assert "fp16" in forms(chosen[25]) | forms(chosen[10])
+    assert any(form.startswith("topk") for form in forms(chosen[1]))
+    sent = {
+        gbit: sum(max(choice.stages_ms) * gbit for choice in made.choices)
+        for gbit, made in chosen.items()
+    }
+    assert sent[1] < sent[10] < sent[25] <= sent[400], "a slower network must send less"
+
+
+def test_the_model_changes_the_choice() -> None:
+    vgg = choose.choose(VGG, network(25), down_to("int8"))
+    resnet = choose.choose(RESNET, network(25), down_to("int8"))
+    assert forms(vgg) != forms(resnet)
+    assert sum(c.form == "exact" for c in resnet.choices) > sum(
+        c.form == "exact" for c in vgg.choices
+    )
+
+
+def test_the_mildest_that_hides_is_taken_and_the_floor_holds() -> None:
+    free = choose.choose(VGG, network(25), down_to("topk"), overlap=True)
+    assert free.hidden and free.step_ms < free.exact_ms
+    for bucket, choice in enumerate(free.choices):
+        if choice.form == "exact":
+            continue
+        milder = LADDER[LADDER.index(choice.form) - 1]
+        size = VGG.buckets[bucket].bytes
+        stages = [c.stages_ms for c in free.choices]
+        stages[bucket] = network(25).stages("2d", milder, size)
+        slower = play(VGG, stages, free.sequence, True).step_ms
+        assert slower > free.step_ms, f"bucket {bucket} need not be {choice.form}"
+    floored = choose.choose(VGG, network(1), down_to("fp16"))
+    assert forms(floored) <= {"exact", "fp16"} and not floored.hidden
+    assert forms(choose.choose(VGG, network(1), EXACT)) == {"exact"}
+    forced = choose.choose(VGG, network(400), ["fp16"])
+    assert forms(forced) == {"fp16"}
+    small = choose.choose(VGG, network(1), down_to("topk"), allowed=lambda b, _: b < 5)
+    assert [c.form for c in small.choices][-1] == "exact"
+
+
+def test_small_buckets_go_flat_where_hops_cost_more_than_bytes() -> None:
+    slow_inside = of_network(2, 2, Link.of_rate(100e9, 1), Link(5.0, 150e6), paper_forms(), 3e9)
+    slow_inside = dataclasses.replace(slow_inside, flat=Curve.line(1.0, 1 / 12e6))
+    made = choose.choose(RESNET, slow_inside, EXACT)
+    assert {c.algorithm for c in made.choices} == {"flat"}
+    assert {c.algorithm for c in choose.choose(VGG, network(25, 4), EXACT).choices} == {"2d"}
+    forced = choose.choose(RESNET, slow_inside, EXACT, algorithm="2d")
+    assert {c.algorithm for c in forced.choices} == {"2d"}
+
+
+def test_curves_are_straight_between_points_and_beyond() -> None:
+    curve = Curve(((10.0, 2.0), (20.0, 3.0), (40.0, 9.0)))
+    assert [curve(x) for x in (0, 15, 30, 60)] == pytest.approx([0, 2.5, 6, 15])
+    assert curve(1) == pytest.approx(1.1)
+    assert Curve(((10.0, 2.0),))(20) == 4
+    assert Curve.line(1.0, 0.5)(10) == pytest.approx(6)
+    assert Curve(((10.0, 3.0), (20.0, 2.0)))(30) == 3, "noise must not make a larger one cheaper"
+
+
+def test_profiles_are_kept_in_files(tmp_path: Path) -> None:
+    VGG.save(tmp_path / "p.json")
+    assert StepProfile.load(tmp_path / "p.json") == VGG
+    assert VGG.scaled(45.0).compute_ms == pytest.approx(45)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UsageError, match="not a step's profile"):
+        StepProfile.load(tmp_path / "bad.json")
+    with pytest.raises(UsageError, match="missing"):
+        StepProfile.load(tmp_path / "missing.json")
+
+
+# --- in a running job ---
+
+
+ALL = {"LIGHT_TOPK_THRESHOLD": "0"}  # the buckets of tests are small
+
+
+def planned(
+    rank: int, size: int, gbits: list[float], steps: int, probe: bool
+) -> tuple[list[Any], list[str], list[Decision]]:
+    """Trains with a planner whose probe is fake (a network a decision) or real."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evener").addHandler(handler)
+    logging.getLogger("evener").setLevel(logging.INFO)
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    net.to(models.device())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = accelerate(
+        DistributedDataParallel(net), optimizer, bucket_bytes=20_000, mode="auto", floor="topk"
+    )
+    reducer: Reducer = model.evener
+    decisions: list[Decision] = []
+    left = list(gbits)
+
+    def fake(profile: StepProfile) -> Costs:
+        # Buckets of a few KB on a network of a few Mb/s: VGG16's proportions.
+        costs = network(left.pop(0), 2, 1, 0.001)
+        exchange = {**costs.exchange, "bf16": costs.exchange["fp16"]}
+        return dataclasses.replace(costs, exchange=exchange, flat=None)
+
+    planner = Planner(
+        reducer,
+        overlap=True,
+        measure=None if probe else fake,
+        watch_every=4,
+    )
+    model.evener_steps.planner = planner
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 64).to(models.device())).square().mean().backward()
+        optimizer.step()
+        if planner.decision is not None and planner.decision not in decisions:
+            decisions.append(planner.decision)
+    model.evener_steps.finish("")
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+    return weights, said, decisions
+
+
+def test_ranks_agree_and_the_log_shows_why() -> None:
+    found = worlds.run([1, 1], planned, [1e5], 6, False, env=ALL)
+    slow = worlds.run([1, 1], planned, [1e-4], 6, False, env=ALL)
+    for ranks in (found, slow):
+        assert ranks[0][0] == ranks[1][0], "weights differ"
+        assert ranks[0][2] == ranks[1][2] and len(ranks[0][2]) == 1
+    assert forms(found[0][2][0]) == {"exact"}
+    assert any(form.startswith("topk") for form in forms(slow[0][2][0]))
+    text = "\n".join(slow[0][1])
+    assert "topk" in text and "expected" in text and "probe:" in text
+    assert not [line for line in slow[1][1] if line.startswith("plan:")], "rank 0 alone tells"
+
+
+def test_a_network_that_drifts_is_planned_again() -> None:
+    """The fake probe says nothing costs anything; the real exchanges are far from that."""
+    found = worlds.run([1, 1], planned, [1e9, *[1e-4] * 5], 24, False, env=ALL)
+    for weights, said, decisions in found:
+        assert weights == found[0][0]
+        assert len(decisions) >= 2 and forms(decisions[0]) != forms(decisions[1])
+        del said
+    assert any("planning again" in line for line in found[0][1])
+
+
+def test_the_real_probe_on_two_levels() -> None:
+    found = worlds.run([2, 2], planned, [], 4, True)
+    first = found[0][2][0]
+    assert all(ranks[2][0] == first for ranks in found)
+    assert all(sum(choice.stages_ms) > 0 for choice in first.choices)
+    assert any("GB/s" in line for line in found[0][1])
+
+
+def exact_plan(rank: int, size: int) -> bool:
+    """mode="exact" changes no bit but the order of sums: one level only, so none at all."""
+    results = []
+    for mode in (None, "exact"):
+        torch.manual_seed(3)
+        script = Script(rank, False, always_all=True)
+        if mode is not None:
+            script.model.evener_steps.planner = Planner(script.model.evener, overlap=False)
+            script.model.evener_steps._wanted = True
+        plain(script)
+        results.append(script.result())
+    return all(models.raw(results[0][k]) == models.raw(v) for k, v in results[1].items())
+
+
+def test_exact_changes_nothing() -> None:
+    assert worlds.run([1, 1], exact_plan) == [True, True]
+    assert live.DRIFT > 1

@@ -1,0 +1,159 @@
+"""What comes next, and when something does not come: order, the frozen schedule, death, stalls."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+import torch
+
+import evener.horovod.torch as hvd
+from evener.horovod.state import STATE
+from tests import worlds
+
+
+def any_order(rank: int, size: int) -> None:
+    hvd.init()
+    for round_ in range(10):
+        names = [f"t{i}" for i in range(30)]
+        random.Random(100 * round_ + rank).shuffle(names)
+        started = {}
+        for name in names:
+            number = int(name[1:])
+            # Shapes change now and then, so that the cache does not fit.
+            value = torch.full((number + (round_ == 5),), float(rank + number))
+            if number % 3 == 0:
+                started[name] = hvd.allgather_async(value[: rank + 1], name=name)
+            else:
+                started[name] = hvd.allreduce_async(value, name=name, op=hvd.Sum)
+        random.Random(rank).shuffle(names)
+        for name in names:
+            number = int(name[1:])
+            got = hvd.synchronize(started[name])
+            if number % 3:
+                assert got.eq(sum(r + number for r in range(size))).all()
+            elif number:
+                assert got.tolist() == [r + number for r in range(size) for _ in range(r + 1)]
+
+
+def test_ranks_may_submit_in_any_order() -> None:
+    worlds.run([2, 1], any_order, env={"HOROVOD_CACHE_CAPACITY": "20"})
+
+
+def steady(rank: int, size: int) -> None:
+    hvd.init()
+    small, half = torch.ones(8), torch.ones(3, dtype=torch.float16)
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            assert hvd.allreduce(small, name="a", op=hvd.Sum).eq(size).all()
+            assert hvd.allreduce(half * rank, name="b", op=hvd.Max).eq(size - 1).all()
+            assert hvd.allreduce(small * (rank + 1), name="c", op=hvd.Min).eq(1).all()
+            assert hvd.allreduce(small * 2, name="d", op=hvd.Product).eq(2**size).all()
+
+    rounds(200)
+    launches = STATE.engine.frozen()[1]
+    assert launches > 0
+    # Another operation, another shape, another op, one rank earlier than the other: all leave it.
+    assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(size))
+    rounds(60)
+    assert hvd.allreduce(torch.ones(9), name="a", op=hvd.Sum).eq(size).all()
+    rounds(60)
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched ALLREDUCE tensor shapes"):
+        hvd.allreduce(torch.ones(8 + rank), name="a", op=hvd.Sum)
+    rounds(60)
+    if rank == 1:
+        for _ in range(5):  # the other is joined, and takes part with zeros
+            assert hvd.allreduce(small, name="a", op=hvd.Sum).eq(1).all()
+    assert hvd.join() == 1
+    rounds(60)
+    assert STATE.engine.frozen()[1] >= launches
+
+
+def test_a_steady_sequence_is_frozen_and_left_unharmed() -> None:
+    worlds.run([2], steady, env={"EVENER_FREEZE_AFTER": "3"}, timeout=150)
+
+
+def never(rank: int, size: int) -> None:
+    hvd.init()
+    for _ in range(100):
+        assert hvd.allreduce(torch.ones(1), name="a", op=hvd.Sum).item() == size
+    assert STATE.engine.frozen() == (False, 0)
+
+
+def test_freezing_can_be_turned_off() -> None:
+    worlds.run([2], never, env={"EVENER_FREEZE_AFTER": "0"})
+
+
+def dies_frozen(rank: int, size: int) -> None:
+    hvd.init()
+    while STATE.engine.frozen()[1] < 10:
+        hvd.allreduce(torch.ones(4), name="a")
+    if rank == 1:
+        os._exit(3)
+    started = time.monotonic()
+    with pytest.raises(hvd.HorovodInternalError):
+        for _ in range(100):
+            hvd.allreduce(torch.ones(4), name="a")
+    assert time.monotonic() - started < 25
+    with pytest.raises(hvd.HorovodInternalError, match="an earlier operation failed"):
+        hvd.allreduce(torch.ones(1))
+
+
+def test_a_rank_that_dies_in_a_frozen_schedule_is_an_error_on_the_others() -> None:
+    found = worlds.outcomes([3], dies_frozen, env={"EVENER_TIMEOUT": "20"})
+    assert not found[0].error, found[0].error
+    assert not found[2].error, found[2].error
+
+
+def leaves(rank: int, _size: int) -> None:
+    hvd.init()
+    hvd.barrier()
+    if rank == 1:
+        hvd.shutdown()
+        return
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1 called shutdown"):
+        hvd.allreduce(torch.ones(1), name="alone")
+    hvd.shutdown()
+
+
+def test_a_shutdown_of_one_rank_is_an_error_for_who_waits() -> None:
+    worlds.run([2], leaves)
+
+
+def stalls(rank: int, _size: int) -> list[str]:
+    import logging
+
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("evener").addHandler(Listener())
+    hvd.init()
+    if rank == 1:
+        hvd.barrier()
+        with pytest.raises(hvd.HorovodInternalError, match="has been shut down"):
+            while True:
+                time.sleep(0.1)
+                hvd.allgather(torch.ones(1), name="other")
+        return []
+    hvd.barrier()
+    with pytest.raises(hvd.HorovodInternalError, match=r"allreduce\.lonely waited . s for rank 1"):
+        hvd.allreduce(torch.ones(1), name="lonely")
+    return said
+
+
+def test_a_stall_is_warned_of_with_the_missing_ranks_and_ends() -> None:
+    said, _ = worlds.run(
+        [2],
+        stalls,
+        env={
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3",
+        },
+    )
+    assert any("more than 1 s, waiting for rank 1: allreduce.lonely" in text for text in said), said

@@ -1,0 +1,74 @@
+"""The timeline: upstream's event names, valid JSON, what each collective was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import evener.horovod.torch as hvd
+from tests import worlds
+
+
+def writes(rank: int, _size: int, folder: str) -> None:
+    hvd.init()
+    for number in range(3):
+        hvd.allreduce(torch.ones(5), name="first")
+        if number == 2:
+            hvd.stop_timeline()
+            hvd.start_timeline(f"{folder}/second.{rank}", mark_cycles=False)
+        handles = [hvd.allreduce_async(torch.ones(4), name=f"fused{i}") for i in range(4)]
+        for handle in handles:
+            hvd.synchronize(handle)
+        hvd.broadcast(torch.ones(2, dtype=torch.float16), 0, name="weights")
+        hvd.alltoall(torch.ones(2), name="all")
+    hvd.stop_timeline()
+    hvd.shutdown()
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+    """The events, and the names of each tensor's, in order."""
+    events = [event for event in json.loads(path.read_text(encoding="utf-8")) if event]
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    by_name: dict[str, list[str]] = {name: [] for name in names.values()}
+    for event in events:
+        if event["ph"] == "B":
+            by_name[names[event["pid"]]].append(event["name"])
+    return events, by_name
+
+
+def test_timeline(tmp_path: Path) -> None:
+    env = {
+        "HOROVOD_TIMELINE": str(tmp_path / "first"),
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_CYCLE_TIME": "50",
+    }
+    worlds.run([2], writes, str(tmp_path), env=env)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second.0"]
+    events, by_name = read(tmp_path / "first")
+    assert by_name["allreduce.first"][:4] == [
+        "NEGOTIATE_ALLREDUCE",
+        "ALLREDUCE",
+        "QUEUE",
+        "GLOO_ALLREDUCE",
+    ]
+    assert "NEGOTIATE_BROADCAST" in by_name["broadcast.weights"]
+    assert "ALLTOALL" in by_name["alltoall.all"]
+    fused = by_name["allreduce.fused0"]
+    assert {"MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"} <= set(fused)
+    assert any(event.get("name") == "CYCLE_START" for event in events)
+    ends = [event["args"] for event in events if event["ph"] == "E" and "args" in event]
+    assert {end["bytes"] for end in ends} >= {20, 16, 4, 8}
+    assert all({"bucket", "algorithm", "dtype", "shape"} <= set(end) for end in ends)
+    # What begins on a track ends there, and time does not run backwards.
+    open_events: dict[int, int] = {}
+    for event in events:
+        open_events[event["pid"]] = open_events.get(event["pid"], 0) + {"B": 1, "E": -1}.get(
+            event["ph"], 0
+        )
+        assert open_events[event["pid"]] >= 0
+    assert set(open_events.values()) == {0}
+    second, _ = read(tmp_path / "second.0")
+    assert not any(event.get("name") == "CYCLE_START" for event in second)

@@ -1,0 +1,215 @@
+"""Two lanes, one queue: whoever updates a slice, the bits are those of a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from evener import _optimizers, zero
+from evener.zero import hyper, lanes
+from evener.zero.hyper import Noise, Rule, States, update_on_device, update_on_host
+from tests.zero.models import Model, Plain, batches, loss_of
+from tests.zero.test_engine import assert_same, configuration, weights
+
+
+def begin(model: torch.nn.Module, streaming: bool, **changes: Any) -> zero.Engine:
+    engine, *_ = zero.initialize(
+        model=model, config=configuration(**changes), resident=set(), streaming=streaming
+    )
+    engine.threads = 1
+    return engine
+
+
+def states_of(n: int, master: str, moments: torch.dtype) -> States:
+    generator = torch.Generator().manual_seed(5)
+    w = torch.randn(n, generator=generator)
+    first = torch.randn(n, generator=generator).to(moments)
+    second = torch.rand(n, generator=generator).to(moments)
+    if master == "split":
+        upper, lower = _optimizers.split(w)
+        return States(upper, lower, None, first, second)
+    if master == "float16":
+        return States(w.half(), None, w, first, second)
+    return States(w, None, None, first, second)
+
+
+@pytest.mark.parametrize("master", ["split", "float16", "float32"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+def test_host_and_device_round_alike(
+    master: str, moments: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 5000
+    monkeypatch.setattr(hyper, "SLICE", 1536)
+    here, there = states_of(n, master, moments), states_of(n, master, moments)
+    if kind == "sgd":
+        here.second = there.second = None
+    values = Rule(kind, {"weight_decay": 0.1}).values()
+    if kind == "sgd":
+        values["momentum"] = 0.9
+    gradient = torch.randn(n, generator=torch.Generator().manual_seed(6)).bfloat16()
+    for step in (1, 2, 3):
+        update_on_host(
+            kind,
+            here,
+            gradient,
+            values,
+            step,
+            0.3,
+            _optimizers.Run(threads=1, seed=11, stream=7, offset=40),
+        )
+        update_on_device(kind, there, gradient, values, step, 0.3, Noise(11, 7, 40))
+    for name, tensor in here.tensors().items():
+        assert torch.equal(tensor, there.tensors()[name]), name
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_bits_do_not_depend_on_the_lane(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random delays in both lanes, slices smaller than a chunk, poisoned slots."""
+    generator = random.Random(1)
+
+    def slow(function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            time.sleep(generator.choice([0, 0.0005, 0.002]))
+            return function(*arguments, **keywords)
+
+        return call
+
+    def poisoned(slot: Any, name: str, like: torch.Tensor, numel: int, device: Any) -> torch.Tensor:
+        room = torch.empty(numel, dtype=like.dtype)
+        return room.view(torch.uint8).fill_(0xFF).view(like.dtype)
+
+    monkeypatch.setattr(lanes, "SLICE", 1024)
+    monkeypatch.setattr(lanes, "update_on_host", slow(update_on_host))
+    monkeypatch.setattr(lanes, "update_on_device", slow(update_on_device))
+    monkeypatch.setattr(lanes._Slot, "room", poisoned)
+    defaults = {**lanes.Lanes.__init__.__kwdefaults__, "slice_numel": 1024}
+    monkeypatch.setattr(lanes.Lanes.__init__, "__kwdefaults__", defaults)
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, "evener": {"moments": moments}}
+    torch.manual_seed(0)
+    model = Model()
+    plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.bfloat16)
+    alone = begin(copy.deepcopy(model), False, **changes)
+    both = begin(model, True, **changes)
+    for tokens in batches(6):
+        for engine in (alone, both):
+            engine.backward(loss_of(engine, tokens))
+            engine.step()
+        loss_of(plain.model, tokens).backward()
+        plain.step()
+    a, b = weights(alone), weights(both)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    if moments == "fp32":
+        assert_same(both, plain)
+    assert alone.updated["stream"] == 0
+    assert both.updated["stream"] > 0 and both.updated["host"] > 0
+    assert sum(both.updated.values()) == sum(alone.updated.values())
+    alone.close()
+    both.close()
+
+
+def test_what_fails_in_the_streaming_lane_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(lanes, "update_on_device", broken)
+    monkeypatch.setattr(lanes, "update_on_host", broken)
+    torch.manual_seed(0)
+    engine = begin(Model(), True)
+    engine.backward(loss_of(engine, batches(1)[0]))
+    engine.step()
+    with pytest.raises(zero.engine.EvenerError, match="no kernel"):
+        engine.drain()
+    engine.close()
+
+
+def test_stale_updates_only_by_name_and_they_train() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    engine = begin(model, False, evener={"stale_updates": True})
+    assert engine.stale_updates and not begin(Model(), False).stale_updates
+    losses = []
+    for tokens in batches(30):
+        loss = loss_of(engine, tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    engine.close()
+
+
+INTERPRETED = """
+import torch
+from evener import _optimizers
+from evener.zero import triton_adam
+from evener.zero.hyper import Rule, States, random_key, scalars, update_on_host
+from tests.zero.test_lanes import states_of
+
+n = 2500
+for kind in ("adamw", "adam"):
+    for master in ("split", "float16", "float32"):
+        for moments in (torch.float32, torch.bfloat16):
+            want, have = states_of(n, master, moments), states_of(n, master, moments)
+            values = Rule(kind, {"weight_decay": 0.1}).values()
+            gradient = torch.randn(n).bfloat16()
+            run = _optimizers.Run(threads=1, seed=3, stream=9, offset=256)
+            update_on_host(kind, want, gradient, values, 4, 0.5, run)
+            other = {"split": have.lower, "float16": have.master, "float32": None}[master]
+            triton_adam.adam(
+                master, have.weights, other, gradient, have.first, have.second,
+                scalars(kind, values, 4, 0.5), coupled=kind == "adam",
+                key=random_key(3, 4, 9), offset=256,
+            )
+            for name, tensor in want.tensors().items():
+                got = have.tensors()[name]
+                assert torch.equal(tensor, got), (kind, master, moments, name)
+"""
+
+
+def test_the_triton_kernel_in_the_interpreter() -> None:
+    """The kernel without a GPU: the interpreter is chosen when triton is imported. It is the
+    integer arithmetic and the order of operations that are held here; contraction is below."""
+    subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        check=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        timeout=150,
+    )
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from evener.zero import triton_adam as kernels
+
+types = {"weights": "*i16", "other": "*i16", "gradient": "*bf16", "first": "*i16", "second": "*i16"}
+types |= {"n": "i32", "key": "i32", "offset": "i32"}
+scalars = "scale coupled shrink beta1 rest1 beta2 rest2 root epsilon rate".split()
+types |= {name: "fp32" for name in scalars}
+constants = {"MASTER": "split", "COUPLED": True, "ROUNDED": True, "BLOCK": kernels.BLOCK}
+source = ASTSource(kernels._adam, {**types, **{k: "constexpr" for k in constants}}, constants)
+for fused in (False, True):
+    options = {"enable_fp_fusion": fused}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    text = made.asm["ptx"]
+    assert "div.rn.f32" in text and "sqrt.rn.f32" in text
+    print(fused, text.count("fma.rn.f32"))
+"""
+
+
+def test_the_compiled_kernel_contracts_nothing() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED], check=True, timeout=150, stdout=subprocess.PIPE, text=True
+    )
+    counts = dict(line.split() for line in run.stdout.splitlines())
+    # As a check of the check: the same kernel with contraction allowed has some.
+    assert int(counts["False"]) == 0 < int(counts["True"])

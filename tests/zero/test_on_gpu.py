@@ -1,0 +1,144 @@
+"""What only a GPU shows: streams, the allocator's limit, the kernel's bits."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from evener import _optimizers, zero
+from evener.zero.chunk import Chunk
+from evener.zero.hyper import Noise, Rule, States, update_on_device, update_on_host
+from tests.zero.models import Model, batches, loss_of
+from tests.zero.test_engine import configuration, weights
+from tests.zero.test_lanes import states_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+
+
+def train(
+    steps: int = 8, streaming: bool = False, resident: set[str] | None = None, **changes: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    torch.manual_seed(0)
+    own = {"device": "cuda", **changes.pop("evener", {})}
+    engine, *_ = zero.initialize(
+        model=Model(width=256),
+        config=configuration(bf16={"enabled": True}, evener=own, **changes),
+        resident=resident or set(),
+        streaming=streaming,
+    )
+    for tokens in batches(steps):
+        engine.backward(loss_of(engine, tokens.cuda()))
+        engine.step()
+    found = {name: value.cpu() for name, value in weights(engine).items()}
+    shares = engine.updated
+    engine.close()
+    return found, shares
+
+
+@pytest.mark.parametrize("master", ["split", "float16", "float32"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+def test_the_kernels_of_gpu_and_host_round_alike(
+    master: str, moments: torch.dtype, kind: str
+) -> None:
+    n = 100_003
+    here = states_of(n, master, moments)
+    moved = {name: tensor.cuda() for name, tensor in here.tensors().items()}
+    there = States(
+        moved["weights"], moved.get("lower"), moved.get("master"), moved["first"], moved["second"]
+    )
+    values = Rule(kind, {"weight_decay": 0.1}).values()
+    if kind == "sgd":
+        here.second = there.second = None
+        values["momentum"] = 0.9
+    gradient = torch.randn(n).bfloat16()
+    for step in (1, 2, 1000):
+        run = _optimizers.Run(seed=11, stream=7, offset=1 << 20)
+        update_on_host(kind, here, gradient, values, step, 0.3, run)
+        noise = Noise(11, 7, 1 << 20)
+        update_on_device(kind, there, gradient.cuda(), values, step, 0.3, noise)
+    for name, tensor in here.tensors().items():
+        assert torch.equal(tensor, there.tensors()[name].cpu()), name
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_bits_do_not_depend_on_lane_or_place(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with random delays on host and streams, and poisoned buffers."""
+    own = {"evener": {"moments": moments}}
+    want, _ = train(**own)
+    some, _ = train(resident={"layers.1/0", "head/0"}, **own)
+    generator = random.Random(2)
+    inner = Chunk.allocate
+
+    def poisoned(chunk: Chunk) -> None:
+        time.sleep(generator.choice([0, 0, 0.002]))
+        inner(chunk)
+        torch.cuda._sleep(generator.choice([0, 200_000, 2_000_000]))  # on the stream that copies
+        chunk.flat.fill_(torch.nan)
+
+    monkeypatch.setattr(Chunk, "allocate", poisoned)
+    both, shares = train(streaming=True, **own)
+    assert shares["stream"] > 0
+    for other in (some, both):
+        assert all(torch.equal(want[name], other[name]) for name in want)
+
+
+def test_activations_on_the_host_change_no_bit() -> None:
+    class Wide(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens.repeat(1, 64))
+
+    ends = []
+    for checkpointing in (True, "offload"):
+        torch.manual_seed(0)
+        engine, *_ = zero.initialize(
+            model=Wide(width=512, blocks=6),
+            config=configuration(
+                bf16={"enabled": True},
+                evener={"device": "cuda", "checkpointing": checkpointing, "balance": False,
+                        "budget": {"gpu": "4GB", "host": "24GB"}},
+            ),
+            batch=(4, 1024),
+        )  # fmt: skip
+        for tokens in batches(4):
+            out = engine(tokens.cuda()).float()
+            engine.backward(torch.nn.functional.cross_entropy(
+                out.flatten(0, 1), tokens.cuda().repeat(1, 64).flatten()))  # fmt: skip
+            engine.step()
+        if engine._offload is not None:
+            assert engine._offload.pool.usage()[1] > 0
+        ends.append({name: value.cpu() for name, value in weights(engine).items()})
+        engine.close()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_the_allocator_never_takes_more_than_the_budget() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    budget = 3 << 30
+    engine, *_ = zero.initialize(
+        model=Model(width=1024, blocks=12),
+        config=configuration(
+            bf16={"enabled": True}, evener={"device": "cuda", "budget": {"gpu": budget}}
+        ),
+        batch=(4, 16),
+    )
+    assert engine.plan is not None
+    for tokens in batches(3):
+        engine.backward(loss_of(engine, tokens.cuda()))
+        engine.step()
+    engine.drain()
+    # The probe came before the limit: it has to stay below it by itself.
+    assert torch.cuda.max_memory_reserved() <= budget - engine.plan.gpu_reserve
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(budget, dtype=torch.uint8, device="cuda")
+    engine.close()
+    assert torch.empty(budget, dtype=torch.uint8, device="cuda").numel() == budget
+    torch.cuda.empty_cache()
