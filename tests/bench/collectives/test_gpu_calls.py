@@ -269,13 +269,14 @@ def test_sends_meet_receives(name: str, fake: FakeNccl) -> None:
         assert sorted(sent) == sorted(awaited)
         assert sent
     pairs = {(a[4] - 1, a[3]) for group in groups for one, a in group if one == "ncclSend"}
-    assert pairs == {
+    expected = {
         "alltoall": {(0, 0), (0, 1), (1, 0), (1, 1)},
         "gather": {(0, 1), (1, 1)},
         "scatter": {(1, 0), (1, 1)},
         "sendrecv": {(0, 1), (1, 0)},
         "hypercube": {(0, 0), (1, 1), (0, 1), (1, 0)},
-    }[name]
+    }
+    assert pairs == expected[name]
 
 
 def test_a_failed_call_ends_its_groups_and_is_named(fake: FakeNccl) -> None:
@@ -311,9 +312,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, log: list[str], status: int) -> Recor
     return runtime
 
 
-def test_a_stream_that_never_ends_is_told(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_never_ends_is_told(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stall(monkeypatch, log, 600)
     with pytest.raises(EvenerError, match="-T 1: rank 0 is not done"):
         bench(timeout=1)

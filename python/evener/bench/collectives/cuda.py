@@ -173,7 +173,13 @@ class CudaCarrier:
         # One group over all GPUs of the thread, step by step: rank by rank would wait for itself.
         steps = [
             [
-                (self.nccl.address(call.function), [*call.buffers], call.count, [*call.numbers], *own)
+                (
+                    self.nccl.address(call.function),
+                    [*call.buffers],
+                    call.count,
+                    [*call.numbers],
+                    *own,
+                )
                 for group in groups
                 for call, own in group
             ]

@@ -2,9 +2,9 @@
 
 torch's process group adds work to each launch (a work object, events, a watchdog) that would hide
 in the figures of small messages, and has neither groups over several GPUs of one process nor
-aggregation. So NCCL is called as nccl-tests calls it: what a collective calls is said here (`calls`),
-what is repeated inside the time is `evener._native.Launcher`. The library is the one that torch
-loaded.
+aggregation. So NCCL is called as nccl-tests calls it: what a collective calls is said here
+(`calls`), and `evener._native.Launcher` repeats it inside the time. The library is the one that
+torch loaded.
 """
 
 from __future__ import annotations
