@@ -24,7 +24,7 @@ from typing import Any
 
 LAYERS, WIDTH = 8, 256
 FORWARD_S, BACKWARD_S = 0.02, 0.04
-MODES = ("exact", "exact+overlap", "fp16")
+MODES = ("exact", "exact+overlap", "fp16", "int8")
 WARMUP, STEPS = 4, 5
 MARK = "@scaling "
 

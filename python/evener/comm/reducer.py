@@ -5,7 +5,7 @@
     apply()          wait, and leave the results as `p.grad`, views of the buckets
 
 Autograd hooks count a bucket's gradients; the bucket is submitted by the hook of its last one, from
-autograd's own thread, **in the order of bucket indices**: a bucket that is complete early waits for
+autograd's own thread, **in one `sequence`, equal on all ranks**: one that is complete early waits for
 those before it. Ranks may produce gradients in different orders, yet every communicator sees the
 same sequence on all of them. A front door decides when to flush and apply: at the end of backward
 (`evener.ddp`) or in the optimizer's step (Horovod).
