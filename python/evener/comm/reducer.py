@@ -5,10 +5,11 @@
     apply()          wait, and leave the results as `p.grad`, views of the buckets
 
 Autograd hooks count a bucket's gradients; the bucket is submitted by the hook of its last one, from
-autograd's own thread, **in one `sequence`, equal on all ranks**: one that is complete early waits for
-those before it. Ranks may produce gradients in different orders, yet every communicator sees the
-same sequence on all of them. A front door decides when to flush and apply: at the end of backward
-(`evener.ddp`) or in the optimizer's step (Horovod).
+autograd's own thread, **in one `sequence`, equal on all ranks**: a bucket that is complete early
+waits for those before it. Ranks may produce gradients in different orders, yet every communicator
+sees the same sequence on all of them. A front door decides when to flush and apply: at the end of
+backward (`evener.ddp`) or in the optimizer's step (Horovod); or lets results come in while the next
+forward runs (`defer`, `wait`, `end_step`; see `evener.comm.overlap`).
 
 The first step measures: the order in which rank 0 produced gradients becomes the order of the
 buckets from then on, and forms that keep a residual send exactly, so that none depends on a layout
