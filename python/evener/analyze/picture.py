@@ -95,12 +95,25 @@ class Picture:
     """Bus bandwidth, GB/s, at which the cards of a host are full; None where not known."""
     line_rate_from: str = ""
 
+    @property
+    def spread(self) -> bool:
+        """Whether Evener's transport carries everything between hosts: over all cards at once."""
+        edges = self.world.edges.values() if self.world else ()
+        return {edge.network for edge in edges if edge.network} == {"Evener"}
+
     def rails(self) -> tuple[str, Confidence, str]:
         """(`aligned`, `crossed` or `unknown`; how known; why)."""
         states = [route.rail for route in self.routes]
         if not self.pairs:
             return "unknown", "unknown", "no pair of ranks on different hosts was read"
         if not states or all(state == "unknown" for state in states):
+            if self.spread:
+                return (
+                    "unknown",
+                    "measured",
+                    "Evener shows NCCL one device and spreads each message over all cards: no "
+                    "pair has a rail",
+                )
             return (
                 "unknown",
                 "unknown",

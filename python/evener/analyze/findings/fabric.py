@@ -21,6 +21,8 @@ def rails(picture: Picture) -> Iterator[Finding]:
         return
     status, confidence, why = picture.rails()
     first = tuple(pair.where for pair in picture.pairs[:2])
+    if status == "unknown" and picture.spread:
+        return
     if status == "unknown":
         yield Finding(
             "rails.unknown",
