@@ -17,8 +17,8 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom test-rust test-python lint format docs wheel clean preflight constraints \
-        upstream-horovod
+.PHONY: help setup demo test loom soak-net test-rust test-python lint format docs wheel clean preflight \
+        constraints upstream-horovod
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ test-rust: $(STAMPS)/deps
 
 loom: $(STAMPS)/deps ## every interleaving of the engine's rings
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
+
+soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the plug-in, a fault every second
+	$(BIN)/python benchmarks/net_soak.py
 
 test-python: $(STAMPS)/native $(STAMPS)/plugin
 	$(BIN)/python -m pytest

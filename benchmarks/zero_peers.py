@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from zero_models import Step, batch_of, loss_of, on_meta, timed, value_of
 
+from evener import _optimizers
+
 HYPER: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
@@ -139,4 +141,29 @@ class Masters:
             w.mul_(1 - self.lr * self.decay)
             w.addcdiv_(m / c1, (v / c2).sqrt_().add_(1e-8), value=-self.lr)
             p.copy_(w)
+            p.grad = None
+
+
+class Exact(Masters):
+    """The same AdamW in the order of operations that Evener's kernels document (crates/kernels,
+    adam.rs), each rounded once: then every bit must agree."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """As `Masters.step`."""
+        self.count += 1
+        gradients = [p.grad for p in self.parameters]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # type: ignore[arg-type]
+        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+        scale = (self.clip / (norm + 1e-6)).clamp(max=1.0).item()
+        c1, c2 = 1 - 0.9**self.count, 1 - 0.999**self.count
+        root = torch.tensor(1 / c2**0.5, dtype=torch.float64).float().item()
+        for p, w, m, v in zip(self.parameters, self.masters, self.first, self.second, strict=True):
+            assert p.grad is not None
+            g = p.grad.float() * scale
+            w.mul_(1 - self.lr * self.decay)
+            m.mul_(0.9).add_(g * (1 - 0.9))
+            v.mul_(0.999).add_((g * g) * (1 - 0.999))
+            w.sub_((m / v.sqrt().mul_(root).add_(1e-8)).mul_(self.lr / c1))
+            p.copy_(_optimizers.split(w)[0])
             p.grad = None

@@ -281,7 +281,7 @@ class Pairs:
         if not bad:
             skipped = all(report.status == "skipped" for report in reports)
             reason = reports[0].reason if skipped else ""
-            return Result(file, test, "skip" if skipped else "pass", reason, seconds)
+            return Result(file, test, "skip" if skipped else "pass", reason, round(seconds, 1))
         rank = min(bad)[1]
         name = test.rpartition(".")[2]
         says, why = KNOWN.get(name, ("", ""))
@@ -292,7 +292,7 @@ class Pairs:
         reason = f"rank {rank}: {reports[rank].reason}"
         if status == "known":
             reason = f"{why} ({reason})"
-        return Result(file, test, status, reason, seconds, rank, output)
+        return Result(file, test, status, reason, round(seconds, 1), rank, output)
 
 
 def _tail(log: Path, size: int = 12000) -> str:

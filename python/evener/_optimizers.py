@@ -181,7 +181,8 @@ def sum_of_squares(gradient: torch.Tensor, threads: int = 0) -> float:
 
 def split(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The halves (bfloat16, int16) of float32 weights; NaN becomes one quiet pattern."""
-    bits = torch.where(weights.isnan(), torch.nan, weights).view(torch.int32).to(torch.int64)
+    # No bit pattern that is left overflows: the largest is infinity, and -0.0 is the smallest.
+    bits = torch.where(weights.isnan(), torch.nan, weights).view(torch.int32)
     upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     return upper, bits.to(torch.int16)
 

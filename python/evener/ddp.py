@@ -14,17 +14,21 @@ import logging
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm.options import Algorithm, Options, Wire
+from evener.comm import wires
+from evener.comm.options import Algorithm, Options
 from evener.comm.overlap import StepOverlap, refusal, refuse_model
-from evener.comm.planner.live import Planner, Policy
+from evener.comm.planner.live import Planner
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
+
+MODES = wires.names()
 
 
 class AcceleratedDataParallel(DistributedDataParallel):
@@ -68,7 +72,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
         """Evener's reducer takes the place of communication hooks."""
         raise UsageError(
             "a communication hook has no effect after evener.ddp.accelerate()",
-            "choose with accelerate(wire=...), or leave accelerate out",
+            "choose with accelerate(mode=...), or leave accelerate out",
         )
 
     def train(self, mode: bool = True) -> AcceleratedDataParallel:
@@ -90,33 +94,43 @@ def accelerate(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    algorithm: Algorithm | None = None,
-    wire: Wire | None = None,
-    ratio: float | None = None,
-    bucket_bytes: int | None = None,
     mode: str | None = None,
-    floor: str = "fp16",
+    floor: str | None = None,
+    wire: str | None = None,
+    algorithm: Algorithm | None = None,
+    ratio: float | None = None,
+    warmup_steps: int | None = None,
+    momentum: float = 0.0,
+    scaler: GradScaler | None = None,
+    bucket_bytes: int | None = None,
 ) -> DistributedDataParallel:
     """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
 
-    Collective: call it on every rank, with equal arguments, before the first backward. An argument
-    wins over its variable (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO), which wins
-    over the default, and the default is lossless.
-
-    `algorithm`: "2d" (reduce inside the node first), "flat", or "auto": 2-D where there are several
-    nodes with several ranks each. `wire`: what crosses between nodes: "exact" (the gradients'
-    dtype), "fp16", "bf16", or "topk": the share `ratio` of largest magnitude, with error feedback.
-    `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+    Collective: call it on every rank, with equal arguments, before the first backward. A LIGHT_*
+    variable that is set wins over the argument, which wins over the default; the default is
+    lossless.
 
     `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
     choose for every bucket the algorithm and the mildest form behind which the network hides: with
-    "exact" lossless ones only, with "auto" down to `floor`. None: no planner, `algorithm` and
-    `wire` hold as given.
+    "exact" lossless ones only, with "auto" down to `floor` ("fp16"). One of `MODES` but "exact"
+    forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or
+    "topk-chunk" (the same share of every 4,096); from int8 on with error feedback, norms and biases
+    exact. None: no planner; `wire` names the form, `algorithm` "2d" (reduce inside the node first),
+    "flat", or "auto": 2-D where there are several nodes with several ranks each; docs/plan.md.
+    `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
 
     `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
     updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
     the same. Only for optimizers that are known to update each entry on its own; for others, and
     for models whose use of parameters cannot be noticed, the log says why it is not done.
+
+    For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
+    SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
+    velocity, so build the SGD without momentum, which is checked where `optimizer` is given.
+    `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
+    residuals must follow.
+
+    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
@@ -128,30 +142,79 @@ def accelerate(
             "wrap the model first: DistributedDataParallel(model)",
         )
     _refuse_unsupported(model)
-    options = Options.resolve(
+    options = _resolve(
+        mode,
+        floor,
+        wire,
         algorithm=algorithm,
-        wire=wire,
         ratio=ratio,
+        warmup_steps=warmup_steps,
+        momentum=momentum,
         bucket_bytes=int(model.bucket_bytes_cap) if bucket_bytes is None else bucket_bytes,
     )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
+    _check_momentum(optimizer, options)
     named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
     reducer = Reducer(named, options, model.process_group, track_unused=may_be_unused)
+    if scaler is not None:
+        reducer.follow(scaler)
     # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
     model.__dict__.update(reducer=None, logger=None)
     model.__class__ = AcceleratedDataParallel
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
     object.__setattr__(accelerated, "evener", reducer)
     overlap = _overlap(reducer, optimizer, model.module)
-    planner = None
-    if mode is not None:
-        policy = Policy(mode, floor, options.algorithm, options.topk_min_bytes)
-        planner = Planner(reducer, policy, overlap=overlap is not None)
-    steps = Steps(reducer, overlap, planner)
+    steps = Steps(reducer, overlap, _planner(reducer, mode, options, overlap))
     object.__setattr__(accelerated, "evener_steps", steps)
     reducer.on_backward_end = steps.backward_ended
     return accelerated
+
+
+def _resolve(mode: str | None, floor: str | None, wire: str | None, **given: Any) -> Options:
+    """Options, with the form that `mode` forces in `wire`."""
+    allowed = ("auto", *MODES)
+    if mode is not None and mode not in allowed:
+        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(allowed)}")
+    if floor is not None and mode != "auto":
+        raise UsageError(
+            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+            "leave it out, or give mode='auto'",
+        )
+    if mode is not None and wire is not None:
+        raise UsageError(
+            f"mode={mode!r} and wire={wire!r} both say what is sent", "give one of them"
+        )
+    if mode not in (None, "exact", "auto"):
+        wire = mode
+    if mode == "auto":
+        given["floor"] = floor or "fp16"
+    return Options.resolve(wire=wire, **given)
+
+
+def _planner(
+    reducer: Reducer, mode: str | None, options: Options, overlap: StepOverlap | None
+) -> Planner | None:
+    if mode not in ("exact", "auto"):
+        return None
+    if options.wire != "exact":
+        if reducer.communicators.rank == 0:
+            logger.info("mode=%s: no planner, because %s was asked for", mode, options.wire)
+        return None
+    return Planner(reducer, overlap=overlap is not None)
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Momentum must be applied once."""
+    if optimizer is None or not options.momentum:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") or "betas" in group:
+            raise UsageError(
+                f"momentum={options.momentum:g} is applied by the reducer, and "
+                f"{type(optimizer).__name__} applies its own",
+                "build torch.optim.SGD(momentum=0), or leave accelerate's momentum out",
+            )
 
 
 def _overlap(

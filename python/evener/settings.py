@@ -220,6 +220,36 @@ LIGHT_TOPK_FP16 = _flag(
     _COMM, "LIGHT_TOPK_FP16", False, "Send the values of top-k as FP16 in place of FP32."
 )
 
+EVENER_TOPK_WARMUP = _number(
+    _COMM,
+    "EVENER_TOPK_WARMUP",
+    0,
+    "Steps within which top-k comes down from 25% of the entries to its ratio.",
+)
+EVENER_GUARD_STEPS = _number(
+    _COMM,
+    "EVENER_GUARD_STEPS",
+    200,
+    "Every so many steps each compressed bucket is compared with its dense reduction, and falls "
+    "back to a milder form past a limit (docs/comm.md). 0: never.",
+)
+EVENER_GUARD_RESIDUAL = _real(
+    _COMM,
+    "EVENER_GUARD_RESIDUAL",
+    0.0,
+    "Largest norm of a bucket's residual over its gradient's. 0: each form's own limit.",
+    allowed="a number, 0 or more",
+    ok=lambda value: 0 <= value < float("inf"),
+)
+EVENER_GUARD_COSINE = _real(
+    _COMM,
+    "EVENER_GUARD_COSINE",
+    -1.0,
+    "Least cosine between a bucket's compressed and dense reduction. -1: each form's own limit.",
+    allowed="a number from -1 to 1",
+    ok=lambda value: -1 <= value <= 1,
+)
+
 HOROVOD_FUSION_THRESHOLD = _size(
     _COMM,
     "HOROVOD_FUSION_THRESHOLD",
@@ -368,7 +398,8 @@ EVENER_NET = _choice(
     "auto",
     ("auto", "off"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
-    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself.",
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by "
+    "itself.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,

@@ -390,3 +390,12 @@ def test_the_estimate_grows_with_the_work() -> None:
     few = plan.make(plan.Options(repeats=1), nodes=2, slots=2, rows=["all"], columns=wanted)
     many = plan.make(plan.Options(repeats=5), nodes=2, slots=2, rows=["all"], columns=wanted)
     assert plan.estimate(many, cpu=True) > plan.estimate(few, cpu=True) > 0
+
+
+def test_every_form_on_the_wire_has_a_column() -> None:
+    from evener.comm import wires
+
+    assert tuple(columns.MODES) == wires.names()
+    assert columns.modes("int8, topk") == "int8,topk"
+    with pytest.raises(UsageError, match="no mode 'ddp'"):
+        columns.modes("ddp")

@@ -46,7 +46,14 @@ def test_a_bucket_is_closed_by_what_would_not_fit() -> None:
 
 def test_dtypes_do_not_mix() -> None:
     params = [torch.zeros(4), torch.zeros(4, dtype=torch.float16), torch.zeros(4)]
-    assert group_by_size(params, range(3), 1000) == [[0, 2], [1]]
+    # In the order in which their last gradient comes: a bucket waits for those before it.
+    assert group_by_size(params, range(3), 1000) == [[1], [0, 2]]
+
+
+def test_norms_and_biases_have_buckets_of_their_own() -> None:
+    params = parameters((100,), (4,), (100,), (4,))
+    groups = group_by_size(params, range(4), 10_000, dense=frozenset({1, 3}))
+    assert groups == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,39 @@ def test_the_default_is_lossless() -> None:
     assert (options.topk_min_bytes, options.two_level_max_bytes) == (1 << 20, 1 << 30)
 
 
-def test_an_argument_wins_over_a_variable_and_a_variable_over_the_default() -> None:
+def test_a_variable_wins_over_an_argument_and_an_argument_over_the_default() -> None:
     env = {"LIGHT_2D_ALLREDUCE": "0", "LIGHT_TOPK_ALLREDUCE": "1", "LIGHT_TOPK_RATIO": "0.1"}
-    found = Options.resolve(env=env)
-    assert (found.algorithm, found.wire, found.ratio) == ("flat", "topk", 0.1)
     found = Options.resolve(env=env, algorithm="2d", wire="fp16", ratio=0.5)
+    assert (found.algorithm, found.wire, found.ratio) == ("flat", "topk", 0.1)
+    found = Options.resolve(env={}, algorithm="2d", wire="fp16", ratio=0.5)
     assert (found.algorithm, found.wire, found.ratio) == ("2d", "fp16", 0.5)
     assert Options.resolve(env={}, default_algorithm="flat").algorithm == "flat"
 
 
 @pytest.mark.parametrize(
+    ("value", "asked", "becomes"),
+    [
+        ("1", "topk-chunk", "topk-chunk"),  # both top-k forms are what the variable asks for
+        ("1", None, "topk"),
+        ("0", "topk", "exact"),
+        ("0", "topk-chunk", "exact"),
+        ("0", "int8", "int8"),
+    ],
+)
+def test_light_topk_allreduce_turns_top_k_on_and_off(
+    value: str, asked: str | None, becomes: str
+) -> None:
+    assert Options.resolve(env={"LIGHT_TOPK_ALLREDUCE": value}, wire=asked).wire == becomes
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
-    [("LIGHT_TOPK_RATIO", "7"), ("LIGHT_INTRA_SIZE", "0"), ("EVENER_TIMEOUT", "x")],
+    [
+        ("LIGHT_TOPK_RATIO", "7"),
+        ("EVENER_GUARD_COSINE", "2"),
+        ("LIGHT_INTRA_SIZE", "0"),
+        ("EVENER_TIMEOUT", "x"),
+    ],
 )
 def test_a_variable_that_cannot_be_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(SettingError, match=f"{name}='{value}'"):
@@ -37,6 +58,8 @@ def test_a_variable_that_cannot_be_is_refused_by_name(name: str, value: str) -> 
         {"algorithm": "3d"},
         {"wire": "fp12"},
         {"ratio": 0.0},
+        {"momentum": 1.0},
+        {"warmup_steps": -1},
         {"bucket_bytes": -1},
         {"predivide": 2.0, "average": False},
     ],

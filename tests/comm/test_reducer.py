@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm.errors import CommError
@@ -45,7 +44,7 @@ def train_against_the_reference(
     model = accelerate(
         DistributedDataParallel(models.seeded(DTYPES[dtype]), find_unused_parameters=True),
         algorithm=algorithm,  # type: ignore[arg-type]
-        wire=wire,  # type: ignore[arg-type]
+        wire=wire,
         bucket_bytes=bucket_bytes,
     )
     narrowest = max((dtype, wire if wire in TOLERANCE else dtype), key=TOLERANCE.__getitem__)
@@ -98,53 +97,6 @@ def _train_all(rank: int, size: int, wire: str, cases: list[tuple[Any, ...]]) ->
             train_against_the_reference(rank, size, dtype, wire, algorithm, bucket_bytes, to_none)
         )
     return described
-
-
-def topk_keeps_what_it_does_not_send(rank: int, size: int, half: bool, dtype: str = "fp32") -> None:
-    """Over any number of steps: what was applied plus the mean residual is the sum of the means."""
-    device = models.device()
-    model = torch.nn.Linear(64, 50, device=device, dtype=DTYPES[dtype])
-    options = Options(wire="topk", ratio=0.05, topk_min_bytes=0, topk_fp16=half, bucket_bytes=4096)
-    reducer = Reducer(model.named_parameters(), options)
-    applied = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
-    wanted = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
-    for step in range(6):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        own = {
-            n: torch.randn(p.shape, generator=generator).to(device, DTYPES[dtype])
-            for n, p in model.named_parameters()
-        }
-        model.zero_grad()
-        sum((p * own[n]).sum() for n, p in model.named_parameters()).backward()  # type: ignore[union-attr]
-        reducer.flush()
-        reducer.apply()
-        assert models.same_on_all_ranks(model)
-        for name, mean in models.mean_over_ranks(own).items():  # type: ignore[arg-type]
-            wanted[name] += mean
-            gradient = dict(model.named_parameters())[name].grad
-            applied[name] += gradient.cpu().double()
-            if step > 0:  # the first step is dense
-                # At most 5% of each of the (up to three) shards' worth of senders.
-                assert (gradient != 0).float().mean() < 0.05 * size + 0.05
-    left: list[dict[str, tuple[int, torch.Tensor]]] = [{} for _ in range(size)]
-    mine = {name: (start, part.cpu()) for name, (start, part) in reducer.residuals().items()}
-    dist.all_gather_object(left, mine)
-    scale = reducer.communicators.route.scaling.outer
-    for residuals in left:
-        for name, (start, residual) in residuals.items():
-            flat = applied[name].view(-1)
-            flat[start : start + residual.numel()] += residual.double() * scale
-    for name in wanted:
-        close(applied[name], wanted[name], dtype)
-    reducer.close()
-
-
-@pytest.mark.parametrize("shape", ["2x1", "2x2", "3x1", "uneven"])
-@pytest.mark.parametrize(
-    ("half", "dtype"), [(False, "fp32"), (True, "fp32"), (False, "fp16"), (False, "bf16")]
-)
-def test_topk_with_error_feedback_loses_nothing(shape: str, half: bool, dtype: str) -> None:
-    worlds.run(SHAPES[shape], topk_keeps_what_it_does_not_send, half, dtype)
 
 
 def accumulate(rank: int, size: int) -> None:
@@ -262,8 +214,8 @@ def thresholds(rank: int, size: int) -> tuple[list[str], list[int]]:
     reducer.flush()
     reducer.apply()
     order = reducer.buckets.order
-    by_layer = sorted(zip(order, reducer._wires, reducer._routes, strict=True), key=lambda t: t[0])
-    return [wire.name for _, wire, _ in by_layer], [route.shards for _, _, route in by_layer]
+    by_layer = sorted(zip(order, reducer.exchanges, strict=True), key=lambda t: t[0])
+    return [e.wire.name for _, e in by_layer], [e.route.shards for _, e in by_layer]
 
 
 def test_thresholds_compare_the_buffer_that_is_sent() -> None:

@@ -67,7 +67,7 @@ def test_number_of_entries(n: int, ratio: float, k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("n", [1, 33, 4096, 70001, 5_000_000])
+@pytest.mark.parametrize("n", [1, 33, 70001, 1_000_000])
 def test_triton_equals_the_reference_on_a_gpu(case: str, n: int) -> None:
     for ratio in (0.001, 0.01, 1.0):
         check(case, n, topk.entries(n, ratio), "cuda")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.ddp import accelerate
 from tests import worlds
-from tests.comm import models, test_reducer
+from tests.comm import models, test_compression, test_reducer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,16 +36,24 @@ def test_every_mode_and_dtype(shape: str) -> None:
         assert any("2-D" in text for text in described[0]) == (shape == "2x2")
 
 
-@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("shape", ["2x2", "4x1"])
-def test_topk_with_error_feedback_loses_nothing(shape: str, half: bool) -> None:
-    worlds.run(
-        SHAPES[shape],
-        test_reducer.topk_keeps_what_it_does_not_send,
-        half,
-        gpu=True,
-        env=ENV,
-    )
+def test_error_feedback_loses_nothing(shape: str) -> None:
+    cases = [(form, "float32", False) for form in test_compression.FEEDBACK]
+    cases += [("topk", "float32", True), ("topk-chunk", "bfloat16", False)]
+    cases += [("int8", "float16", False)]
+    worlds.run(SHAPES[shape], test_compression.loses_nothing, cases, gpu=True, env=ENV)
+
+
+def test_loss_scale_and_skipped_steps() -> None:
+    worlds.run([2, 2], test_compression.scaled, gpu=True, env=ENV)
+
+
+def test_the_guard_falls_back(tmp_path: Path) -> None:
+    env = {**ENV, "EVENER_STATS_DIR": str(tmp_path)}
+    found = worlds.run([2, 2], test_compression.guarded, 0.9999999, gpu=True, env=env)
+    assert found[0][0] == "topk" and found[0][-1] == "exact"
+    record = json.loads(next(iter(tmp_path.glob("comm-*.json"))).read_text())
+    assert any(bucket["measured_ms"] for bucket in record["comm"]["buckets"])
 
 
 def with_collectives_of_its_own(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""All operations of `horovod.torch` beside the plain ones: values, gradients, process sets, join."""
+"""All operations of `horovod.torch`: values, gradients, process sets, join."""
 
 from __future__ import annotations
 

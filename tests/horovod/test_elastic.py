@@ -112,6 +112,8 @@ def test_notices_raise_once_and_say_whether_a_sync_is_needed() -> None:
 
 def states(rank: int, size: int) -> None:
     hvd.init()
+    words = torch.nn.Embedding(4, 1, sparse=True)
+    bag = hvd.DistributedOptimizer(torch.optim.SGD(words.parameters(), lr=1.0))
     model = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, float(rank + 1))
     inner = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
@@ -155,6 +157,10 @@ def states(rank: int, size: int) -> None:
     model(torch.full((1, 2), float(rank))).sum().backward()
     optimizer.step()
     assert model.weight.grad.tolist() == [[sum(range(size)) / size] * 2] * 2
+    words(torch.tensor([0, 1 + rank])).sum().backward()
+    bag.step()
+    assert words.weight.grad.to_dense()[0].item() == 1.0
+    assert words.weight.grad.to_dense()[1].item() == 1.0 / size
 
 
 def sampler_order() -> list[int]:

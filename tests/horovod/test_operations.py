@@ -82,7 +82,7 @@ def handles(rank: int, size: int) -> None:
     if rank == 0:
         first = hvd.allreduce_async_(torch.ones(1), name="twice")
         assert not hvd.poll(first)
-        with pytest.raises(ValueError, match="'allreduce.twice' is still in flight"):
+        with pytest.raises(ValueError, match=r"'allreduce\.twice' is still in flight"):
             hvd.allreduce_async_(torch.ones(1), name="twice")
     else:
         time.sleep(0.3)
@@ -182,9 +182,9 @@ def test_disagreement_is_the_same_error_on_every_rank_and_no_harm() -> None:
             "another rank sent factors (2, 1).",
             "Mismatched BROADCAST root ranks: One rank specified root rank 0, but another rank "
             "specified root rank 1.",
-            "Mismatched ALLGATHER tensor shapes: One rank sent a tensor with dimension 1 equal to 2",
+            "Mismatched ALLGATHER tensor shapes: One rank sent a tensor with dimension 1 equal",
             "Mismatched REDUCESCATTER tensor shapes",
-            "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension 1 equal to 2",
+            "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension 1 equal",
             "Mismatched ALLREDUCE groups: One rank sent 1 tensors, but another rank sent 2.",
             'shape [3].*(tensor "a")',
         ),
@@ -200,7 +200,7 @@ def dies(rank: int, size: int) -> None:
         import os
 
         os._exit(3)
-    with pytest.raises(hvd.HorovodInternalError, match="lost failed|has been shut down"):
+    with pytest.raises(hvd.HorovodInternalError, match=r"lost failed|has been shut down"):
         hvd.allreduce(torch.ones(1), name="lost")
     with pytest.raises(hvd.HorovodInternalError, match="an earlier operation failed"):
         hvd.allreduce(torch.ones(1))

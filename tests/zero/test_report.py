@@ -24,6 +24,7 @@ def span(kind: str, begin: float, end: float, name: str = "x") -> Span:
 
 def test_where_the_time_went() -> None:
     spans = [
+        span("step", -9, 0),
         span("step", 0, 10),
         span("step", 10, 20),
         span("compute", 0, 4, "forward a"),
@@ -35,7 +36,7 @@ def test_where_the_time_went() -> None:
         span("wait", 8, 9),
         span("copy", 30, 40),  # after the last step: not of it
     ]
-    assert covered(spans[2:4], [span("copy", 3, 5)]) == (8, 2)
+    assert covered(spans[3:5], [span("copy", 3, 5)]) == (8, 2)
     found = summary(spans)
     assert found["steps"] == 2 and found["step"] == 10
     assert found["forward"] == 2 and found["backward"] == 2

@@ -13,6 +13,7 @@ use evener_proto::PathId;
 use evener_proto::path::unsent_room;
 use evener_proto::wire::HEADER;
 
+use crate::fds;
 use crate::stats::PathStats;
 use crate::sys::{self, Memory, TcpInfo};
 
@@ -104,6 +105,12 @@ pub struct Conn {
     pub done: Vec<(u64, u64)>,
 }
 
+impl Drop for Conn {
+    fn drop(&mut self) {
+        fds::forget(self.fd.as_raw_fd());
+    }
+}
+
 impl Conn {
     /// A connection that has been greeted and answered.
     pub fn new(
@@ -113,6 +120,7 @@ impl Conn {
         interface: u32,
         stats: Arc<PathStats>,
     ) -> Conn {
+        fds::note(fd.as_raw_fd());
         Conn {
             fd,
             link,

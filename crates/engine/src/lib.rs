@@ -20,6 +20,7 @@ pub mod comm;
 pub mod conn;
 pub mod control;
 pub mod doorbell;
+pub mod fds;
 pub mod hello;
 pub mod link;
 pub mod nics;

@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use evener_engine::comm::Comm;
+use evener_engine::hello::{Greeting, Handle};
 use evener_engine::{Config, Engine, Error, Memory, Slot, Status};
+use evener_proto::Frame;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -275,6 +277,60 @@ fn strangers_stop_nothing() {
     let mut wrong = strangers.swap_remove(1);
     wrong.set_read_timeout(Some(LIMIT)).unwrap();
     assert!(matches!(wrong.read(&mut [0; 16]), Ok(0) | Err(_)));
+}
+
+/// One that was admitted and then says what makes no sense, as a broken build of ourselves would.
+#[test]
+fn a_peer_that_speaks_nonsense_stops_nothing() {
+    let (a, b) = (engine(1), engine(1));
+    let (send, receive) = pair(&a, &b);
+    let (_listener, bytes) = b.listen();
+    let handle = Handle::parse(&bytes).unwrap();
+    let mut seed = 7u64;
+    for round in 0..60u64 {
+        let greeting = Greeting {
+            token: handle.token,
+            to: handle.process,
+            from: [round as u8 % 3 + 1; 16],
+            from_token: [0; 16],
+            port: 1,
+            path: round,
+            local: 0,
+            remote: 200,
+            addresses: Vec::new(),
+        };
+        let mut peer = TcpStream::connect(("127.0.0.1", b.port())).unwrap();
+        peer.write_all(&greeting.emit()).unwrap();
+        let mut bytes = Vec::new();
+        for number in 0..20u64 {
+            let frame = Frame::Chunk {
+                comm: send.id,
+                message: number % 3,
+                offset: number,
+                length: 5,
+                total: 100 + number,
+            };
+            bytes.extend_from_slice(&frame.emit());
+            bytes.extend_from_slice(b"12345");
+        }
+        for byte in bytes.iter_mut().skip(round as usize % 3 * 53) {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            *byte ^= if seed >> 60 == 0 {
+                (seed >> 32) as u8
+            } else {
+                0
+            };
+        }
+        let _ = peer.write_all(&bytes);
+    }
+    for round in 0..20 {
+        let (mut from, mut to) = (pattern(round, 100_000), vec![0; 100_000]);
+        let posted = post(&b, &receive, &mut to).unwrap();
+        post(&a, &send, &mut from).unwrap();
+        finish(posted);
+        assert_eq!(from, to);
+    }
+    assert!(!b.is_broken());
 }
 
 #[test]

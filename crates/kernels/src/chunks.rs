@@ -25,6 +25,8 @@ pub const CHUNK: usize = 4096;
 /// The index of a place that holds no entry.
 pub const NO_INDEX: u16 = u16::MAX;
 
+/// Entries that are skipped by one comparison.
+const SPAN: usize = 32;
 const MAGNITUDE: u32 = 0x7fff_ffff;
 const INFINITY: u32 = 0x7f80_0000;
 /// Scales are between 2^-100 and 2^126, so that one over them is a normal number too.
@@ -194,18 +196,24 @@ fn take(
     indices: &mut [u16],
 ) {
     let mut next = 0;
-    for (i, (kept, bits)) in kept.iter_mut().zip(bits).enumerate() {
-        if *bits > threshold || (*bits == threshold && ties > 0) {
-            // `ties` counts equal ones only; an early end of the search leaves it at all of them.
-            ties -= usize::from(*bits == threshold);
-            let sent = to_f16(*kept * (1.0 / scale));
-            values[next] = sent;
-            indices[next] = i as u16;
-            next += 1;
-            let left = *kept - from_f16(sent) * scale;
-            *kept = if left.is_finite() { left } else { 0.0 };
-        } else if *bits >= INFINITY {
-            *kept = 0.0;
+    let bound = threshold.min(INFINITY);
+    let spans = kept.chunks_mut(SPAN).zip(bits.chunks(SPAN));
+    for (span, (kept, bits)) in spans.enumerate() {
+        if bits.iter().fold(0, |most, x| most.max(*x)) < bound {
+            continue;
+        }
+        for (i, (kept, bits)) in kept.iter_mut().zip(bits).enumerate() {
+            if *bits > threshold || (*bits == threshold && ties > 0) {
+                ties -= usize::from(*bits == threshold);
+                let sent = to_f16(*kept * (1.0 / scale));
+                values[next] = sent;
+                indices[next] = (span * SPAN + i) as u16;
+                next += 1;
+                let left = *kept - from_f16(sent) * scale;
+                *kept = if left.is_finite() { left } else { 0.0 };
+            } else if *bits >= INFINITY {
+                *kept = 0.0;
+            }
         }
     }
     values[next..].fill(0);

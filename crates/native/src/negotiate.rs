@@ -112,6 +112,7 @@ impl Negotiator {
     }
 
     /// Submit a request; False where its name is in flight. `urgent`: announce it at once.
+    /// `drives`: the caller calls `next` itself, until `undrive`.
     #[allow(clippy::too_many_arguments, reason = "one a field of the request")]
     fn submit(
         &self,
@@ -126,6 +127,7 @@ impl Negotiator {
         factors: (f64, f64),
         splits: Vec<u64>,
         urgent: bool,
+        drives: bool,
     ) -> PyResult<bool> {
         let kind = Kind::from_number(kind)
             .ok_or_else(|| PyValueError::new_err(format!("kind {kind} is unknown")))?;
@@ -145,12 +147,28 @@ impl Negotiator {
             factors,
             splits,
         };
-        Ok(py.detach(|| self.node.submit(request, urgent)))
+        Ok(py.detach(|| self.node.submit(request, urgent, drives)))
     }
 
     /// Announce what is submitted: somebody waits.
     fn flush(&self, py: Python<'_>) {
         py.detach(|| self.node.flush());
+    }
+
+    /// Wait until `next` has something and nobody drives; False after `timeout`.
+    fn await_work(&self, py: Python<'_>, timeout: f64) -> bool {
+        let timeout = Duration::from_secs_f64(timeout.clamp(0.0, 1e6));
+        py.detach(|| self.node.await_work(timeout))
+    }
+
+    /// The caller calls `next` itself from now on.
+    fn drive(&self, py: Python<'_>) {
+        py.detach(|| self.node.drive());
+    }
+
+    /// It does no longer.
+    fn undrive(&self, py: Python<'_>) {
+        py.detach(|| self.node.undrive());
     }
 
     /// The next thing to do, None after `timeout`: (answers, frozen, real, why it ended).

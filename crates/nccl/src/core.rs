@@ -61,6 +61,7 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 extern "C" fn after_fork() {
     // The threads are the parent's. Whatever the child calls is refused.
     FORKED.store(true, Ordering::SeqCst);
+    evener_engine::fds::close_all();
 }
 
 fn forked() -> bool {

@@ -45,12 +45,16 @@ struct Core {
     /// Since when something is submitted and not announced.
     waiting: Option<Instant>,
     readers: usize,
+    /// A caller does the launching itself; the background thread is left asleep.
+    driven: bool,
 }
 
 struct Shared {
     core: Mutex<Core>,
-    /// The executor waits on it.
+    /// Who drives waits on it.
     ready: Condvar,
+    /// The background thread waits on it: launches are there, and nobody drives.
+    idle: Condvar,
     /// The clock waits on it.
     clock: Condvar,
     start: Instant,
@@ -90,6 +94,7 @@ impl Node {
             closed: false,
             waiting: None,
             readers: 0,
+            driven: false,
         };
         let listener = if rank == 0 && size > 1 {
             Some(listen()?)
@@ -100,6 +105,7 @@ impl Node {
             shared: Arc::new(Shared {
                 core: Mutex::new(core),
                 ready: Condvar::new(),
+                idle: Condvar::new(),
                 clock: Condvar::new(),
                 start: Instant::now(),
                 cycle,
@@ -220,10 +226,12 @@ impl Node {
         }
     }
 
-    /// See [`Worker::submit`]. `urgent`: somebody waits for it; announce at once.
+    /// See [`Worker::submit`]. `urgent`: somebody waits for it; announce at once. `drives`: the
+    /// caller calls [`Node::next`] itself, until [`Node::undrive`].
     #[must_use]
-    pub fn submit(&self, request: Request, urgent: bool) -> bool {
+    pub fn submit(&self, request: Request, urgent: bool, drives: bool) -> bool {
         let mut core = lock(&self.shared);
+        core.driven |= drives;
         let now = self.shared.now();
         let taken = core.worker.submit(request, now);
         if urgent {
@@ -250,7 +258,7 @@ impl Node {
         let deadline = Instant::now() + timeout;
         let mut core = lock(&self.shared);
         loop {
-            if let Some(action) = core.worker.next() {
+            if let Some(action) = core.worker.take_action() {
                 return Some(action);
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -258,6 +266,37 @@ impl Node {
                 return None;
             }
             core = wait(&self.shared.ready, core, left);
+        }
+    }
+
+    /// Wait until there is something to do and nobody drives; false after `timeout`.
+    #[must_use]
+    pub fn await_work(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut core = lock(&self.shared);
+        loop {
+            if core.worker.has_next() && !core.driven {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            core = wait(&self.shared.idle, core, left);
+        }
+    }
+
+    /// The caller calls [`Node::next`] itself from now on.
+    pub fn drive(&self) {
+        lock(&self.shared).driven = true;
+    }
+
+    /// It does no longer.
+    pub fn undrive(&self) {
+        let mut core = lock(&self.shared);
+        core.driven = false;
+        if core.worker.has_next() {
+            self.shared.idle.notify_all();
         }
     }
 
@@ -400,6 +439,9 @@ impl Shared {
         }
         if core.worker.has_next() || core.worker.ended().is_some() {
             self.ready.notify_all();
+            if !core.driven {
+                self.idle.notify_all();
+            }
         }
     }
 

@@ -1,7 +1,7 @@
 //! One rank's side: what it has submitted, what it announced, what it must launch.
 //!
 //! Sans-IO: [`Worker::submit`], [`Worker::receive`] and [`Worker::tick`] go in; messages for the
-//! coordinator come out of [`Worker::take`], launches out of [`Worker::next`]. After a launch of the
+//! coordinator come out of [`Worker::take`], launches out of [`Worker::take_action`]. After a launch of the
 //! frozen schedule the executor says with [`Worker::finished`] whether the flag was up.
 
 use crate::wire::{Answer, Down, Part, Request, Up};
@@ -102,11 +102,11 @@ impl Worker {
     }
 
     /// What to do next.
-    pub fn next(&mut self) -> Option<Action> {
+    pub fn take_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// Whether [`Worker::next`] has something.
+    /// Whether [`Worker::take_action`] has something.
     #[must_use]
     pub fn has_next(&self) -> bool {
         !self.actions.is_empty()

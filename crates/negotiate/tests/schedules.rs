@@ -145,7 +145,9 @@ impl World {
                 let messages = self.ranks[r].worker.take();
                 let any = !messages.is_empty();
                 // Through bytes, as on a wire.
-                let coded = messages.iter().map(|m| Up::decode(&m.encode()).unwrap());
+                let coded = messages
+                    .iter()
+                    .map(|m| Up::decode(&m.encode()).expect("a message"));
                 self.ranks[r].outbox.extend(coded);
                 any
             }
@@ -155,7 +157,7 @@ impl World {
                 };
                 self.coordinator.receive(rank, message, self.now);
                 for message in self.coordinator.take() {
-                    let coded = Down::decode(&message.encode()).unwrap();
+                    let coded = Down::decode(&message.encode()).expect("a message");
                     assert_eq!(coded, message);
                     for other in &mut self.ranks {
                         other.inbox.push_back(coded.clone());
@@ -221,7 +223,7 @@ impl World {
     fn executes(&mut self, rank: u32) -> bool {
         let r = rank as usize;
         if self.ranks[r].running.is_none() {
-            let Some(action) = self.ranks[r].worker.next() else {
+            let Some(action) = self.ranks[r].worker.take_action() else {
                 return false;
             };
             let (answers, real) = match &action {

@@ -39,12 +39,14 @@ class Slot:
 class Bucket:
     """A contiguous range of gradients that is reduced as one. `buffer`: [numel], padded.
 
-    `index` is its place in the rank-invariant order in which collectives are issued.
+    `index` is its place in the rank-invariant order in which collectives are issued. `dense`: holds
+    what lossy forms leave out, norms and biases.
     """
 
     index: int
     buffer: torch.Tensor
     slots: tuple[Slot, ...]
+    dense: bool = False
 
     @property
     def bytes(self) -> int:
@@ -58,18 +60,24 @@ def padded(numel: int, multiple: int) -> int:
 
 
 def group_by_size(
-    parameters: Sequence[torch.Tensor], order: Sequence[int], bucket_bytes: int
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    bucket_bytes: int,
+    dense: frozenset[int] = frozenset(),
 ) -> list[list[int]]:
     """Parameter indices, bucket by bucket, in `order`; one device and dtype a bucket.
+
+    Those in `dense` have buckets of their own. Buckets come in the order in which their last
+    gradient does.
 
     A bucket is closed by the tensor that would take it past `bucket_bytes`; a larger tensor is a
     bucket of its own, and so is every tensor where `bucket_bytes` is 0.
     """
     groups: list[list[int]] = []
-    open_group: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}
+    open_group: dict[tuple[torch.device, torch.dtype, bool], tuple[list[int], int]] = {}
     for index in order:
         parameter = parameters[index]
-        key = (parameter.device, parameter.dtype)
+        key = (parameter.device, parameter.dtype, index in dense)
         size = parameter.numel() * parameter.element_size()
         group, used = open_group.get(key, ([], 0))
         if not group or used + size > bucket_bytes:
@@ -77,7 +85,8 @@ def group_by_size(
             groups.append(group)
         group.append(index)
         open_group[key] = (group, used + size)
-    return groups
+    position = {index: place for place, index in enumerate(order)}
+    return sorted(groups, key=lambda group: position[group[-1]])
 
 
 class Buckets:
@@ -89,14 +98,19 @@ class Buckets:
         order: Sequence[int],
         bucket_bytes: int,
         shards: int,
+        dense: frozenset[int] = frozenset(),
     ) -> None:
-        """`shards`: every bucket's length is a multiple of it, for the reduce-scatter."""
+        """`shards`: every bucket's length is a multiple of it, for the reduce-scatter. `dense`:
+        parameters that lossy forms leave out.
+        """
         self.order = tuple(order)
         self.buckets: list[Bucket] = []
         self.views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
         self.bucket_of: list[int] = [-1] * len(parameters)
-        for group in group_by_size(parameters, order, bucket_bytes):
-            self.buckets.append(self._bucket(parameters, group, shards))
+        for group in group_by_size(parameters, order, bucket_bytes, dense):
+            bucket = self._bucket(parameters, group, shards)
+            bucket.dense = group[0] in dense
+            self.buckets.append(bucket)
 
     def _bucket(
         self, parameters: Sequence[torch.Tensor], group: Sequence[int], shards: int
@@ -109,7 +123,7 @@ class Buckets:
         first = parameters[group[0]]
         buffer = torch.zeros(padded(offset, ALIGN * shards), dtype=first.dtype, device=first.device)
         for slot in slots:
-            self.views[slot.index] = _view(buffer, slot, parameters[slot.index])
+            self.views[slot.index] = place(buffer, slot, parameters[slot.index])
             self.bucket_of[slot.index] = len(self.buckets)
         return Bucket(len(self.buckets), buffer, tuple(slots))
 
@@ -123,7 +137,8 @@ class Buckets:
         return self.buckets[index]
 
 
-def _view(buffer: torch.Tensor, slot: Slot, parameter: torch.Tensor) -> torch.Tensor:
+def place(buffer: torch.Tensor, slot: Slot, parameter: torch.Tensor) -> torch.Tensor:
+    """The view of `buffer` that has the shape of `parameter`, and its strides where it can."""
     flat = buffer[slot.offset : slot.offset + slot.numel]
     if _dense(parameter):
         return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())

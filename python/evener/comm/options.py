@@ -1,20 +1,22 @@
-"""What a reduction may do: algorithm, form on the wire, sizes. Arguments win over the environment.
+"""What a reduction may do: algorithm, form on the wire, sizes.
 
 The default is lossless. Whatever changes the arithmetic is asked for, by an argument of the front
-door or by LightCC's variables (`evener.settings`).
+door or by LightCC's variables (`evener.settings`). A LIGHT_* variable that is set wins over the
+argument: a job can be changed without touching its script, and the log says so.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from evener import settings
 from evener.errors import UsageError
 
 Algorithm = Literal["auto", "flat", "2d"]
-Wire = Literal["exact", "fp16", "bf16", "topk"]
+logger = logging.getLogger("evener.comm")
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,25 @@ class Options:
     """One consistent set of choices; equal on all ranks, which is checked when they meet.
 
     `algorithm`: "2d" reduces inside the node first, "flat" does not, "auto" takes "2d" where there
-    are several nodes with several ranks each. `wire`: the form in which data crosses between nodes.
-    `ratio`: share of entries that top-k sends. Sizes are bytes; `bucket_bytes` 0 means one bucket a
-    tensor. `average`: divide by the world size. `predivide`: gradients are divided by it before
-    they are summed, and the sum by world size / predivide (both only where `average`).
+    are several nodes with several ranks each. `wire`: the form in which data crosses between nodes,
+    one of `evener.comm.wires.names()`; `floor`: the least exact one that a planner may choose.
+    `ratio`: share of entries that top-k sends, reached within `warmup_steps`. `momentum`: applied
+    by the reducer, not the optimizer; top-k then applies it before it selects. `guard_steps`: steps
+    between two checks of the accuracy guard, 0 for none; `guard_residual` 0 and `guard_cosine` -1
+    stand for each form's own limits. Sizes are bytes; `bucket_bytes` 0 means one bucket a tensor.
+    `average`: divide by the world size. `predivide`: gradients are divided by it before they are
+    summed, and the sum by world size / predivide (both only where `average`).
     """
 
     algorithm: Algorithm = "auto"
-    wire: Wire = "exact"
+    wire: str = "exact"
+    floor: str = "exact"
     ratio: float = 0.01
+    warmup_steps: int = 0
+    momentum: float = 0.0
+    guard_steps: int = 200
+    guard_residual: float = 0.0
+    guard_cosine: float = -1.0
     topk_min_bytes: int = 1 << 20
     topk_fp16: bool = False
     two_level_max_bytes: int = 1 << 30
@@ -42,7 +54,12 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("algorithm", self.algorithm, get_args(Algorithm))
-        _one_of("wire", self.wire, get_args(Wire))
+        from evener.comm import wires  # it needs this module
+
+        _one_of("wire", self.wire, wires.names())
+        _one_of("floor", self.floor, wires.names())
+        _require("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps")
+        _require("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
         _require("ratio", self.ratio, 0 < self.ratio <= 1, "a number above 0 and at most 1")
         _require("bucket_bytes", self.bucket_bytes, self.bucket_bytes >= 0, "0 or more bytes")
         _require("intra_size", self.intra_size, self.intra_size >= 1, "1 or more ranks")
@@ -58,28 +75,47 @@ class Options:
         cls,
         *,
         algorithm: Algorithm | None = None,
-        wire: Wire | None = None,
+        wire: str | None = None,
         ratio: float | None = None,
+        warmup_steps: int | None = None,
+        momentum: float = 0.0,
+        floor: str = "exact",
         bucket_bytes: int = 25 << 20,
         average: bool = True,
         predivide: float = 1.0,
         default_algorithm: Algorithm = "auto",
         env: Mapping[str, str] | None = None,
     ) -> Options:
-        """The argument where one was given, else the variable where it is set, else the default.
+        """The LIGHT_* variable where it is set, else the argument where one was given, else the
 
-        Raises SettingError or UsageError for a value that cannot be.
+        default. Raises SettingError or UsageError for a value that cannot be.
         """
-        if algorithm is None:
-            two_level = settings.LIGHT_2D_ALLREDUCE
+        two_level, topk = settings.LIGHT_2D_ALLREDUCE, settings.LIGHT_TOPK_ALLREDUCE
+        if two_level.is_set(env):
             from_env: Algorithm = "2d" if two_level.get(env) else "flat"
-            algorithm = from_env if two_level.is_set(env) else default_algorithm
-        if wire is None:
-            wire = "topk" if settings.LIGHT_TOPK_ALLREDUCE.get(env) else "exact"
+            algorithm = _overruled("algorithm", algorithm, from_env, two_level.name)
+        if topk.is_set(env):
+            if topk.get(env):
+                # Both top-k forms are what the variable asks for.
+                named = wire if wire in ("topk", "topk-chunk") else "topk"
+                wire = _overruled("wire", wire, named, topk.name)
+            elif wire in ("topk", "topk-chunk"):
+                wire = _overruled("wire", wire, "exact", topk.name)
+        if settings.LIGHT_TOPK_RATIO.is_set(env):
+            name = settings.LIGHT_TOPK_RATIO.name
+            ratio = _overruled("ratio", ratio, settings.LIGHT_TOPK_RATIO.get(env), name)
+        if warmup_steps is None:
+            warmup_steps = settings.EVENER_TOPK_WARMUP.get(env)
         return cls(
-            algorithm=algorithm,
-            wire=wire,
-            ratio=settings.LIGHT_TOPK_RATIO.get(env) if ratio is None else ratio,
+            algorithm=default_algorithm if algorithm is None else algorithm,
+            wire="exact" if wire is None else wire,
+            ratio=settings.LIGHT_TOPK_RATIO.default if ratio is None else ratio,
+            warmup_steps=warmup_steps,
+            momentum=momentum,
+            floor=floor,
+            guard_steps=settings.EVENER_GUARD_STEPS.get(env),
+            guard_residual=settings.EVENER_GUARD_RESIDUAL.get(env),
+            guard_cosine=settings.EVENER_GUARD_COSINE.get(env),
             topk_min_bytes=settings.LIGHT_TOPK_THRESHOLD.get(env),
             topk_fp16=settings.LIGHT_TOPK_FP16.get(env),
             two_level_max_bytes=settings.LIGHT_HIERARCHICAL_THRESHOLD.get(env),
@@ -89,6 +125,12 @@ class Options:
             predivide=predivide,
             timeout=settings.EVENER_TIMEOUT.get(env),
         )
+
+
+def _overruled(what: str, argument: Any, variable: Any, name: str) -> Any:
+    if argument is not None and argument != variable:
+        logger.info("%s=%s is overruled by %s: %s", what, argument, name, variable)
+    return variable
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

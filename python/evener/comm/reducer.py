@@ -11,36 +11,42 @@ same sequence on all of them. A front door decides when to flush and apply: at t
 (`evener.ddp`) or in the optimizer's step (Horovod).
 
 The first step measures: the order in which rank 0 produced gradients becomes the order of the
-buckets from then on, and top-k sends dense, so that no residual depends on a layout that was a
-guess.
+buckets from then on, and forms that keep a residual send exactly, so that none depends on a layout
+that was a guess.
+
+What happens to a bucket between nodes is `evener.comm.exchange`'s; what the compression remembers,
+`evener.comm.state`'s.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 
 from evener.comm import buckets as layout
+from evener.comm import checkpoint, guard, wires
 from evener.comm.agree import require_agreement
 from evener.comm.buckets import Bucket, Buckets
 from evener.comm.errors import CommError
+from evener.comm.exchange import Exchange, Step
 from evener.comm.groups import Communicators, Route
 from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
-from evener.comm.options import Wire as WireName
 from evener.comm.profile import Recorder
-from evener.comm.wires import CastWire, ExactWire, TopKWire, Wire, choose
+from evener.comm.records import Records
+from evener.comm.state import LossScale
+from evener.comm.wires import Wire, choose
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.comm")
-
-_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Reducer:
@@ -49,8 +55,8 @@ class Reducer:
     Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
     under `no_sync`), `passes` (backward passes whose gradients are summed before a submission) and
     `on_backward_end` (called by autograd when a backward that brought gradients has ended).
-    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says which
-    were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
+    A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says
+    which were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
 
     def __init__(
@@ -83,15 +89,22 @@ class Reducer:
         self.densified: set[int] = set()
         self.track_unused = track_unused
         self.recorder: Recorder | None = None
+        # Brings in what a front door has left on its way between steps.
+        self.finish: Callable[[], None] = lambda: None
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self._lanes: Lanes = (
             StreamLanes(self.device) if self.device.type == "cuda" else ThreadLanes()
         )
+        self.loss_scale = LossScale()
+        self.steps = 0
+        self._records = Records.open(self.communicators.rank)
+        self._loaded: dict[str, Any] | None = None
+        self._wires: dict[tuple[int, str], Wire] = {}
+        self._step = Step()
         self._measuring = True
         self._failed = False
         self._choices: tuple[tuple[str, str], ...] | None = None
-        self._made: dict[tuple[int, str], Wire] = {}
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -104,10 +117,12 @@ class Reducer:
 
     def _lay_out(self, order: Iterable[int]) -> None:
         size = len(self.communicators.route.levels.inner)
-        self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size)
-        self._routes = [self._route_of(bucket) for bucket in self.buckets]
-        self._made.clear()
-        self._wires = self._make_wires()
+        dense = frozenset[int]()
+        if any(wires.get(form).lossy for form in (self.options.wire, self.options.floor)):
+            dense = frozenset(i for i, p in enumerate(self.parameters) if p.dim() <= 1)
+        self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size, dense)
+        self._fallen: dict[int, str] = {}
+        self._make_exchanges()
         self.sequence = tuple(range(len(self.buckets)))
         self._reset()
 
@@ -120,16 +135,29 @@ class Reducer:
     def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
         """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
 
-        Between steps only, and the same on every rank. "flat" or "2d"; a form of `forms`.
+        Between steps only, and the same on every rank. "flat" or "2d"; a form of `wires.names()`.
         """
         self._choices = tuple(choices)
-        self._routes = [self._route_of(bucket) for bucket in self.buckets]
-        self._wires = self._make_wires()
+        before = self.exchanges
+        moves = any(
+            exchange.state.residual is not None or exchange.state.velocity is not None
+            for exchange in before
+            if exchange.route is not self._route_of(exchange.bucket)
+        )
+        state = checkpoint.collect(self) if moves else None
+        self._make_exchanges()
+        if state is not None:
+            checkpoint.install(self, state, forms=False)
+        else:
+            for exchange, same in zip(self.exchanges, before, strict=True):
+                exchange.state = same.state
         self.resequence(sequence)
 
-    def forms(self) -> tuple[str, ...]:
-        """The names that `make_wire` knows."""
-        return get_args(WireName)
+    def permitted(self, index: int, form: str) -> bool:
+        """Whether a planner may send this bucket in `form`: not norms, not small shards."""
+        exchange = self.exchanges[index]
+        options = dataclasses.replace(self.options, wire=form)
+        return choose(options, exchange.route, exchange.bucket) == form
 
     def _route_of(self, bucket: Bucket) -> Route:
         if self._choices is not None and self._choices[bucket.index][0] == "flat":
@@ -138,34 +166,36 @@ class Reducer:
             return self.communicators.flat()
         return self.communicators.route
 
-    def _make_wires(self) -> list[Wire]:
-        """One wire a bucket; buckets of one route and form share it, and so its scratch memory."""
-        made = self._made
-        wires = []
-        for bucket, route in zip(self.buckets, self._routes, strict=True):
-            form = self._form(bucket, route)
-            if form == "topk" and self._measuring:
-                form = "exact"
-            if bucket.buffer.dtype == _CASTS.get(form):
-                form = "exact"
-            key = (id(route), form)
-            if key not in made:
-                made[key] = self.make_wire(form, route)
-            wires.append(made[key])
-        return wires
+    def _make_exchanges(self) -> None:
+        self.exchanges = []
+        for bucket in self.buckets:
+            route = self._route_of(bucket)
+            wire = self._wire(route, self._first_form(route, bucket))
+            names = [self.names[slot.index] for slot in bucket.slots]
+            self.exchanges.append(Exchange(bucket, route, wire, self.options, names))
 
     def _form(self, bucket: Bucket, route: Route) -> str:
+        """The guard's verdict, else the planner's choice, else what was asked for."""
+        if bucket.index in self._fallen:
+            return self._fallen[bucket.index]
         if self._choices is not None and route.levels.nodes > 1:
-            return self._choices[bucket.index][1]
+            return wires.suitable(self._choices[bucket.index][1], bucket)
         return choose(self.options, route, bucket)
+
+    def _first_form(self, route: Route, bucket: Bucket) -> str:
+        form = self._form(bucket, route)
+        return "exact" if self._measuring and wires.get(form).feedback else form
+
+    def _wire(self, route: Route, form: str) -> Wire:
+        """Buckets of one route and form share the wire, and so its scratch memory."""
+        key = (id(route), form)
+        if key not in self._wires:
+            self._wires[key] = self.make_wire(form, route)
+        return self._wires[key]
 
     def make_wire(self, form: str, route: Route) -> Wire:
         """A new wire of that form for buckets that take `route`."""
-        if form == "topk":
-            return TopKWire(route, self.options.ratio, self.options.topk_fp16)
-        if form in _CASTS:
-            return CastWire(route, _CASTS[form])
-        return ExactWire(route)
+        return wires.get(form)(route, self.options)
 
     def _reset(self) -> None:
         """Forget the step: every gradient is still to come."""
@@ -235,6 +265,13 @@ class Reducer:
             self.recorder.complete(bucket)
         self._issue_complete()
 
+    def catch_up(self) -> None:
+        """Take the gradients that are there as this step's: they came before this reducer."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._passes_left[index] = 1
+                self._arrived(index, parameter)
+
     def _issue_complete(self) -> None:
         while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
             self.submit(self.sequence[self._next])
@@ -245,14 +282,25 @@ class Reducer:
             raise ValueError(
                 f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
             )
-        bucket, route = self.buckets[index], self._routes[index]
-        self._pack(bucket, route)
-        name = f"bucket {index} ({self.names[bucket.slots[0].index]} ...)"
-        stages = self._stages(bucket, route)
+        exchange = self.exchanges[index]
+        self._pack(exchange.bucket, exchange.route)
+        if self._next == 0:
+            self._step = self._begin_step()
+        name = f"bucket {index} ({exchange.names[0]} ...)"
+        stages = self._stages(exchange, self._step)
         if self.recorder is not None:
             stages = self.recorder.submitted(index, stages)
         self._tickets[index] = self._lanes.issue(name, stages)
         self._next += 1
+
+    def _begin_step(self) -> Step:
+        every = self.options.guard_steps
+        return Step(
+            change=self.loss_scale.change(),
+            checked=every > 0 and (self.steps + 1) % every == 0,
+            follows_scale=self.loss_scale.active,
+            timed=self._records is not None,
+        )
 
     def _pack(self, bucket: Bucket, route: Route) -> None:
         views, gradients = [], []
@@ -270,25 +318,22 @@ class Reducer:
             if parameter.grad is not None and slot.index not in self.sparse:
                 parameter.grad = self.buckets.views[slot.index]
 
-    def _stages(self, bucket: Bucket, route: Route) -> tuple[Stage | None, Stage, Stage | None]:
-        wire, scaling = self._wires[bucket.index], route.scaling
-        whole = bucket.buffer
-        length = whole.numel() // route.shards
+    def _stages(self, exchange: Exchange, step: Step) -> tuple[Stage | None, Stage, Stage | None]:
+        route, whole = exchange.route, exchange.bucket.buffer
         scatter, gather = route.scatter, route.gather
-        place = 0 if scatter is None else scatter.rank
-        shard = whole[place * length : (place + 1) * length]
+        start, end = exchange.place()
+        shard = whole[start:end]
 
-        def exchange() -> None:
-            if route.outer.size > 1:
-                wire.exchange(bucket, shard)
-            if scaling.final != 1.0:
-                shard.mul_(scaling.final)
+        def cross() -> None:
+            exchange.run(shard, step)
 
         if scatter is None or gather is None:
-            return None, exchange, None
+            return None, cross, None
         return (
-            lambda: dist.reduce_scatter_tensor(shard, whole, scaling.op, group=scatter.handle),
-            exchange,
+            lambda: dist.reduce_scatter_tensor(
+                shard, whole, route.scaling.op, group=scatter.handle
+            ),
+            cross,
             lambda: dist.all_gather_into_tensor(whole, shard, group=gather.handle),
         )
 
@@ -330,9 +375,12 @@ class Reducer:
             ) from error
 
     @property
-    def measuring(self) -> bool:
-        """Whether this is the first step, after which the buckets are laid out anew."""
-        return self._measuring
+    def ends_together(self) -> bool:
+        """Whether `end_step` of this step is collective: ranks must then call it at one point.
+
+        The first step, after which buckets are laid out anew, and those that the guard checks.
+        """
+        return self._measuring or self._step.checked
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
@@ -342,15 +390,37 @@ class Reducer:
     def end_step(self) -> None:
         """All buckets were waited for: expect the next step's gradients."""
         order, first_step, self._measuring = self._order, self._measuring, False
+        self.steps += 1
         self._reset()
+        verdicts = self._guard()
         if first_step:
             self._settle(order)
+        if self._records is not None:
+            self._records.step(self.steps, self.exchanges, verdicts)
 
     def _unused(self) -> frozenset[int]:
         """Parameters that no rank used: those keep the gradient that they had."""
         used = torch.tensor(self._here, dtype=torch.int32)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.communicators.control.handle)
         return frozenset((used == 0).nonzero().flatten().tolist())
+
+    def _guard(self) -> list[guard.Verdict]:
+        if not self._step.checked:
+            return []
+        verdicts = guard.judge(self.exchanges, self.steps, self.options, self.communicators)
+        for verdict in verdicts:
+            if verdict.falls_to:
+                self.use(verdict.bucket, verdict.falls_to)
+        return verdicts
+
+    def use(self, bucket: int, form: str) -> None:
+        """From the next step on, exchange `bucket` in `form`, whatever a planner may choose.
+
+        Between steps, on all ranks alike.
+        """
+        exchange = self.exchanges[bucket]
+        self._fallen[bucket] = form
+        exchange.wire = self._wire(exchange.route, form)
 
     def _settle(self, order: list[int]) -> None:
         """After the first step: buckets in the order in which rank 0 produced gradients.
@@ -364,14 +434,30 @@ class Reducer:
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.sparse |= set(self.buckets.order) - set(box[0])
         if tuple(box[0]) == self.buckets.order:
-            self._wires = self._make_wires()
-            return
+            for exchange in self.exchanges:
+                exchange.wire = self._wire(
+                    exchange.route, self._first_form(exchange.route, exchange.bucket)
+                )
+        else:
+            self._reorder(box[0])
+        if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            checkpoint.install(self, loaded)
+
+    def _reorder(self, order: list[int]) -> None:
+        velocity = {
+            exchange.bucket.index: exchange.owed(exchange.state.velocity, local=False)
+            for exchange in self.exchanges
+            if exchange.state.velocity is not None
+        }
+        before = self.buckets
         old = self.buckets.views
-        self._lay_out(box[0])
+        self._lay_out(order)
+        checkpoint.move_velocity(self, before, velocity)
         with torch.no_grad():
-            if box[0]:
+            if order:
                 torch._foreach_copy_(
-                    [self.buckets.views[i] for i in box[0]], [old[i] for i in box[0]]
+                    [self.buckets.views[i] for i in order], [old[i] for i in order]
                 )
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is old[index]:
@@ -385,7 +471,7 @@ class Reducer:
         """One line: ranks, levels and why, buckets, forms on the wire."""
         route = self.communicators.route
         kind = "2-D" if route.levels.two_level else "flat"
-        forms = [self._form(b, r) for b, r in zip(self.buckets, self._routes, strict=True)]
+        forms = [self._form(e.bucket, e.route) for e in self.exchanges]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
         return (
@@ -394,23 +480,58 @@ class Reducer:
         )
 
     def residuals(self) -> dict[str, tuple[int, torch.Tensor]]:
-        """What top-k has not sent yet: parameter name to (first element, float32 [n]).
+        """What compression has not sent yet: parameter name to (first element, float32 [n]).
 
         Only the part that falls into this rank's shard; views, not copies.
         """
+        self.finish()
         found = {}
-        for bucket, route, wire in zip(self.buckets, self._routes, self._wires, strict=True):
-            if not isinstance(wire, TopKWire) or bucket.index not in wire.residuals:
+        for exchange in self.exchanges:
+            residual = exchange.state.residual
+            if residual is None:
                 continue
-            residual = wire.residuals[bucket.index]
-            start = residual.numel() * (0 if route.scatter is None else route.scatter.rank)
-            for slot in bucket.slots:
-                low = max(slot.offset, start)
-                high = min(slot.offset + slot.numel, start + residual.numel())
+            start, end = exchange.place()
+            for slot in exchange.bucket.slots:
+                low, high = max(slot.offset, start), min(slot.offset + slot.numel, end)
                 if low < high:
                     part = residual[low - start : high - start]
                     found[self.names[slot.index]] = (low - slot.offset, part)
         return found
+
+    def follow(self, scaler: GradScaler) -> None:
+        """Keep residuals in `scaler`'s units, and give back what its skipped steps lost."""
+        last, self.loss_scale = self.loss_scale, LossScale(scaler)
+        if any(exchange.state.residual is not None for exchange in self.exchanges):
+            self.loss_scale.resume(last.value())
+
+    def set_loss_scale(self, scale: float) -> None:
+        """For a script that scales its loss itself: gradients are `scale` times so large from now.
+
+        A smaller scale than before says that the last step was skipped.
+        """
+        self.loss_scale.given = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs, on the CPU. Collective, between steps; equal on all ranks.
+
+        Residuals and velocities by parameter name, of the parameter's shape, summed over ranks, so
+        that `load_state_dict` works in a world of any size.
+        """
+        self.finish()
+        return checkpoint.collect(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave: on all ranks alike, between steps.
+
+        Raises UsageError for a checkpoint of other parameters, or in the middle of a step.
+        """
+        self.finish()
+        checkpoint.check(self, state)
+        self.steps = int(state["steps"])
+        if self._measuring:
+            self._loaded = state  # the layout is not settled before the first step
+        else:
+            checkpoint.install(self, state)
 
     def detach(self) -> None:
         """Remove the hooks and end the lanes. May be called at any time, and twice."""

@@ -18,8 +18,8 @@ from torch._compile import _disable_dynamo
 
 from evener import settings
 from evener.comm.overlap import StepOverlap
-from evener.comm.overlap.order import issue_order
 from evener.comm.planner.live import Planner
+from evener.comm.planner.sequence import best_sequence
 from evener.comm.profile import Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
@@ -130,8 +130,4 @@ class Steps:
 
 
 def _order(profile: StepProfile) -> tuple[int, ...]:
-    return issue_order(
-        [bucket.ready_ms for bucket in profile.buckets],
-        [bucket.need_ms for bucket in profile.buckets],
-        [max(bucket.stages_ms) for bucket in profile.buckets],
-    )
+    return best_sequence(profile, [bucket.stages_ms for bucket in profile.buckets], overlap=True)

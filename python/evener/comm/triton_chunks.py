@@ -1,7 +1,7 @@
 """`evener.comm.chunks` on a GPU, in Triton: one pass over gradient and residual.
 
 A program holds one chunk of 4,096 in registers. The k-th largest magnitude is found bit by bit
-from above: a bit of the threshold is set where at least k entries are not below it; each bit is one count
+from above: a bit of it is set where at least k entries are not below it; each bit is one count
 over registers, and the search ends where the count is k. Nothing but the chunk is read and nothing
 is read twice: 12 bytes of traffic an entry (float32), and the payload.
 

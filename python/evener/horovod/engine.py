@@ -1,9 +1,10 @@
-"""How a Horovod operation runs: agreed natively, launched by one thread, in one order on all ranks.
+"""How a Horovod operation runs: agreed natively, launched one by one, in one order on all ranks.
 
 The caller's thread makes an `Entry`, submits what it is (not its data) to the negotiator and gets a
 handle. The negotiator (`crates/negotiate`, native, without the GIL) finds out with the other ranks
 what comes next, whatever the order in which each of them submits: its answers come in the same
-order on every rank, fused, and the engine's thread launches them one by one (`executor`). Where the
+order on every rank, fused, and are launched one by one (`executor`): by the engine's thread, or, to
+save two changes of threads, by a caller that waits; a lock says who. Where the
 ranks' requests do not fit together every rank gets the same HorovodInternalError and the next
 operation works; torch.distributed by itself would abort one process, hang, or return garbage.
 
@@ -192,6 +193,10 @@ class Engine:
         self._lock = threading.Lock()
         self._broken: HorovodInternalError | None = None
         self._closing = False
+        # Whoever holds it takes launches from the negotiator, and does them.
+        self._drive = threading.Lock()
+        self._news_lock = threading.Lock()
+        self._driver = 0
         self._executor = Executor(self)
         path = settings.HOROVOD_TIMELINE.get()
         if path and path != "DYNAMIC":
@@ -249,7 +254,7 @@ class Engine:
         if gpu:
             entry.ready = torch.cuda.current_stream(inputs[0].device).record_event()
         labels = entry.labels or itertools.repeat("")
-        tensors = [
+        tensors: list[tuple[int, Sequence[int], str]] = [
             (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), label)
             for tensor, label in zip(inputs, labels, strict=False)
         ]
@@ -269,6 +274,9 @@ class Engine:
             self._entries[key] = entry
             number = next(self._numbers)
             self._handles[number] = handle
+        drives = urgent and self._drive.acquire(blocking=False)
+        if drives:
+            self._driver = threading.get_ident()
         self._negotiator.submit(
             entry.kind,
             entry.name,
@@ -280,6 +288,7 @@ class Engine:
             entry.factors,
             entry.splits,
             urgent,
+            drives,
         )
         return number
 
@@ -294,13 +303,30 @@ class Engine:
         handle = self._handles.get(number)
         return handle is None or handle.done
 
-    def synchronize(self, number: int) -> Any:
-        """Wait, and give the result; None for a handle that is not known (any more)."""
+    def synchronize(self, number: int, *, at_once: bool = True) -> Any:
+        """Wait, and give the result; None for a handle that is not known (any more).
+
+        at_once: announce what was submitted now, and not after HOROVOD_CYCLE_TIME.
+        """
         handle = self._handles.pop(number, None)
         if handle is None:
             return None
-        if not handle.done:
-            self._negotiator.flush()
+        mine = self._driver == threading.get_ident()
+        if not mine and not handle.done:
+            if at_once:
+                self._negotiator.flush()
+            mine = self._drive.acquire(blocking=False)
+            if mine:
+                self._negotiator.drive()
+        if mine:
+            try:
+                while not handle.done and self._broken is None:
+                    self._step(1.0)
+            finally:
+                self._driver = 0
+                self._negotiator.undrive()
+                self._drive.release()
+        if handle.lock.locked():
             while not handle.lock.acquire(timeout=1.0):
                 # The launching thread may hang in a collective with a peer that is gone.
                 if (reason := self._negotiator.ended()) is not None:
@@ -350,59 +376,64 @@ class Engine:
                 for group in {made.cpu, made.cuda} - {None}:
                     dist.destroy_process_group(group)
 
-    # --- the engine's thread ---
+    # --- launching ---
 
     _broken_for_good = False
 
     def _work(self) -> None:
-        while not self._closing:
-            item = self._negotiator.next(0.5)
-            if self._ranks.rank == 0 and (item is None or self.timeline.active):
+        while not self._closing and self._broken is None:
+            if self._negotiator.await_work(0.5):
+                with self._drive:
+                    self._step(0.0)
+            if self._ranks.rank == 0:
                 self._news()
-            if item is None:
-                continue
-            raw, frozen, real, reason = item
-            if reason is not None:
-                self._end(reason)
-                return
-            answers = [Answer(*fields) for fields in raw]
-            try:
-                self._launch(answers, frozen, real)
-            except RuntimeError as error:  # torch's; which peers got how far is unknown from here
-                self._fail(answers, error)
-                return
-            del raw, answers, item
+
+    def _step(self, timeout: float) -> None:
+        """Do the next launch, if there is one within `timeout` seconds. Called by who drives."""
+        item = self._negotiator.next(timeout)
+        if item is None:
+            return
+        raw, frozen, real, reason = item
+        if reason is not None:
+            self._end(reason)
+            return
+        answers = [Answer(*fields) for fields in raw]
+        if self.timeline.active:
+            self._news()  # what was negotiated stands before what is launched
+        try:
+            self._launch(answers, frozen, real)
+        except RuntimeError as error:  # torch's; which peers got how far is unknown from here
+            self._fail(answers, error)
 
     def _news(self) -> None:
+        with self._news_lock:
+            self._tell()
+
+    def _tell(self) -> None:
         events, warnings = self._negotiator.news()
         for text in warnings:
             logger.warning("Horovod operations are %s", text)
         self.timeline.negotiated(events)
 
     def _launch(self, answers: list[Answer], frozen: bool, real: bool) -> None:
+        entries: list[Entry | None] = [
+            self._entries.get((answer.set, answer.name)) for answer in answers
+        ]
         if frozen:
-            entries = [self._entries[answer.set, answer.name] for answer in answers] if real else []
-            flagged = self._executor.allreduce(answers, entries or [None] * len(answers), not real)
+            if not real:  # this rank may have some of them; it brings zeros
+                entries = [None] * len(answers)
+            flagged = self._executor.frozen(answers, entries, not real)
             self._negotiator.finished(flagged)
             if flagged:
                 return
         else:
-            entries = [self._entries.get((answer.set, answer.name)) for answer in answers]
-            pairs = [
-                (answer, entry)
-                for answer, entry in zip(answers, entries, strict=True)
-                if entry is not None or self._included(answer.set)
-            ]
-            wrong = [(answer, entry) for answer, entry in pairs if answer.error]
-            for answer, entry in wrong:
-                self._done(
-                    entry,
-                    None,
-                    HorovodInternalError(
-                        answer.error, "give the operation fitting tensors on every rank"
-                    ),
-                )
-            pairs = [(answer, entry) for answer, entry in pairs if not answer.error]
+            pairs = []
+            for answer, entry in zip(answers, entries, strict=True):
+                if answer.error:
+                    fix = "give the operation fitting tensors on every rank"
+                    self._done(entry, None, HorovodInternalError(answer.error, fix))
+                elif entry is not None or self._included(answer.set):
+                    pairs.append((answer, entry))
             if not pairs:
                 return
             answers = [answer for answer, _ in pairs]

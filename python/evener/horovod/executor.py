@@ -54,6 +54,7 @@ class Executor:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._buffers: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._kinds: dict[int, Callable[[Answer, Entry | None], None]] = {
             kinds.ALLGATHER: self._allgather,
             kinds.BROADCAST: self._broadcast,
@@ -124,6 +125,44 @@ class Executor:
             self._engine.timeline.activity(answers, what)
 
     # --- all-reduce ---
+
+    def frozen(self, answers: list[Answer], entries: Sequence[Entry | None], flag: bool) -> bool:
+        """A step of the frozen schedule. flag: raise ours. Gives whether any rank raised its flag:
+        nothing was written to the outputs then.
+
+        The buffer with the flag's place is kept, so that a step is a copy in, a reduction, a copy
+        out.
+        """
+        entry, answer = entries[0], answers[0]
+        if len(entries) > 1 or entry is None or len(entry.inputs) > 1 or answer.gpu:
+            return self.allreduce(answers, entries, flag)
+        source = entry.inputs[0]
+        if source.dtype in _WIDER_ON_CPU or answer.factors != (1.0, 1.0):
+            return self.allreduce(answers, entries, flag)
+        key = (answer.name, source.dtype, source.numel())
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            if len(self._buffers) > 64:
+                self._buffers.clear()
+            work = source.new_empty(source.numel() + 1)
+            buffer = self._buffers[key] = work, work[:-1], work[-1:]
+        work, data, lane = buffer
+        made = self._set(answer)
+        with torch.no_grad():
+            self._begin(answers)
+            data.copy_(source.view(-1))
+            lane.fill_(answer.op in (Min, Product))
+            self._activity(answers, "GLOO_ALLREDUCE")
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPS[answer.op]  # type: ignore[assignment]
+            made.cpu.allreduce([work], options).wait()  # type: ignore[union-attr]
+            if (lane.item() != 0) != (answer.op in (Min, Product)):
+                self._end(answers)
+                return True
+            result = _finished(data, answer, len(made.ranks))
+            (entry.outputs or ())[0].view(-1).copy_(result)
+            self._end(answers)
+            return False
 
     def allreduce(
         self, answers: list[Answer], entries: Sequence[Entry | None], flag: bool | None
@@ -257,7 +296,9 @@ class Executor:
                     group = made.cuda if on_gpu else made.cpu
                     dist.all_reduce(work, _OPS[answer.op], group=group)
                 part = work.narrow(0, start, count)
-            outputs.append(_finished(part, answer, size).to(source.dtype, copy=not on_gpu or over))
+            outputs.append(
+                _finished(part, answer, size).to(source.dtype, copy=not on_gpu or over > 0)
+            )
         entry.outputs = [output.contiguous() for output in outputs]
 
     def _allgather(self, answer: Answer, entry: Entry | None) -> None:

@@ -1,10 +1,10 @@
 """The timeline of Horovod's operations, in Chrome's trace format (chrome://tracing, Perfetto).
 
-Rank 0 writes it. As upstream's, each tensor is a process of the trace: NEGOTIATE_<OP> from the first
-rank's announcement to the last's, with a mark for each rank, then <OP> with what was done inside:
-QUEUE, MEMCPY_IN_FUSION_BUFFER, NCCL_ or GLOO_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER. The end of <OP>
-carries dtype, shape, bytes, the bucket (the operations that went together) and the algorithm.
-Cycles are CYCLE_START. An operation of a frozen schedule has no negotiation.
+Rank 0 writes it. As upstream's, each tensor is a process of the trace: NEGOTIATE_<OP> from the
+first rank's announcement to the last's, with a mark for each rank, then <OP> with what was done
+inside: QUEUE, MEMCPY_IN_FUSION_BUFFER, NCCL_ or GLOO_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER. The end
+of <OP> carries dtype, shape, bytes, the bucket (the operations that went together) and the
+algorithm. Cycles are CYCLE_START. An operation of a frozen schedule has no negotiation.
 
 The file is a JSON array; it is complete after `stop`, and what is there before can be opened too.
 """
@@ -42,7 +42,7 @@ class Timeline:
         """Write into `path` from now on; what was written elsewhere is completed."""
         with self._lock:
             self.stop()
-            self._file = Path(path).open("w", encoding="utf-8")
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open until `stop`
             self._file.write("[\n")
             self._pids, self._doing, self._mark_cycles = {}, {}, mark_cycles
             epoch = int((time.time() - self._now()) * 1e6)

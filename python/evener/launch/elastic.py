@@ -414,8 +414,10 @@ class ElasticJob:
             "EVENER_ELASTIC_WORKER": str(number),
             "PYTHONUNBUFFERED": self._env.get("PYTHONUNBUFFERED") or "1",
         }
-        if "OMP_NUM_THREADS" not in self._env:
-            env.setdefault("OMP_NUM_THREADS", "1")
+        # torch's watchdog would end a process whose peer has died; that is evener.comm.elastic's.
+        for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")):
+            if name not in self._env:
+                env.setdefault(name, value)
         remote = not is_local(host)
         if remote:
             env = {**remote_env(self._env), **env}

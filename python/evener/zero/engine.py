@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -129,6 +130,8 @@ class Engine:
         self._cursor = 0
         self._in_pass = False
         self._in_flight: list[tuple[Event, Any]] = []
+        self._freed: list[tuple[int, int, Event]] = []
+        self._freed_lock = threading.Lock()
         self._closed = False
         self.spans = offload.spans if offload else Spans(device)
         self._offload = offload
@@ -260,14 +263,13 @@ class Engine:
         return dict(self._lanes.done)
 
     def record(self) -> None:
-        """Record spans from now on, until `recorded`."""
-        self.drain()
+        """Record spans from now on, until `recorded`. Call it between steps."""
         self.spans.start()
         self._step_began = time.perf_counter()
 
     def recorded(self) -> list[Span]:
-        """The spans since `record`, for `evener.zero.report`; recording stops."""
-        self.drain()
+        """The spans since `record`, for `evener.zero.report`; recording stops. The optimizer of
+        the last step goes on and is not in them."""
         return self.spans.stop()
 
     # --- loading and freeing ---
@@ -280,13 +282,11 @@ class Engine:
                     chunk.updated.wait()
                 if chunk.updated_event is not None:
                     self.device.wait("h2d", chunk.updated_event)
-            with (
-                torch.no_grad(),
-                self.device.on("h2d"),
-                self.spans.device("copy", "h2d", chunk.group.name),
-            ):
+            with torch.no_grad(), self.device.on("h2d"):
                 if not chunk.keeps:
                     chunk.allocate()
+                    self._reuse(chunk)
+                begun = self.spans.mark("h2d")
                 weights, size = chunk.states.weights, chunk.states.weights.numel()
                 if self.world == 1:
                     chunk.flat.copy_(weights, non_blocking=True)
@@ -295,10 +295,19 @@ class Engine:
                     mine.copy_(weights, non_blocking=True)
                     assert self._groups is not None
                     dist.all_gather_into_tensor(chunk.flat, mine, group=self._groups[0])
+                self.spans.since(begun, "copy", "h2d", chunk.group.name)
                 chunk.load_event = self.device.record("h2d")
         except BaseException as error:  # noqa: BLE001  # raised again where the chunk is needed
             chunk.error = error
         chunk.ready.set()
+
+    def _reuse(self, chunk: Chunk) -> None:
+        """The copy into a chunk's new memory waits for those who computed in it before."""
+        begin = chunk.flat.data_ptr()
+        with self._freed_lock:
+            before = [e for e in self._freed if e[0] < begin + chunk.bytes and begin < e[1]]
+        for _, _, event in before:
+            self.device.wait("h2d", event)
 
     def _request(self, chunk: Chunk) -> None:
         if chunk.loaded or chunk.requested or (chunk.keeps and not chunk.stale):
@@ -332,8 +341,12 @@ class Engine:
             self._acquire(chunk)
         if chunk.keeps or not chunk.loaded:
             return
-        # What is loaded next may get this memory: it must come after what still computes with it.
-        self.device.wait("h2d", self.device.record("compute"))
+        # What is loaded next may get this memory, and must come after what still computes with it.
+        # Only that: a wait here would also hold up copies that were asked for before.
+        place = chunk.flat.data_ptr()
+        with self._freed_lock:
+            entry = (place, place + chunk.bytes, self.device.record("compute"))
+            self._freed = [*(e for e in self._freed if not e[2].query()), entry]
         chunk.unbind()
         chunk.empty()
         chunk.loaded = False

@@ -13,7 +13,8 @@ updates the others. It is a prefix, so a larger budget never takes a chunk off t
 With exact clipping the optimizer waits for the whole backward pass:
 `T = max(backward, its copies) + max(forward, optimizer on the host, its copies)`, each micro-batch
 before the last without the optimizer. The optimizer runs at the cores' rate, or at that of both
-lanes (see `lanes`) where that was measured to be higher.
+lanes (see `lanes`) where that was measured to be higher: then the streaming lane stands still while
+weights come in by the same wires.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Machine:
     """Bytes of accelerator memory that are gone before the first tensor: the CUDA context."""
     balanced: float = 0.0
     """Parameters/s of the host's cores and the streaming lane together (0: not measured)."""
+    streamed: float = 0.0
+    """Of those, the streaming lane's."""
     slack: float = 0.0
     """Share of the moving memory that the allocator loses between blocks."""
     host_reserve: int = 0
@@ -236,13 +239,16 @@ def _times(
     if work.ranks > 1 and machine.network:
         gathered = total * formats.compute.itemsize * (work.ranks - 1) / work.ranks
         gathered /= machine.network
-    rate = machine.balanced if work.streaming and machine.balanced else machine.host_adam
+    arriving = moved * formats.compute.itemsize / machine.h2d
+    optimizer = updated / machine.host_adam
+    if work.streaming and machine.balanced:
+        optimizer = min(optimizer, (updated + machine.streamed * arriving) / machine.balanced)
     return {
         "forward": forward,
         "backward": forward * (3 if work.checkpointing else 2),
-        "weights in": moved * formats.compute.itemsize / machine.h2d,
+        "weights in": arriving,
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
-        "host optimizer": updated / rate,
+        "host optimizer": optimizer,
         "activations out": work.offloaded / machine.d2h,
         "device optimizer": kept / machine.device_adam,
         "gather": gathered,

@@ -85,7 +85,7 @@ def _probe(
 ) -> Probe:
     cuda = device.type == "cuda"
     # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
-    elements = elements or (32 << 20 if cuda else 2 << 20)
+    elements = elements or (96 << 20 if cuda else 2 << 20)
     dtype = dtype if cuda else torch.float32
 
     def sync() -> None:
@@ -100,14 +100,16 @@ def _probe(
     weights, lower = host.tensor(n, torch.bfloat16), host.tensor(n, torch.int16)
     first, second = host.tensor(n, moments), host.tensor(n, moments)
     gradient = host.tensor(n, torch.bfloat16)
-    there = torch.zeros(n, dtype=torch.bfloat16, device=device)
+    few = min(n, 32 << 20)  # on the accelerator: a probe must not need more than a small budget
+    there = torch.zeros(few, dtype=torch.bfloat16, device=device)
+    window = gradient[:few]
 
     def copy_in() -> None:
-        there.copy_(gradient, non_blocking=True)
+        there.copy_(window, non_blocking=True)
         sync()
 
     def copy_out() -> None:
-        gradient.copy_(there, non_blocking=True)
+        window.copy_(there, non_blocking=True)
         sync()
 
     rule = Rule("adamw")
@@ -115,23 +117,23 @@ def _probe(
     flat = torch.empty(0, dtype=torch.bfloat16, device=device)
     group = Group("probe", 0)
 
-    def rate(streaming: bool, repeats: int) -> float:
-        lanes = Lanes(rule, accelerator, streaming=streaming, slice_numel=n // 8)
+    def rates(streaming: bool) -> tuple[float, float]:
+        lanes = Lanes(rule, accelerator, streaming=streaming, slice_numel=n // 32)
         if threads:
             lanes.threads = threads
         chunk = Chunk(0, group, states, gradient, flat, False, False, flat)
         chunk.steps = 1
         try:
-            return measure(lanes, [Update(chunk, rule.values(), 1.0)], repeats)
+            return measure(lanes, [Update(chunk, rule.values(), 1.0)])
         finally:
             lanes.close()
 
     there_states = States(
         there.clone(),
-        torch.zeros(n, dtype=torch.int16, device=device),
+        torch.zeros(few, dtype=torch.int16, device=device),
         None,
-        torch.zeros(n, dtype=moments, device=device),
-        torch.zeros(n, dtype=moments, device=device),
+        torch.zeros(few, dtype=moments, device=device),
+        torch.zeros(few, dtype=moments, device=device),
     )
     hyper = rule.values()
 
@@ -147,16 +149,17 @@ def _probe(
             torch.mm(a, a)
         sync()
 
-    h2d, d2h = n * 2 / _median(copy_in), n * 2 / _median(copy_out)
-    alone = rate(False, 4)
+    h2d, d2h = few * 2 / _median(copy_in), few * 2 / _median(copy_out)
+    alone, _ = rates(False)
+    cores, streamed = rates(True) if cuda else (0.0, 0.0)
     stop = threading.Event()
 
     def copies() -> None:
         # Weights come in while the optimizer runs: PCIe takes its part of the host's memory too.
         with accelerator.on("h2d"):
-            other = torch.zeros(n, dtype=torch.bfloat16, device=device)
+            other = torch.zeros(few, dtype=torch.bfloat16, device=device)
             while not stop.is_set():
-                other.copy_(weights, non_blocking=True)
+                other.copy_(weights[:few], non_blocking=True)
                 accelerator.record("h2d").synchronize()
                 if not cuda:
                     stop.wait(0.01)
@@ -164,13 +167,12 @@ def _probe(
     beside = threading.Thread(target=copies, daemon=True)
     beside.start()
     try:
-        together = rate(False, 3)
-        both = rate(True, 4) if cuda else 0.0
+        together, _ = rates(False)
     finally:
         stop.set()
         beside.join()
     flops = 4 * 2 * size**3 / _median(product)
-    device_adam = n / _median(on_device)
+    device_adam = few / _median(on_device)
     context = 0
     if cuda:
         free, total = torch.cuda.mem_get_info(device)
@@ -185,7 +187,8 @@ def _probe(
         host_adam=min(alone, together),
         device_adam=device_adam,
         reserve=context,
-        balanced=both,
+        balanced=cores + streamed,
+        streamed=streamed,
         slack=0.12 if cuda else 0.0,
     )
     return Probe(

@@ -171,6 +171,7 @@ def _legend() -> str:
 
 def _timeline(spans: list[Span]) -> str:
     steps = [span for span in spans if span.kind == "step"]
+    steps = steps[1:] or steps  # as in `summary`
     if not steps:
         return "<p>No whole step was recorded.</p>"
     begin, end = min(s.begin for s in steps), max(s.end for s in steps)

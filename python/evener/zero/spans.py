@@ -135,6 +135,8 @@ def summary(spans: list[Span]) -> dict[str, Any]:
     optimizer ran. exposed optimizer: the optimizer's time in which the accelerator did not compute.
     """
     steps = [span for span in spans if span.kind == "step"]
+    # The first one was begun before the recording, by the optimizer of the step before it.
+    steps = steps[1:] or steps
     count = max(1, len(steps))
     begin = min((s.begin for s in steps), default=0.0)
     end = max((s.end for s in steps), default=0.0)

@@ -13,7 +13,7 @@ from evener.errors import UsageError
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device
 from evener.zero.host import HostMemory, pages
-from evener.zero.hyper import SLICE, Rule, States, part
+from evener.zero.hyper import Rule, States, part
 from evener.zero.units import Group, Unit
 
 ALIGN = 8
@@ -87,6 +87,9 @@ def _host_dtypes(group: Group, formats: Formats, rule: Rule) -> list[torch.dtype
         dtypes.append(torch.float32)
     return [*dtypes, *[formats.moments] * rule.moments, formats.gradient]
 
+
+FILL = 2 << 20
+"""Elements that are filled at a time."""
 
 Source = Callable[[str, nn.Parameter], torch.Tensor]
 """Gives the initial value of a parameter by its name."""
@@ -209,8 +212,8 @@ def _fill(
         flat = given.detach().reshape(-1)
         # Its own memory goes now, so that the model is never there twice.
         piece.parameter.data = torch.empty(0, dtype=chunk.flat.dtype, device=device.device)
-        for start in range(0, piece.numel, SLICE):
-            stop = min(start + SLICE, piece.numel)
+        for start in range(0, piece.numel, FILL):
+            stop = min(start + FILL, piece.numel)
             values = flat[start:stop].to(device.device, dtype)
             if world > 1:
                 values = values.contiguous()

@@ -38,6 +38,64 @@ class Column:
 # DDP's way: then the distance stays below the length of DDP's own update.
 _LOSSY = 1.0
 
+# Every form of evener.comm.wires: title, what it does, and how far the first update may be from
+# DDP's. (Said here once more, because importing torch to show a help text takes seconds; a test
+# holds the two together.)
+MODES: dict[str, tuple[str, str, float]] = {
+    "exact": ("exact", "FP32 sums, nothing is rounded on the wire", 0.02),
+    "fp16": ("FP16", "FP16 between nodes", 0.02),
+    "bf16": ("BF16", "BF16 between nodes", 0.05),
+    "int8": ("INT8", "8-bit integers in blocks between nodes, with error feedback", 0.05),
+    "topk": (
+        "top-k",
+        "only the largest gradients between nodes, with error feedback",
+        _LOSSY,
+    ),
+    "topk-chunk": (
+        "top-k in chunks",
+        "the largest of every 4,096 gradients between nodes, with error feedback",
+        _LOSSY,
+    ),
+}
+
+
+def _modes() -> Iterable[Column]:
+    for name, (title, what, tolerance) in MODES.items():
+        yield Column(
+            name,
+            f"Evener {title}",
+            f"two levels, {what}",
+            "evener",
+            {"algorithm": "2d", "wire": name},
+            tolerance=tolerance,
+            evener=True,
+        )
+
+
+def _overlapped() -> Iterable[Column]:
+    """With the optimizer given to accelerate(); and the planner's choice, down to four floors."""
+    for name, (title, _, tolerance) in MODES.items():
+        yield Column(
+            f"{name}-overlap",
+            f"{title} + overlap",
+            f"as {name}, and the optimizer's step overlaps the next forward",
+            "evener",
+            {"algorithm": "2d", "wire": name, "overlap": True},
+            tolerance=tolerance,
+            evener=True,
+        )
+    for floor in ("exact", "fp16", "int8", "topk"):
+        yield Column(
+            f"auto-{floor}",
+            f"planned, {MODES[floor][0]}",
+            f"the planner's choice, down to {floor}, with overlap across the step",
+            "evener",
+            {"mode": "auto", "floor": floor, "overlap": True},
+            tolerance=MODES[floor][2],
+            evener=True,
+        )
+
+
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
@@ -68,81 +126,8 @@ COLUMNS: dict[str, Column] = {
             tolerance=_LOSSY,
             gpu_only="the hook mixes up its collectives over Gloo when there are several buckets",
         ),
-        Column(
-            "exact",
-            "Evener exact",
-            "two levels, FP32 sums, nothing is rounded on the wire",
-            "evener",
-            {"algorithm": "2d", "wire": "exact"},
-            evener=True,
-        ),
-        Column(
-            "fp16",
-            "Evener FP16",
-            "two levels, FP16 between nodes",
-            "evener",
-            {"algorithm": "2d", "wire": "fp16"},
-            evener=True,
-        ),
-        Column(
-            "bf16",
-            "Evener BF16",
-            "two levels, BF16 between nodes",
-            "evener",
-            {"algorithm": "2d", "wire": "bf16"},
-            tolerance=0.05,
-            evener=True,
-        ),
-        Column(
-            "topk",
-            "Evener top-k",
-            "two levels, only the largest gradients between nodes, with error feedback",
-            "evener",
-            {"algorithm": "2d", "wire": "topk"},
-            tolerance=_LOSSY,
-            evener=True,
-        ),
-        Column(
-            "exact-overlap",
-            "exact + overlap",
-            "as exact, and the optimizer's step overlaps the next forward",
-            "evener",
-            {"algorithm": "2d", "wire": "exact", "overlap": True},
-            evener=True,
-        ),
-        Column(
-            "fp16-overlap",
-            "FP16 + overlap",
-            "as fp16, and the optimizer's step overlaps the next forward",
-            "evener",
-            {"algorithm": "2d", "wire": "fp16", "overlap": True},
-            evener=True,
-        ),
-        Column(
-            "topk-overlap",
-            "top-k + overlap",
-            "as topk, and the optimizer's step overlaps the next forward",
-            "evener",
-            {"algorithm": "2d", "wire": "topk", "overlap": True},
-            tolerance=_LOSSY,
-            evener=True,
-        ),
-        Column(
-            "plan-exact",
-            "planned, exact",
-            "the planner's choice among lossless ways, with overlap across the step",
-            "evener",
-            {"mode": "exact", "overlap": True},
-            evener=True,
-        ),
-        Column(
-            "plan-auto",
-            "planned, FP16",
-            "the planner's choice down to FP16, with overlap across the step",
-            "evener",
-            {"mode": "auto", "floor": "fp16", "overlap": True},
-            evener=True,
-        ),
+        *_modes(),
+        *_overlapped(),
     )
 }
 
@@ -173,6 +158,15 @@ def parse(text: str) -> tuple[Column, ...]:
     if not names:
         raise UsageError(f"{text!r} names no column", f"choose from {', '.join(COLUMNS)}")
     return tuple({entry.name: entry for entry in map(column, names)}.values())
+
+
+def modes(text: str) -> str:
+    """`exact,int8` as names of columns: Evener's modes only. Raises UsageError."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in MODES:
+            raise UsageError(f"there is no mode {name!r}", f"choose from {', '.join(MODES)}")
+    return ",".join(names)
 
 
 def listing() -> Iterable[tuple[str, str]]:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from evener.bench.train import (
@@ -87,6 +88,12 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     help="Ways to combine gradients, side by side; see below.",
 )
 @click.option(
+    "--modes",
+    metavar="MODES",
+    help="Evener's modes to compare with DDP, such as exact,int8,topk: columns ddp and these; or "
+    "behind those of --columns, where that is given too.",
+)
+@click.option(
     "--rows",
     default=",".join(plan.ROWS),
     show_default=True,
@@ -153,7 +160,7 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     type=click.FloatRange(0, 1, min_open=True),
     default=0.01,
     show_default=True,
-    help="Share of the gradients that column topk sends.",
+    help="Share of the gradients that columns topk and topk-chunk send.",
 )
 @click.option(
     "--lr",
@@ -207,6 +214,10 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     The ranks are simulated nodes (--lab), the ranks of the launcher that started it (torchrun,
     mpirun, evener launch; or --hosts), or processes of this machine.
     """
+    if given["modes"]:
+        asked = ctx.get_parameter_source("column_names") == ParameterSource.COMMANDLINE
+        beside = given["column_names"] if asked else columns.REFERENCE
+        given["column_names"] = f"{beside},{columns.modes(given['modes'])}"
     if given["list_models"]:
         _list_models()
         return

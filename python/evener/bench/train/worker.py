@@ -32,6 +32,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from evener.bench.train import guard, models, nccl, wrap
 from evener.bench.train.columns import Column
 from evener.bench.train.plan import Options
+from evener.settings import LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -80,6 +81,9 @@ def execute(task: Task, options: Options, column: Column, report: Report) -> Non
 
 
 def _enter_group(task: Task, column: Column) -> None:
+    # These would overrule the column.
+    for setting in (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO):
+        os.environ.pop(setting.name, None)
     os.environ.update(
         RANK=str(task.rank),
         WORLD_SIZE=str(task.world),

@@ -97,8 +97,7 @@ def _evener(
 
     wrapped = _ddp(model, optimizer, device, column, options)
     given: dict[str, Any] = dict(column.options)
-    if given.get("wire") == "topk":
-        given["ratio"] = options.topk_ratio
+    given["ratio"] = options.topk_ratio
     overlapped = optimizer if given.pop("overlap", False) else None
     return accelerate(wrapped, overlapped, **given)
 

@@ -21,6 +21,7 @@ import logging
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -89,6 +90,8 @@ class StepOverlap:
             ),
         ]
         interpose.watch(self)
+        own = weakref.WeakMethod(self.finish)
+        reducer.finish = lambda: None if (call := own()) is None else call("a checkpoint")
 
     def _step_method(self) -> Callable[..., Any]:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,10 +125,13 @@ class StepOverlap:
     def backward_ended(self, at_once: bool) -> None:
         """All gradients came and were submitted. `at_once`: take an ordinary step."""
         with self._lock:
-            if at_once or self.off or self.reducer.measuring:
+            capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+            if at_once or self.off or self.reducer.ends_together or capturing:
                 self.reducer.apply()
                 return
             self.reducer.defer()
+            if self._stream is not None:
+                self._step_stream = torch.cuda.current_stream(self.device)
             self._look_at_layout()
             self.state = State.REDUCING
             self._arm(range(len(self._members)))
@@ -159,8 +165,9 @@ class StepOverlap:
                     self.reducer.wait(bucket)
                     optimizers.update(self.optimizer, self._groups.get(bucket, []))
                     self._events[bucket] = self._stream.record_event()
+                # Here, on the stream that waits for all of them: it may look at what they measured.
+                self.reducer.end_step()
             self._groups.clear()
-            self.reducer.end_step()
         self.state = State.DEFERRED
         self._arm(self._waiting)
 
@@ -232,8 +239,7 @@ class StepOverlap:
                 self._disarm(range(len(self._members)))
                 self.state = State.IDLE
             elif self.state is State.REDUCING:
-                for bucket in self.reducer.sequence:
-                    self.reducer.wait(bucket)
+                self._wait_for_all()
                 self._disarm(range(len(self._members)))
                 self.state = State.IDLE
                 self.reducer.end_step()
@@ -242,6 +248,17 @@ class StepOverlap:
                     self._land(bucket)
             if on_host and self._stream is not None:
                 torch.cuda.current_stream(self.device).synchronize()
+
+    def _wait_for_all(self) -> None:
+        """All reductions: for whoever asks, and for the stream that step() will be called on."""
+        for bucket in self.reducer.sequence:
+            self.reducer.wait(bucket)
+        if self._stream is not None and (
+            torch.cuda.current_stream(self.device) != self._step_stream
+        ):
+            with torch.cuda.stream(self._step_stream):
+                for bucket in self.reducer.sequence:
+                    self.reducer.wait(bucket)
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:

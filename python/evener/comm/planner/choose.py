@@ -8,15 +8,14 @@ again, harshest first, as long as the step stays as short as the best that was r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evener.comm.overlap.order import issue_order
-from evener.comm.planner.costs import LADDER, Costs
+from evener.comm.planner.costs import Costs
+from evener.comm.planner.sequence import best_sequence, first_sequence
 from evener.comm.planner.simulate import Played, play
 from evener.comm.profile import StepProfile
-from evener.errors import UsageError
 
 # A step this close to its compute time, or to the best one, counts as equal.
 TOLERANCE = 0.01
@@ -52,37 +51,27 @@ class Decision:
         return {**dataclasses.asdict(self), "hidden": self.hidden}
 
 
-def ladder(floor: str, known: Sequence[str]) -> tuple[str, ...]:
-    """The forms from "exact" to `floor`, of those that are `known` here. Raises UsageError."""
-    if floor not in known or floor not in LADDER:
-        allowed = [form for form in LADDER if form in known]
-        raise UsageError(f"floor={floor!r} cannot be", f"choose from {', '.join(allowed)}")
-    return tuple(f for f in LADDER[: LADDER.index(floor) + 1] if f in known)
-
-
 def choose(
     profile: StepProfile,
     costs: Costs,
+    forms: Sequence[str],
     *,
-    floor: str = "exact",
-    forced: str = "",
     overlap: bool = False,
     algorithm: str = "auto",
-    keep_exact_below: int = 0,
+    allowed: Callable[[int, str], bool] | None = None,
 ) -> Decision:
-    """The decision. `forced`: this form for all, in place of a choice down to `floor`.
+    """The decision. `forms`: from the mildest to the harshest that may be taken; one: forced.
 
-    `algorithm`: "2d" or "flat" where it is not free. `keep_exact_below`: buckets whose shard is
-    smaller, in bytes, stay exact.
+    `algorithm`: "2d" or "flat" where it is not free. `allowed(bucket, form)`: what is not stays
+    exact.
     """
-    forms = (forced,) if forced else ladder(floor, list(costs.exchange))
-    search = _Search(profile, costs, forms, overlap, algorithm, keep_exact_below)
+    search = _Search(profile, costs, forms, overlap, algorithm, allowed)
     exact = search.exact()
-    chosen, played = search.run()
+    chosen, sequence, played = search.run()
     choices = tuple(search.choice(b, level) for b, level in enumerate(chosen))
     return Decision(
         choices,
-        search.sequence(chosen),
+        sequence,
         overlap,
         profile.compute_ms,
         played.step_ms,
@@ -98,15 +87,17 @@ class _Search:
         forms: Sequence[str],
         overlap: bool,
         algorithm: str,
-        keep_exact_below: int,
+        allowed: Callable[[int, str], bool] | None,
     ) -> None:
         self.profile, self.costs, self.forms = profile, costs, list(forms)
         self.overlap, self.algorithm = overlap, algorithm
-        self.exact_only = [b.bytes / costs.per_node < keep_exact_below for b in profile.buckets]
+        self.allowed = allowed or (lambda *_: True)
         self._choices: dict[tuple[int, str], Choice] = {}
 
     def choice(self, bucket: int, level: int) -> Choice:
-        form = "exact" if self.exact_only[bucket] else self.forms[level]
+        form = self.forms[level]
+        if form != "exact" and not self.allowed(bucket, form):
+            form = "exact"
         key = (bucket, form)
         if key not in self._choices:
             self._choices[key] = self._best_algorithm(self.profile.buckets[bucket].bytes, form)
@@ -123,39 +114,46 @@ class _Search:
         faster = max(flat.stages_ms) < (1 - TOLERANCE) * max(two.stages_ms)
         return flat if faster else two
 
-    def sequence(self, levels: Sequence[int]) -> tuple[int, ...]:
-        buckets = self.profile.buckets
-        if not self.overlap:
-            return tuple(sorted(range(len(buckets)), key=lambda b: (buckets[b].ready_ms, b)))
-        return issue_order(
-            [b.ready_ms for b in buckets],
-            [b.need_ms for b in buckets],
-            [max(self.choice(b, level).stages_ms) for b, level in enumerate(levels)],
-        )
+    def stages(self, levels: Sequence[int]) -> list[tuple[float, float, float]]:
+        return [self.choice(b, level).stages_ms for b, level in enumerate(levels)]
 
-    def play(self, levels: Sequence[int]) -> Played:
-        stages = [self.choice(b, level).stages_ms for b, level in enumerate(levels)]
-        return play(self.profile, stages, self.sequence(levels), self.overlap)
+    def play(self, levels: Sequence[int], sequence: Sequence[int] | None = None) -> Played:
+        stages = self.stages(levels)
+        if sequence is None:
+            sequence = first_sequence(self.profile, stages, self.overlap)
+        return play(self.profile, stages, sequence, self.overlap)
+
+    def best(self, levels: Sequence[int]) -> tuple[int, ...]:
+        return best_sequence(self.profile, self.stages(levels), self.overlap)
 
     def exact(self) -> Played:
         forms, self.forms = self.forms, ["exact"]
         try:
-            return self.play([0] * len(self.profile.buckets))
+            levels = [0] * len(self.profile.buckets)
+            return self.play(levels, self.best(levels))
         finally:
             self.forms = forms
 
-    def run(self) -> tuple[list[int], Played]:
+    def run(self) -> tuple[list[int], tuple[int, ...], Played]:
         levels = [0] * len(self.profile.buckets)
-        played = self.play(levels)
-        best, best_levels = played, list(levels)
         goal = self.profile.compute_ms * (1 + TOLERANCE)
-        while best.step_ms > goal and (harsher := self._harsher(levels)) is not None:
+        best = self._ordered(levels)
+        while best[2].step_ms > goal and (harsher := self._harsher(levels)) is not None:
             levels[harsher[0]] = harsher[1]
             played = self.play(levels)
-            if played.step_ms < best.step_ms:
-                best, best_levels = played, list(levels)
-        hidden = best.step_ms <= goal
-        return self._milder(best_levels, goal if hidden else best.step_ms * (1 + TOLERANCE))
+            if played.step_ms < best[2].step_ms:
+                best = (
+                    list(levels),
+                    first_sequence(self.profile, self.stages(levels), self.overlap),
+                    played,
+                )
+        best = min(best, self._ordered(best[0]), key=lambda found: found[2].step_ms)
+        hidden = best[2].step_ms <= goal
+        return self._milder(*best, goal if hidden else best[2].step_ms * (1 + TOLERANCE))
+
+    def _ordered(self, levels: Sequence[int]) -> tuple[list[int], tuple[int, ...], Played]:
+        sequence = self.best(levels)
+        return list(levels), sequence, self.play(levels, sequence)
 
     def _harsher(self, levels: Sequence[int]) -> tuple[int, int] | None:
         """The step down the ladder that spares the longest lane most: (bucket, level)."""
@@ -170,16 +168,17 @@ class _Search:
                     break  # a harsher form that saves nothing is passed over
         return found
 
-    def _milder(self, levels: list[int], limit: float) -> tuple[list[int], Played]:
-        played = self.play(levels)
+    def _milder(
+        self, levels: list[int], sequence: tuple[int, ...], played: Played, limit: float
+    ) -> tuple[list[int], tuple[int, ...], Played]:
         order = sorted(
             range(len(levels)), key=lambda b: (-levels[b], self.profile.buckets[b].bytes)
         )
         for bucket in order:
             for level in range(levels[bucket]):
                 tried = [*levels[:bucket], level, *levels[bucket + 1 :]]
-                result = self.play(tried)
+                result = self.play(tried, sequence)
                 if result.step_ms <= limit:
                     levels, played = tried, result
                     break
-        return levels, played
+        return levels, sequence, played

@@ -16,10 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# From the mildest to the harshest. BF16 keeps fewer digits than FP16 at the same size, so it is
-# never a better step on this way; it can be forced.
-LADDER = ("exact", "fp16", "int8", "topk-chunk", "topk")
-
 
 @dataclass(frozen=True)
 class Curve:

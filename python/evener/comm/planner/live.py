@@ -2,9 +2,10 @@
 
 Each reducer has one. After the profiled step it probes the network (once, about a second), rank 0
 chooses, and every rank takes over the same decision. Then, every `WATCH_EVERY` steps, one step's
-exchanges between nodes are timed and rank 0 logs what was predicted beside what was measured; where
+exchanges between nodes are timed and rank 0 logs what was predicted beside what was measured. Where
 they are apart by more than `DRIFT` in two of these in a row, the network is not the one that was
-probed, and everything is done again.
+probed, and everything is done again; from then on the first measurement after a decision is what
+later ones are held against, so that a model of the network that is wrong here is not asked forever.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from evener.comm import wires
 from evener.comm.planner import choose, probe
 from evener.comm.planner.choose import Decision
-from evener.comm.planner.costs import LADDER, Costs
+from evener.comm.planner.costs import Costs
 from evener.comm.profile import Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
@@ -33,14 +34,12 @@ _STRIKES = 2
 Measure = Callable[[StepProfile], Costs]
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What the planner may do. `mode`: "exact", "auto" (down to `floor`), or a form for all."""
-
-    mode: str = "exact"
-    floor: str = "exact"
-    algorithm: str = "auto"
-    keep_exact_below: int = 0
+def ladder(floor: str) -> tuple[str, ...]:
+    """The forms from "exact" to `floor`: what each falls back to, the other way round."""
+    found = [floor]
+    while found[-1] != "exact":
+        found.append(wires.get(found[-1]).milder)
+    return tuple(reversed(found))
 
 
 class Planner:
@@ -49,14 +48,14 @@ class Planner:
     def __init__(
         self,
         reducer: Reducer,
-        policy: Policy,
         *,
         overlap: bool,
         measure: Measure | None = None,
         watch_every: int = WATCH_EVERY,
     ) -> None:
         """`measure`: in place of the probe, for tests; collective as the probe is."""
-        self.reducer, self.policy, self.overlap = reducer, policy, overlap
+        self.reducer, self.overlap = reducer, overlap
+        self.forms = ladder(reducer.options.floor)
         self.decision: Decision | None = None
         self.costs: Costs | None = None
         self.measured_ms: float | None = None
@@ -65,6 +64,8 @@ class Planner:
         self._strikes = 0
         self._steps = 0
         self._since: float | None = None
+        self._decisions = 0
+        self._first: float | None = None
         self._watch: Recorder | None = None
 
     def decide(self, profile: StepProfile | None) -> None:
@@ -86,39 +87,33 @@ class Planner:
             [(choice.algorithm, choice.form) for choice in self.decision.choices],
             self.decision.sequence,
         )
+        for exchange, choice in zip(self.reducer.exchanges, self.decision.choices, strict=True):
+            exchange.predicted_ms = choice.stages_ms[1]
         self._strikes = self._steps = 0
-        self._since = None
+        self._since = self._first = None
+        self._decisions += 1
         if self.reducer.communicators.rank == 0:
             self._log(agreed)
 
     def _choose(self, profile: StepProfile, costs: Costs) -> Decision:
-        policy = self.policy
-        forced = policy.mode if policy.mode not in ("exact", "auto") else ""
         return choose.choose(
             profile,
             costs,
-            floor="exact" if policy.mode == "exact" else policy.floor,
-            forced=forced,
+            self.forms,
             overlap=self.overlap,
-            algorithm=policy.algorithm,
-            keep_exact_below=policy.keep_exact_below,
+            algorithm=self.reducer.options.algorithm,
+            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
         )
 
     def _probe(self, profile: StepProfile) -> Costs:
         sizes = [bucket.bytes for bucket in profile.buckets]
-        route = self.reducer.communicators.route
-        if self.policy.mode == "exact":
-            forms: tuple[str, ...] = ("exact",)
-        elif self.policy.mode == "auto":
-            forms = choose.ladder(self.policy.floor, LADDER)
-        else:
-            forms = ("exact", self.policy.mode)
-        if route.levels.nodes == 1:
-            forms = ("exact",)  # nothing crosses a network
-        known = self.reducer.forms()
-        wires = {form: self.reducer.make_wire(form, route) for form in forms if form in known}
-        measured = probe.Probe(self.reducer.communicators)
-        return measured.costs(wires, (min(sizes), max(sizes)), flat=self.policy.algorithm != "2d")
+        communicators, options = self.reducer.communicators, self.reducer.options
+        # One node: nothing crosses a network.
+        forms = self.forms if communicators.route.levels.nodes > 1 else ("exact",)
+        made = {form: wires.get(form)(communicators.route, options) for form in forms}
+        return probe.Probe(communicators).costs(
+            made, (min(sizes), max(sizes)), flat=options.algorithm != "2d"
+        )
 
     # --- watching ---
 
@@ -149,7 +144,10 @@ class Planner:
         if self._since is not None:
             self.measured_ms = (now - self._since) * 1e3 / self._every
         self._since = now
-        apart = max(measured / expected, expected / max(measured, 1e-9)) if expected else 1.0
+        if self._first is None:
+            self._first = measured
+        held = expected if self._decisions == 1 else self._first
+        apart = max(measured / held, held / max(measured, 1e-9)) if held else 1.0
         self._strikes = self._strikes + 1 if apart > DRIFT else 0
         box: list[Any] = [self._strikes >= _STRIKES]
         rank = self.reducer.communicators.rank

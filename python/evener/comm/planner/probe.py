@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from evener.comm.buckets import ALIGN, Bucket, padded
+from evener.comm.buckets import ALIGN, padded
 from evener.comm.groups import Communicators, Group
 from evener.comm.planner.costs import Costs, Curve
+from evener.comm.state import ShardState
 from evener.comm.wires import Wire
 
 logger = logging.getLogger("evener.comm")
@@ -34,6 +35,7 @@ class Probe:
     def __init__(self, communicators: Communicators) -> None:
         self.communicators = communicators
         self.device = communicators.device
+        self._states: dict[tuple[str, int], ShardState] = {}
 
     def costs(self, wires: Mapping[str, Wire], sizes: tuple[int, int], *, flat: bool) -> Costs:
         """Costs for buckets from `sizes[0]` to `sizes[1]` bytes, of FP32 gradients.
@@ -77,17 +79,16 @@ class Probe:
         dist.all_gather_into_tensor(whole, shard, group=group.handle)
 
     def _exchange(self, shard: torch.Tensor, wire: Wire) -> None:
-        # A bucket a size, with a number that none of training's has: a wire may keep residuals.
-        wire.exchange(Bucket(-shard.numel(), shard, ()), shard)
+        # Some forms keep residuals, which must have the shard's length.
+        key = (wire.name, shard.numel())
+        wire.exchange(shard, self._states.setdefault(key, ShardState(0)))
 
     def _curve(self, sizes: tuple[int, int], operation: Callable[[torch.Tensor], None]) -> Curve:
-        small = max(sizes[0], _LEAST_BYTES)
+        large = min(max(sizes[1], 4 * _LEAST_BYTES), _MOST_BYTES)
+        small = max(min(sizes[0], large // 4), _LEAST_BYTES)
         points = [(float(small), self._time(small, operation))]
-        large = min(max(sizes[1], 4 * small), _MOST_BYTES)
-        while large > small:
-            # What the small one says of the large one: latency makes it too much, never too little.
-            if points[0][1] * large / small <= MOST_MS or large <= 4 * small:
-                break
+        # What the small one says of the large one: latency makes it too much, never too little.
+        while large >= 8 * small and points[0][1] * large / small > MOST_MS:
             large //= 2
         points.append((float(large), self._time(large, operation)))
         middle = int((small * large) ** 0.5)

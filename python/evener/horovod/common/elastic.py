@@ -22,6 +22,7 @@ from enum import IntFlag
 from typing import Any
 
 from evener.comm import elastic
+from evener.errors import EvenerError
 from evener.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from evener.log import info0, logger
 
@@ -160,8 +161,8 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     kept = _kept(state)
                     needs_sync = not interrupt.skip_sync or not kept
                     logger.info("hosts have changed: entering the new world")
-                except RuntimeError as error:
-                    # NCCL's own error, where the generation is broken, means the same.
+                except (RuntimeError, EvenerError) as error:
+                    # NCCL's own error, or comm's in backward, means the same in a broken world.
                     if not isinstance(error, HorovodInternalError) and not elastic.broken():
                         raise
                     info0("back to the last commit: %s", elastic.broken() or error)

@@ -10,7 +10,7 @@ p + Adasum(d_0, d_1, ...). All updates of a step are combined in one grouped ope
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -60,11 +60,9 @@ class _Adasum:
     def synchronize(self) -> None:
         """Nothing: gradients are not reduced."""
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
         """Raises AssertionError, as upstream: there is nothing to skip."""
         raise AssertionError("skip_synchronize() is not supported with op=hvd.Adasum")
-        yield
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The wrapped optimizer's step, then the combination of all ranks' changes."""

@@ -51,9 +51,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Find the other ranks and start. Collective; does nothing where it is done already.
 
     comm: None or the list of all ranks; NotBuiltError for others. process_sets: those that exist
-    from the start, a list of ProcessSet, the same on all ranks; or "dynamic". Raises RendezvousError
-    where the ranks do not find each other, SettingError for a bad variable, ValueError for a set
-    that cannot be.
+    from the start, a list of ProcessSet, the same on all ranks; or "dynamic". Raises
+    RendezvousError where the ranks do not find each other, SettingError for a bad variable,
+    ValueError for a set that cannot be.
     """
     STATE.init(comm, process_sets)
 
@@ -572,8 +572,13 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: Any = global_process_set) -> None:
-    """Wait until all ranks of the set are here."""
-    synchronize(start.submit(kinds.BARRIER, process_set, None, urgent=True, finish=None))
+    """Wait until all ranks of the set are here.
+
+    As upstream's it is announced at the end of a cycle (HOROVOD_CYCLE_TIME), together with what was
+    submitted before it.
+    """
+    handle = start.submit(kinds.BARRIER, process_set, None, urgent=False, finish=None)
+    STATE.engine.synchronize(handle, at_once=False)
 
 
 def join(device: int = -1) -> int:

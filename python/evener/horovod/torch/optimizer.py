@@ -138,17 +138,17 @@ class _Distributed:
     backward_passes_per_step: int
     param_groups: list[dict[str, Any]]
 
-    def _arm(self) -> None:
-        """Make the reducer of this world, if that is not done. Collective.
+    def _arm(self) -> bool:
+        """Make the reducer of this world, if that is not done: whether it was. Collective.
 
         In an elastic job that is in the first step after each change: a newcomer makes its
         optimizer while the others are elsewhere. In that step nothing overlaps with backward.
         """
         if self._generation == rendezvous.generation():
-            return
+            return False
         self._generation, self._reducer = rendezvous.generation(), None
         if not self._reduces or not self.process_set.included() or self.process_set.size() == 1:
-            return
+            return False
         self._reducer = reducer = self._make_reducer()
         reducer.set_passes(self.backward_passes_per_step)
         reducer.densifies = self.sparse_as_dense
@@ -169,6 +169,7 @@ class _Distributed:
                 optimizer._reducer = None
 
         STATE.at_shutdown(self, disarm)
+        return True
 
     def _submit_sparse(self, index: int) -> None:
         assert self._reducer is not None
@@ -199,9 +200,11 @@ class _Distributed:
 
         A parameter without a gradient counts as zeros, and has one afterwards.
         """
-        self._arm()
+        armed = self._arm()
         if self._reducer is not None:
             try:
+                if armed:
+                    self._reducer.catch_up()
                 self._reducer.flush()
                 self._reducer.apply()
                 self._finish_sparse()

@@ -1,0 +1,229 @@
+"""What each form on the wire costs in accuracy: a small CNN on scikit-learn's digits, on a CPU.
+
+    python benchmarks/accuracy_digits.py [--seeds 5] [--epochs 25] [--only sgd:topk,adamw:int8] \
+        [--guard-steps 0] [--json FILE]
+
+Two ranks that pretend to be two nodes train the same model from the same start on the same batches,
+once for every form, optimizer and seed. Reported: accuracy on 360 held-out pictures, and the paired
+difference to exact with its 95% interval (Student's t over the seeds). Digits ship with
+scikit-learn: 1,797 pictures of 8 x 8, nothing to download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from evener import __version__
+from evener.ddp import accelerate
+
+TEST = 360
+BATCH = 32
+RANKS = 2
+# Student's t for a 95% interval, by the number of differences.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 10: 2.262}
+# The model is small: without this everything would be sent exactly. And rank r is on node r.
+ENVIRONMENT = {"LIGHT_TOPK_THRESHOLD": "0", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train. `momentum`: of the SGD, applied by the reducer where `corrected`."""
+
+    name: str
+    optimizer: str
+    mode: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    corrected: bool = False
+
+
+def _variants() -> list[Variant]:
+    found = []
+    for optimizer in ("sgd", "adamw"):
+        for mode in ("exact", "fp16", "bf16", "int8", "topk", "topk-chunk"):
+            found.append(Variant(mode, optimizer, mode))
+        found.append(Variant("topk-0.1%", optimizer, "topk", {"ratio": 0.001}))
+        found.append(Variant("topk-warm", optimizer, "topk", {"warmup_steps": 110}))
+        if optimizer == "sgd":
+            found.append(Variant("topk-corrected", optimizer, "topk", {"momentum": 0.9}, True))
+            warm = {"momentum": 0.9, "warmup_steps": 110}
+            found.append(Variant("topk-corrected-warm", optimizer, "topk", warm, True))
+            deep = {"momentum": 0.9, "warmup_steps": 110, "ratio": 0.001}
+            found.append(Variant("topk-0.1%-corrected-warm", optimizer, "topk", deep, True))
+    return found
+
+
+VARIANTS = _variants()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Pictures, float32 [1797, 1, 8, 8] in 0..1, and labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    return images, torch.tensor(digits.target)
+
+
+def cnn() -> nn.Module:
+    """38,000 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def _optimizer(variant: Variant, model: nn.Module) -> torch.optim.Optimizer:
+    if variant.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=2e-3)
+    momentum = 0.0 if variant.corrected else 0.9
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
+
+
+def train(rank: int, size: int, variant: Variant, seed: int, epochs: int) -> dict[str, float]:
+    """One training; the figures are the same on all ranks."""
+    images, labels = data()
+    split = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    test, rest = split[:TEST], split[TEST:]
+    torch.manual_seed(seed)
+    model = accelerate(DistributedDataParallel(cnn()), wire=variant.mode, **variant.options)
+    optimizer = _optimizer(variant, model)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = rest[torch.randperm(len(rest), generator=generator)]
+        for start in range(0, len(order) - BATCH * size + 1, BATCH * size):
+            mine = order[start + rank * BATCH : start + (rank + 1) * BATCH]
+            optimizer.zero_grad()
+            cross_entropy(model(images[mine]), labels[mine]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        right = (model.module(images[test]).argmax(1) == labels[test]).float().mean().item()
+        loss = cross_entropy(model.module(images[rest]), labels[rest]).item()
+    model.evener.close()
+    return {"seed": seed, "accuracy": 100 * right, "train_loss": loss}
+
+
+def summary(values: Sequence[float], exact: Sequence[float]) -> dict[str, float]:
+    """Mean, and the paired difference to `exact` with its half interval, in points."""
+    differences = [a - b for a, b in zip(values, exact, strict=True)]
+    half = math.nan
+    if len(differences) in STUDENT:
+        spread = statistics.stdev(differences)
+        half = STUDENT[len(differences)] * spread / math.sqrt(len(differences))
+    return {
+        "accuracy": statistics.mean(values),
+        "spread": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "difference": statistics.mean(differences),
+        "interval": half,
+    }
+
+
+def _rank(
+    rank: int, address: str, chosen: list[Variant], seeds: int, epochs: int, out: Any
+) -> None:
+    os.environ.update(NCCL_HOSTID=f"node{rank}", EVENER_LOG="warning")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=RANKS)
+    for variant in chosen:
+        for seed in range(seeds):
+            began = time.perf_counter()
+            figures = train(rank, RANKS, variant, seed, epochs)
+            if rank == 0:
+                out.put((variant, {**figures, "seconds": time.perf_counter() - began}))
+    if rank == 0:
+        out.put(None)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run the variants, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--only", default="", help="optimizer:variant, comma-separated")
+    parser.add_argument(
+        "--guard-steps",
+        type=int,
+        default=0,
+        help="check forms every so many steps; past a limit a milder one takes over (0: never)",
+    )
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    asked = {name for name in given.only.split(",") if name}
+    chosen = [v for v in VARIANTS if not asked or f"{v.optimizer}:{v.name}" in asked]
+    chosen = [
+        v
+        for v in VARIANTS
+        if v in chosen or (v.mode == "exact" and v.optimizer in {c.optimizer for c in chosen})
+    ]
+    context = multiprocessing.get_context("spawn")
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        out = context.Queue()
+        # The ranks inherit it.
+        os.environ.update(ENVIRONMENT, EVENER_GUARD_STEPS=str(given.guard_steps))
+        arguments = (f"{folder}/store", chosen, given.seeds, given.epochs, out)
+        ranks = [context.Process(target=_rank, args=(r, *arguments)) for r in range(RANKS)]
+        for process in ranks:
+            process.start()
+        while (item := out.get(timeout=600)) is not None:
+            variant, figures = item
+            results.setdefault((variant.optimizer, variant.name), []).append(figures)
+            print(
+                f"{variant.optimizer:6} {variant.name:26} seed {figures['seed']}: "
+                f"{figures['accuracy']:6.2f}%  {figures['seconds']:5.1f} s",
+                flush=True,
+            )
+        for process in ranks:
+            process.join()
+    rows = []
+    for variant in chosen:
+        runs = results[variant.optimizer, variant.name]
+        exact = [run["accuracy"] for run in results[variant.optimizer, "exact"]]
+        figures = summary([run["accuracy"] for run in runs], exact)
+        rows.append({**asdict(variant), **figures, "runs": runs})
+    print(f"\n{'':6} {'':26} accuracy  seeds' spread  against exact, 95% interval")
+    for row in rows:
+        print(
+            f"{row['optimizer']:6} {row['name']:26} {row['accuracy']:7.2f}% {row['spread']:10.2f}"
+            f"     {row['difference']:+6.2f} +- {row['interval']:.2f} points"
+        )
+    if given.json:
+        found = {
+            "command": "python benchmarks/accuracy_digits.py"
+            + f" --seeds {given.seeds} --epochs {given.epochs} --guard-steps {given.guard_steps}"
+            + (f" --only {given.only}" if given.only else ""),
+            "versions": {"evener": __version__, "torch": str(torch.__version__)},
+            "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
+            "setup": {"ranks": RANKS, "batch": BATCH, "test": TEST, "epochs": given.epochs},
+            "rows": rows,
+        }
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The compressors' kernels against the memory they must move; JSON and a table.
+
+    python benchmarks/compress_kernels.py [--elements 64M] [--repeats 20] [--device cuda]
+        [--json FILE]
+
+Each kernel's time is set against the least number of bytes that it must read and write, at the
+bandwidth that a plain copy of the same arrays reaches on this device in the same run; torch.topk of
+the same length stands beside top-k. Gradients change from step to step, as a training's do, because
+top-k guesses its threshold from the step before. Medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evener import __version__
+from evener.comm import casts, chunks, int8, topk
+from evener.settings import parse_size
+
+RATIO = 0.01
+PEERS = 2
+
+
+def timed(call: Callable[[int], object], repeats: int, device: torch.device) -> list[float]:
+    """Seconds of each of `repeats` calls, after three that warm up."""
+    for i in range(3):
+        call(i)
+    if device.type != "cuda":
+        found = []
+        for i in range(repeats):
+            # Processor time, so that a busy machine changes little.
+            began = time.process_time()
+            call(i)
+            found.append(time.process_time() - began)
+        return found
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for i in range(repeats):
+        call(i)
+        events[i + 1].record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+
+
+def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int], object], int]]:
+    """Name, one call, and the least bytes that it must move."""
+    gradients = [torch.randn(n, device=device) for _ in range(3)]
+    out = torch.empty(n, device=device)
+    yield "copy", lambda i: out.copy_(gradients[i % 3]), 8 * n
+
+    k = topk.entries(n, RATIO)
+    residual = torch.zeros(n, device=device)
+    guess = topk.first_guess(device)
+    for name, dtype in (("top-k", torch.float32), ("top-k, FP16 values", torch.float16)):
+        values = torch.empty(k, dtype=dtype, device=device)
+        indices = torch.empty(k, dtype=torch.int32, device=device)
+        yield (
+            name,
+            lambda i, v=values, at=indices: topk.select(gradients[i % 3], residual, v, at, guess),
+            12 * n + k * (4 + dtype.itemsize),
+        )
+    yield (
+        "top-k without a guess",
+        lambda i: topk.select(gradients[i % 3], residual, values, indices, None),
+        12 * n + 6 * k,
+    )
+    yield "add top-k entries", lambda _: topk.add_entries(out, values, indices, 0.5), 14 * k
+    yield "torch.topk", lambda i: torch.topk(gradients[i % 3].abs(), k), 4 * n + 12 * k
+
+    per_chunk = chunks.entries(RATIO)
+    size = -(-chunks.Payload.size(n, per_chunk) // 16) * 16
+    received = torch.empty(PEERS, size, dtype=torch.uint8, device=device)
+    payload = chunks.Payload.of(received[0], n, per_chunk)
+    residual = torch.zeros(n, device=device)
+    yield (
+        "top-k in chunks",
+        lambda i: chunks.select(gradients[i % 3], residual, payload),
+        12 * n + size,
+    )
+    received[1] = received[0]
+    yield (
+        f"add {PEERS} ranks' chunks",
+        lambda _: chunks.add_in_order(received, per_chunk, 0.5, out),
+        4 * n + PEERS * size,
+    )
+
+    m = int8.room(n)
+    codes = torch.empty(PEERS, m, dtype=torch.int8, device=device)
+    scales = torch.empty(PEERS, m // int8.BLOCK, device=device)
+    moved = n + 4 * (m // int8.BLOCK)
+    yield (
+        "INT8 quantise, error feedback",
+        lambda i: int8.quantize(gradients[i % 3], residual, codes[0], scales[0], i),
+        12 * n + moved,
+    )
+    yield (
+        "INT8 quantise",
+        lambda i: int8.quantize(gradients[i % 3], None, codes[0], scales[0], i),
+        4 * n + moved,
+    )
+    codes[1], scales[1] = codes[0], scales[0]
+    yield (
+        f"INT8 add {PEERS} ranks",
+        lambda _: int8.dequantize_sum(codes, scales, 0.5, out),
+        4 * n + PEERS * moved,
+    )
+
+    half = torch.empty(n, dtype=torch.float16, device=device)
+    yield "FP16 pack", lambda i: casts.narrow(gradients[i % 3], 0.5, half), 6 * n
+    yield "FP16 unpack", lambda _: casts.widen(half, 1.0, out), 6 * n
+    bhalf = torch.empty(n, dtype=torch.bfloat16, device=device)
+    yield "BF16 pack", lambda i: casts.narrow(gradients[i % 3], 0.5, bhalf), 6 * n
+    yield "BF16 unpack", lambda _: casts.widen(bhalf, 1.0, out), 6 * n
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=parse_size, default=parse_size("64M"))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as the kernels, which run on one thread
+    rows: list[dict[str, Any]] = []
+    bandwidth, torch_topk = 0.0, 0.0
+    for name, call, least in kernels(given.elements, device):
+        try:
+            seconds = timed(call, given.repeats, device)
+        except Exception as error:  # noqa: BLE001 - one that fails must not hide the others
+            print(f"{name}: {type(error).__name__}: {error}")
+            rows.append({"name": name, "error": str(error)[:500]})
+            continue
+        median = statistics.median(seconds)
+        if name == "copy":
+            bandwidth = least / median
+        if name == "torch.topk":
+            torch_topk = median
+        rows.append(
+            {
+                "name": name,
+                "median_s": median,
+                "fastest_s": min(seconds),
+                "slowest_s": max(seconds),
+                "least_bytes": least,
+                "share_of_copy": least / median / bandwidth,
+            }
+        )
+    print(f"{given.elements} elements on {device}; a copy moves {bandwidth / 1e9:.0f} GB/s")
+    print(f"{'':32} {'ms':>9} {'of copy':>8} {'x torch.topk':>13}")
+    for row in rows:
+        if "error" in row:
+            continue
+        ratio = torch_topk / row["median_s"] if row["name"].startswith("top-k") else 0
+        row["torch_topk_ratio"] = ratio or None
+        print(
+            f"{row['name']:32} {1e3 * row['median_s']:9.3f} {100 * row['share_of_copy']:7.0f}%"
+            + (f" {ratio:13.1f}" if ratio else "")
+        )
+    if given.json:
+        found = {
+            "command": f"python benchmarks/compress_kernels.py --elements {given.elements} "
+            f"--repeats {given.repeats} --device {given.device}",
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else platform.processor() or platform.machine(),
+            "versions": {"evener": __version__, "torch": str(torch.__version__)},
+            "bandwidth": bandwidth,
+            "rows": rows,
+        }
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

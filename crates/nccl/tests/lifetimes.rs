@@ -1,0 +1,149 @@
+//! What stays behind: communicators made and destroyed a thousand times, and the child of a fork. In
+//! a process of their own, one after the other, because they count what the process has.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(
+    unsafe_code,
+    reason = "memory is lent as NCCL lends it; a fork is the test"
+)]
+
+mod library;
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use evener_drive::{NULL, Object, Plugin};
+
+fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        if let Some(value) = step() {
+            return value;
+        }
+        assert!(Instant::now() < end, "nothing happened");
+        std::thread::yield_now();
+    }
+}
+
+fn pair(plugin: &Plugin) -> (Object, Object) {
+    let (listener, mut handle) = plugin.listen(0).unwrap();
+    let (mut send, mut receive) = (None, None);
+    until(|| {
+        if send.is_none() {
+            send = plugin.connect(0, &mut handle).unwrap();
+        }
+        if receive.is_none() {
+            receive = plugin.accept(listener).unwrap();
+        }
+        (send.is_some() && receive.is_some()).then_some(())
+    });
+    plugin.close_listen(listener).unwrap();
+    (send.unwrap(), receive.unwrap())
+}
+
+fn exchange(plugin: &Plugin, (send, receive): (Object, Object), round: usize) {
+    let mut from = vec![round as u8; 20_000];
+    let mut to = vec![0; 20_000];
+    // SAFETY: the buffers outlive the requests.
+    unsafe {
+        let posted = until(|| {
+            plugin
+                .irecv(receive, to.as_mut_ptr(), to.len(), NULL)
+                .unwrap()
+        });
+        let sent = until(|| {
+            plugin
+                .isend(send, from.as_mut_ptr(), from.len(), NULL)
+                .unwrap()
+        });
+        until(|| plugin.test(posted, true).unwrap());
+        until(|| plugin.test(sent, false).unwrap());
+    }
+    assert_eq!(from, to);
+}
+
+fn descriptors() -> BTreeSet<String> {
+    std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect()
+}
+
+fn status(field: &str) -> i64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// The first device's sockets in the child of a fork.
+fn sockets_of_a_child() -> usize {
+    let mut pipe = [0; 2];
+    // SAFETY: the child only reads its own directory and writes to the pipe, then ends at once.
+    unsafe {
+        assert_eq!(libc::pipe(pipe.as_mut_ptr()), 0);
+        let child = libc::fork();
+        if child == 0 {
+            let mut count = 0u8;
+            for fd in 3..1000 {
+                let mut stat: libc::stat = std::mem::zeroed();
+                if libc::fstat(fd, &raw mut stat) == 0
+                    && stat.st_mode & libc::S_IFMT == libc::S_IFSOCK
+                {
+                    let (mut kind, mut length) = (0, 4);
+                    libc::getsockopt(
+                        fd,
+                        libc::SOL_SOCKET,
+                        libc::SO_DOMAIN,
+                        (&raw mut kind).cast(),
+                        &raw mut length,
+                    );
+                    count += u8::from(kind == libc::AF_INET || kind == libc::AF_INET6);
+                }
+            }
+            libc::write(pipe[1], (&raw const count).cast(), 1);
+            libc::_exit(0);
+        }
+        let mut count = 0u8;
+        assert_eq!(libc::read(pipe[0], (&raw mut count).cast(), 1), 1);
+        libc::waitpid(child, std::ptr::null_mut(), 0);
+        libc::close(pipe[0]);
+        libc::close(pipe[1]);
+        usize::from(count)
+    }
+}
+
+#[test]
+fn nothing_stays_behind() {
+    library::environment();
+    let mut plugin = Plugin::load(&library::path(), 11).unwrap();
+    plugin.init().unwrap();
+    let kept = pair(&plugin);
+    for round in 0..50 {
+        let both = pair(&plugin);
+        exchange(&plugin, both, round);
+        plugin.close_send(both.0).unwrap();
+        plugin.close_recv(both.1).unwrap();
+    }
+    let before = (descriptors(), status("Threads:"), status("VmRSS:"));
+    for round in 0..1000 {
+        let both = pair(&plugin);
+        if round % 10 == 0 {
+            exchange(&plugin, both, round);
+        }
+        plugin.close_send(both.0).unwrap();
+        plugin.close_recv(both.1).unwrap();
+    }
+    // Connections are shared: a few may have been opened or replaced meanwhile, none a communicator.
+    let grown = descriptors().len() as i64 - before.0.len() as i64;
+    assert!(grown <= 16, "{grown} descriptors more");
+    assert_eq!(status("Threads:"), before.1);
+    let kilobytes = status("VmRSS:") - before.2;
+    assert!(kilobytes < 8192, "{kilobytes} kB more");
+
+    assert_eq!(sockets_of_a_child(), 0);
+    // The parent's are as they were.
+    exchange(&plugin, kept, 7);
+    plugin.close_send(kept.0).unwrap();
+    plugin.close_recv(kept.1).unwrap();
+    plugin.finalize().unwrap();
+}

@@ -1,0 +1,130 @@
+"""What compression remembers of a shard from step to step, and what happens to it.
+
+- `residual`: what was not sent yet, added to the next step's gradient (error feedback; Stich et
+  al., arXiv 1809.07599). In units of the gradients that the ranks put in.
+- `velocity`: momentum, where the reducer and not the optimizer applies it (`Options.momentum`).
+  Under a sparse form it is this rank's own (`velocity_local`), else the same on all.
+
+Both belong to parameters, not to buckets: checkpoints hold one tensor of the parameter's shape for
+each, summed over all ranks, so they can be loaded in a world of another size. The sum of what all
+ranks owe is what matters to the model; which of them owes it is not kept.
+
+Loss scaling. Residuals are in units of the scaled loss. When the scale changes from s to t they are
+multiplied by t / s. A step that the scaler skipped was reduced but not applied: what top-k sent in
+it goes back into the residual. The finite rest of that step's gradients stays there too, which is
+right: they are gradients of real data, and will be applied later. What is not finite is never kept.
+INT8 sends all of a gradient, so a skipped step loses that step's gradient only, as without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+
+@dataclass
+class Sent:
+    """Entries of a shard that were sent: [k] float32, [k] int64. With 0 a place may come twice."""
+
+    values: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass
+class ShardState:
+    """Of one bucket's shard on this rank. `steps`: compressed exchanges that it went through."""
+
+    bucket: int
+    steps: int = 0
+    residual: torch.Tensor | None = None
+    velocity: torch.Tensor | None = None
+    velocity_local: bool = False
+    keep_sent: bool = False
+    sent: Sent | None = None
+    guess: torch.Tensor | None = None
+
+    def residual_for(self, shard: torch.Tensor) -> torch.Tensor:
+        """The residual, float32, of `shard`'s length; zeros at first."""
+        if self.residual is None:
+            self.residual = torch.zeros(shard.numel(), dtype=torch.float32, device=shard.device)
+        return self.residual
+
+    def rescale(self, change: ScaleChange) -> None:
+        """The loss scale has changed since the last exchange; see the module."""
+        if self.sent is not None and self.residual is not None:
+            returned = self.sent.values
+            keep = returned.isfinite() & _on(change.skipped, returned.device)
+            returned = torch.where(keep, returned, 0.0)
+            self.residual.index_add_(0, self.sent.places, returned)
+            self.sent = None
+        for tensor in (self.residual, self.velocity):
+            if tensor is not None:
+                tensor.mul_(_on(change.factor, tensor.device))
+
+
+def _on(value: float | bool | torch.Tensor, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@dataclass(frozen=True)
+class ScaleChange:
+    """`factor`: new scale over old. `skipped`: whether the step before was. Scalars, or tensors of
+
+    one element on the device, so that nobody has to wait for them.
+    """
+
+    factor: float | torch.Tensor
+    skipped: bool | torch.Tensor
+
+
+class LossScale:
+    """The scale in which gradients come, from a GradScaler or said by the script.
+
+    A scaler shrinks its scale when, and only when, it has skipped a step; that is how a skipped
+    step is known here (`GradScaler.update(new_scale)` with a smaller scale of your own looks so
+    too).
+    """
+
+    def __init__(self, scaler: GradScaler | None = None) -> None:
+        self.scaler = scaler
+        self.given: float | None = None
+        self._skipped = False
+        self._last: float | torch.Tensor | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a scale to follow."""
+        return self.scaler is not None or self.given is not None
+
+    def mark_skipped(self) -> None:
+        """The last step was not applied."""
+        self._skipped = True
+
+    def _now(self) -> float | torch.Tensor:
+        if self.scaler is None:
+            return 1.0 if self.given is None else self.given
+        # `get_scale()` makes the host wait for the device; the tensor behind it does not.
+        tensor = getattr(self.scaler, "_scale", None)
+        return tensor.clone() if isinstance(tensor, torch.Tensor) else self.scaler.get_scale()
+
+    def change(self) -> ScaleChange | None:
+        """What has changed since the last call; None at the first one, or where nothing scales."""
+        if not self.active and not self._skipped:
+            return None
+        now, last = self._now(), self._last
+        self._last, skipped, self._skipped = now, self._skipped, False
+        if last is None:
+            return ScaleChange(1.0, skipped) if skipped else None
+        return ScaleChange(now / last, skipped or now < last)
+
+    def value(self) -> float:
+        """The scale of what the residuals hold now."""
+        return 1.0 if self._last is None else float(self._last)
+
+    def resume(self, scale: float) -> None:
+        """Residuals in `scale` were loaded."""
+        if self.active:
+            self._last = scale

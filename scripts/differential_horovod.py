@@ -1,0 +1,162 @@
+"""The same script on upstream's Horovod and on Evener's: the same bytes out?
+
+    python scripts/differential_horovod.py UPSTREAM_PYTHON
+
+UPSTREAM_PYTHON: the interpreter of an environment in which upstream's horovod is built for torch,
+with Gloo; its `horovodrun` stands beside it. Both run this file's `work` on two ranks. What each
+operation gave on each rank is written as bytes, and compared: dtype, shape and every bit. With two
+ranks a sum has one order only, so nothing is allowed to differ.
+
+Given the interpreter that runs this, it compares Evener with itself, which shows that the
+comparison runs; it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FLOATS = ("float16", "float32", "float64")
+INTEGERS = ("uint8", "int8", "int32", "int64")
+SHAPES = ((), (0,), (1,), (17,), (3, 5, 7), (70000,))
+
+
+def operations(hvd: Any, torch: Any) -> Iterator[tuple[str, Any]]:
+    """(name, result) of one operation after the other. Public calls only."""
+    rank = hvd.rank()
+
+    def values(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Any:
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        kind = getattr(torch, dtype)
+        if dtype in FLOATS:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
+        low = 0 if dtype == "uint8" else -50
+        return torch.randint(low, 50, shape, generator=generator).to(kind)
+
+    reductions = {"Sum": hvd.Sum, "Average": hvd.Average, "Min": hvd.Min, "Max": hvd.Max}
+    reductions["Product"] = hvd.Product
+    for dtype in FLOATS + INTEGERS:
+        for shape in SHAPES:
+            x = values(dtype, shape)
+            for word, op in reductions.items():
+                name = f"{dtype}.{list(shape)}.{word}"
+                yield f"allreduce.{name}", hvd.allreduce(x, op=op, name=f"r.{name}")
+            name = f"{dtype}.{list(shape)}"
+            yield f"broadcast.{name}", hvd.broadcast(x, root_rank=1, name=f"b.{name}")
+            if shape and x.numel() < 1000:
+                rows = torch.cat([x] * (rank + 1))
+                yield f"allgather.{name}", hvd.allgather(rows, name=f"g.{name}")
+                yield f"reducescatter.{name}", hvd.reducescatter(x, op=hvd.Sum, name=f"s.{name}")
+        x = values(dtype, (11, 2))
+        factors = {"prescale_factor": 0.3, "postscale_factor": 1.7}
+        scaled = hvd.allreduce(x, op=hvd.Sum, name=f"scaled.{dtype}", **factors)
+        yield f"allreduce.{dtype}.scaled", scaled
+        splits = torch.tensor([4, 7] if rank == 0 else [9, 2], dtype=torch.int32)
+        for part, got in enumerate(hvd.alltoall(x, splits=splits, name=f"a.{dtype}")):
+            yield f"alltoall.{dtype}.{part}", got
+        group = [values(dtype, shape, 3) for shape in ((2,), (3, 3), (1,))]
+        reduced = hvd.grouped_allreduce(group, op=hvd.Average, name=f"grouped.{dtype}")
+        for part, got in enumerate(reduced):
+            yield f"grouped_allreduce.{dtype}.{part}", got
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(values("float32", (6, 8), 10 + step)).square().mean().backward()
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            yield f"step {step}.{name}", parameter.detach().clone()
+
+
+def work(folder: Path) -> None:
+    """One rank: write name, dtype, shape and a digest of the bytes of each result."""
+    import horovod.torch as hvd
+    import torch
+
+    import horovod
+
+    torch.set_num_threads(1)
+    hvd.init()
+    rows = {"version": f"{horovod.__version__} ({Path(horovod.__file__).parent})"}
+    for name, value in operations(hvd, torch):
+        data = value.contiguous().numpy().tobytes()
+        shown = f" {value.tolist()}" if value.numel() < 20 else ""
+        rows[name] = f"{value.dtype} {list(value.shape)} {hashlib.sha256(data).hexdigest()}{shown}"
+    (folder / f"{hvd.rank()}.json").write_text(json.dumps(rows))
+    hvd.barrier()
+    hvd.shutdown()
+
+
+def run(command: list[str], folder: Path, env: dict[str, str], timeout: float) -> list[Any]:
+    """Start `work` on two ranks; what they wrote."""
+    folder.mkdir()
+    done = subprocess.run(
+        [*command, str(Path(__file__).resolve()), "--work", str(folder)],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode != 0:
+        sys.exit(f"error: {' '.join(command)}: status {done.returncode}\n{done.stderr[-3000:]}")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--work"]:
+        work(Path(sys.argv[2]))
+        return 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("python", type=Path, help="of the environment with upstream's horovod")
+    parser.add_argument("--json", type=Path, help="write the comparison there")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a side may take")
+    options = parser.parse_args()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    launch = [sys.executable, "-m", "evener", "launch", "--horovod", "-np", "2", sys.executable]
+    with tempfile.TemporaryDirectory() as scratch:
+        ours = run(launch, Path(scratch) / "ours", dict(os.environ), options.timeout)
+        theirs_launch = [str(options.python.parent / "horovodrun"), "-np", "2", "--gloo"]
+        itself = options.python.absolute() == Path(sys.executable).absolute()
+        if itself:
+            print("this interpreter was given: Evener is compared with itself")
+            theirs_launch, env = launch[:-1], dict(os.environ)
+        theirs_launch.append(str(options.python.absolute()))
+        theirs = run(theirs_launch, Path(scratch) / "theirs", env, options.timeout)
+    versions = [side[0].pop("version") for side in (ours, theirs)]
+    ours[1].pop("version")
+    theirs[1].pop("version")
+    if not itself and versions[0] == versions[1]:
+        sys.exit(f"error: both sides ran {versions[0]}\n  fix: give upstream's interpreter")
+    different = [
+        {"rank": rank, "name": name, "ours": ours[rank].get(name), "theirs": theirs[rank].get(name)}
+        for rank in range(2)
+        for name in dict.fromkeys([*ours[rank], *theirs[rank]])
+        if ours[rank].get(name) != theirs[rank].get(name)
+    ]
+    for row in different:
+        print(
+            f"rank {row['rank']} {row['name']}\n   ours   {row['ours']}\n   theirs {row['theirs']}"
+        )
+    total = len(ours[0])
+    print(f"ours {versions[0]}\ntheirs {versions[1]}")
+    print(f"{total} results a rank, {len(different)} differ")
+    if options.json:
+        document = {"versions": versions, "results": total, "different": different}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
