@@ -157,7 +157,8 @@ def compare(name: str, runs: list[dict[str, Rows]], layout: str) -> list[dict[st
         theirs = [median(each) for each in own["nccl_tests"]]
         cycles = [one for run in own["nccl_tests"] for one in run]
         apart = (max(theirs) - min(theirs)) / base if base and len(theirs) > 1 else None
-        compared = ratio is not None and (size <= SMALL or size >= LARGE)
+        # Shares below 16 bytes are rounded down to nothing: no call to compare.
+        compared = ratio is not None and (0 < size <= SMALL or size >= LARGE)
         rows.append(
             {
                 "collective": name,
