@@ -9,8 +9,8 @@ A run is one sweep of sizes from 8 bytes to 1 GiB, --cycles times (-N of both pr
 repeat both programs run once for every collective, so that a limit of time takes repeats away and
 not collectives; who begins alternates. Compared are medians over repeats and cycles: time up to
 32 KiB (to be within 10%), bus bandwidth from 1 MiB (within 3%); between them it is only told.
-`spread` is how far the medians of nccl-tests' own runs lie apart, as a part of their median: less
-than that is not told apart here. It needs two repeats.
+`spread` is how far the medians of nccl-tests' own runs lie apart, as a part of their median (it
+needs two repeats), `cycles_spread` the same of its cycles: less is not told apart here.
 """
 
 from __future__ import annotations
@@ -155,8 +155,10 @@ def compare(name: str, runs: list[dict[str, Rows]], layout: str) -> list[dict[st
         base = middle["nccl_tests"]
         ratio = middle["evener"] / base if base else None
         theirs = [median(each) for each in own["nccl_tests"]]
+        cycles = [one for run in own["nccl_tests"] for one in run]
         apart = (max(theirs) - min(theirs)) / base if base and len(theirs) > 1 else None
-        compared = ratio is not None and (size <= SMALL or size >= LARGE)
+        # Shares below 16 bytes are rounded down to nothing: no call to compare.
+        compared = ratio is not None and (0 < size <= SMALL or size >= LARGE)
         rows.append(
             {
                 "collective": name,
@@ -168,6 +170,7 @@ def compare(name: str, runs: list[dict[str, Rows]], layout: str) -> list[dict[st
                 "median": middle,
                 "ratio": ratio,
                 "spread": apart,
+                "cycles_spread": (max(cycles) - min(cycles)) / base if base else None,
                 "within": abs(ratio - 1) <= TARGETS[what] if ratio and compared else None,
             }
         )
@@ -194,11 +197,16 @@ def table(rows: list[dict[str, Any]]) -> str:
                 continue
             ratios = [r["ratio"] for r in of]
             spreads = [r["spread"] for r in of if r["spread"] is not None]
+            cycles = median(r["cycles_spread"] or 0 for r in of)
             lines.append(
                 f"{name} {what}: {sum(r['within'] for r in of)} of {len(of)} within {limit:.0%}, "
                 f"ratios {min(ratios):.3f} to {max(ratios):.3f}, median {median(ratios):.3f}; "
-                f"{len(of[0]['nccl_tests'])} runs"
-                + (f", nccl-tests' own spread {max(spreads):.3f} at most" if spreads else "")
+                f"{len(of[0]['nccl_tests'])} runs; nccl-tests' own cycles {cycles:.3f} apart"
+                + (
+                    f", its runs {median(spreads):.3f}, {max(spreads):.3f} at most"
+                    if spreads
+                    else ""
+                )
             )
     return "\n".join(lines)
 

@@ -151,6 +151,45 @@ def test_trees_are_laid_on_the_fabric(tmp_path: Path) -> None:
     assert found["fabric"]["bound"] == pytest.approx(12.5 * 3 / 2)  # the card, 100 Gb/s
 
 
+@pytest.mark.parametrize(
+    ("chosen", "judged"),
+    [
+        ("", "rings"),
+        ("AllReduce: 1024 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..0}", "trees"),
+        ("1024 Bytes -> Algo 0 proto 0 time 9.5", "trees"),
+        ("Broadcast: 1024 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..0}", "rings"),
+    ],
+)
+@pytest.mark.parametrize("large", ["", "RING", "TREE"])
+def test_findings_look_at_what_was_used(
+    chosen: str, judged: str, large: str, tmp_path: Path
+) -> None:
+    text = tree_log(
+        "[0] 1/-1/-1->0->-1", "[0] 2/-1/-1->1->0", "[0] 3/-1/-1->2->1", "[0] -1/-1/-1->3->2"
+    )
+    lines = [f"a:10:20 [0] NCCL INFO {chosen}"] if chosen else []
+    if large:  # the largest size decides
+        line = f"AllReduce: 1048576 Bytes -> Algo {large} proto SIMPLE channel{{Lo..Hi}}={{0..0}}"
+        lines.append(f"a:10:20 [0] NCCL INFO {line}")
+        judged = "trees" if large == "TREE" else "rings"
+    path = tmp_path / "run.log"
+    path.write_text(text + "".join(line + "\n" for line in lines))
+    slow = TREE_MAP.replace("speed: 100G, count: 2", "speed: 50G, count: 2")
+    result = picture(collect([path]), parse_map(slow))
+    assert result.run.unknown == 0
+    assert result.judged()[0] == judged
+    found = {finding.id: finding for finding in run_checks(result)}
+    # The log has no rings, so only the trees can cross.
+    assert ("fabric.crossings" in found) == (judged == "trees")
+    if judged == "trees":
+        assert "2 of 2 pairs" in found["fabric.crossings"].title
+        assert (
+            "100% of the traffic between hosts along the trees" in found["fabric.crossings"].detail
+        )
+        # Both cards on one switch: the card, not the half as fast link, is the bound.
+        assert "100% of the traffic between hosts along the trees" in found["fabric.rewire"].detail
+
+
 def test_an_edge_that_one_end_tells_is_enough(tmp_path: Path) -> None:
     text = tree_log("[0] 1/2/-1->0->-1", "[0] -1/-1/-1->1->0", "", "[0] -1/-1/-1->3->-1")
     path = tmp_path / "run.log"

@@ -17,8 +17,6 @@ def read(name: str) -> Picture:
     folder = RUNS / name
     files = [path for path in sorted(folder.glob("*")) if path.suffix in (".log", ".txt", ".xml")]
     files = [path for path in files if not path.name.startswith("analysis")]
-    if not files:
-        pytest.skip(f"{name}: no logs here yet; benchmarks/nccl_runs.py makes them on four GPUs")
     return picture(collect(files))
 
 
@@ -27,10 +25,10 @@ def test_every_line_is_known_and_nothing_raises(name: str) -> None:
     result = read(name)
     findings = run_checks(result)
     json.dumps(document(result, findings), allow_nan=False)
-    assert page(result, findings).endswith("</html>\n")
+    assert page(result, findings).rstrip().endswith("</html>")
     assert result.run.nccl_lines > 100
     samples = [text for text, _ in result.run.unknown_samples]
-    assert result.run.unknown <= 0.02 * result.run.nccl_lines, samples
+    assert result.run.unknown == 0, samples
     assert len(result.run.versions) == 1
 
 
@@ -45,7 +43,8 @@ def test_ranks_rings_and_figures(name: str) -> None:
     assert all(ring.whole and sorted(ring.ranks) == [0, 1, 2, 3] for ring in world.rings.values())
     assert bandwidth.collective == "all_reduce"
     assert bandwidth.ranks == 4
-    assert bandwidth.mean == pytest.approx(bandwidth.table.average, rel=1e-3)
+    # The table has two decimals, its average is of what was rounded.
+    assert bandwidth.mean == pytest.approx(bandwidth.table.average, abs=0.005)
 
 
 @pytest.mark.parametrize("name", BETWEEN)
@@ -73,8 +72,40 @@ def test_one_host_has_no_pair() -> None:
     assert any("P2P" in name for name in result.world.transports)
 
 
-def test_sockets_with_one_stream_are_found() -> None:
-    assert "network.one-stream" in {finding.id for finding in run_checks(read("sockets"))}
+# What an operator is told of each run, and nothing else. In a lab the cards are virtual.
+FOUND = {
+    "sockets": {"network.one-stream", "rings.repeated", "bandwidth.above-line-rate"},
+    "evener": {"bandwidth.above-line-rate"},
+    "two-nics": {"network.one-stream", "rings.repeated"},
+    "one-host": set(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_findings(name: str) -> None:
+    findings = run_checks(read(name))
+    assert {finding.id for finding in findings} == {*FOUND[name], "settings.no-nvls"}
+    worst = {finding.severity for finding in findings}
+    assert ("problem" in worst) == ("network.one-stream" in FOUND[name])
+    for finding in findings:
+        assert "NCCL_IB" not in finding.command  # there is no RDMA card in these runs
+
+
+def test_one_device_over_all_cards_has_no_rail() -> None:
+    status, confidence, why = read("evener").rails()
+    assert (status, confidence) == ("unknown", "measured")
+    assert "spreads" in why
+
+
+@pytest.mark.parametrize("name", ["sockets", "two-nics"])
+def test_rails_of_sockets_are_measured(name: str) -> None:
+    assert read(name).rails()[:2] == ("aligned", "measured")
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_algorithms_that_nccl_chose(name: str) -> None:
+    tree_pairs = {(pair.source, pair.destination) for pair in read(name).tree_pairs}
+    assert tree_pairs == {(0, 2), (2, 0)}
 
 
 def test_the_plugin_is_seen() -> None:

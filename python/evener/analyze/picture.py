@@ -65,7 +65,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Load of the rings on the map's fabric, today and after rail wiring."""
+    """Load of rings or trees on the map's fabric, today and after rail wiring."""
 
     today: Load
     rewired: FabricMap
@@ -88,12 +88,45 @@ class Picture:
     routes: list[Route] = field(default_factory=list)
     tree_pairs: list[Pair] = field(default_factory=list)
     tree_routes: list[Route] = field(default_factory=list)
-    tree_load: Load | None = None
-    """Of the trees on the map's fabric, in shares of the bus bandwidth of an all-reduce."""
     traffic: Traffic | None = None
+    """Of the rings."""
+    tree_traffic: Traffic | None = None
+    """Of the trees, in shares of the bus bandwidth of an all-reduce."""
     line_rate: float | None = None
     """Bus bandwidth, GB/s, at which the cards of a host are full; None where not known."""
     line_rate_from: str = ""
+
+    @property
+    def tree_load(self) -> Load | None:
+        """Of the trees on the map's fabric as it is."""
+        return self.tree_traffic.today if self.tree_traffic else None
+
+    @property
+    def trees_used(self) -> bool:
+        """Whether NCCL says that it chose trees for the largest size (subsystem TUNING).
+
+        Only all-reduce has trees. Where the log has no choices this is False: for large sizes, with
+        which a fabric is judged, NCCL mostly takes rings.
+        """
+        chosen = [
+            choice
+            for choice, _ in self.run.choices.values()
+            if choice.collective.lower() in ("allreduce", "")
+        ]
+        largest = max(chosen, key=lambda choice: choice.size, default=None)
+        return largest is not None and largest.algorithm == "TREE"
+
+    def judged(self) -> tuple[str, list[Pair], list[Route], Traffic | None]:
+        """What findings on the fabric look at: `rings`, or `trees` where NCCL used those."""
+        if self.trees_used and self.tree_traffic is not None:
+            return "trees", self.tree_pairs, self.tree_routes, self.tree_traffic
+        return "rings", self.pairs, self.routes, self.traffic
+
+    @property
+    def spread(self) -> bool:
+        """Whether Evener's transport carries everything between hosts: over all cards at once."""
+        edges = self.world.edges.values() if self.world else ()
+        return {edge.network for edge in edges if edge.network} == {"Evener"}
 
     def rails(self) -> tuple[str, Confidence, str]:
         """(`aligned`, `crossed` or `unknown`; how known; why)."""
@@ -101,6 +134,13 @@ class Picture:
         if not self.pairs:
             return "unknown", "unknown", "no pair of ranks on different hosts was read"
         if not states or all(state == "unknown" for state in states):
+            if self.spread:
+                return (
+                    "unknown",
+                    "measured",
+                    "Evener shows NCCL one device and spreads each message over all cards: no "
+                    "pair has a rail",
+                )
             return (
                 "unknown",
                 "unknown",
@@ -130,8 +170,8 @@ def picture(run: Run, fabric: FabricMap | None = None) -> Picture:
         route for pair in result.tree_pairs for route in _routes(run, world, pair, fabric)
     ]
     if fabric is not None:
-        result.tree_load = _tree_load(world, result.tree_routes, fabric)
-        result.traffic = _traffic(world, result.routes, fabric)
+        result.tree_traffic = _traffic(result.tree_routes, fabric, _tree_unit(world))
+        result.traffic = _traffic(result.routes, fabric, 1 / max(world.channels, 1))
     result.line_rate, result.line_rate_from = _line_rate(result)
     return result
 
@@ -270,8 +310,8 @@ def _names(run: Run, host: str) -> list[str]:
     return sorted(card.name for card in known.cards.values()) if known else []
 
 
-def _traffic(world: Communicator, routes: list[Route], fabric: FabricMap) -> Traffic | None:
-    channels = max(world.channels, 1)
+def _traffic(routes: list[Route], fabric: FabricMap, unit: float) -> Traffic | None:
+    """The load of `routes`, where one channel puts `unit` times the bus bandwidth on each."""
     rewired, moves = rail_wiring(fabric)
     flows, after = [], []
     total = sum(len(route.channels) for route in routes)
@@ -281,7 +321,7 @@ def _traffic(world: Communicator, routes: list[Route], fabric: FabricMap) -> Tra
         if source is None or destination is None:
             continue
         placed += len(route.channels)
-        weight = len(route.channels) / channels
+        weight = len(route.channels) * unit
         flows.append(Flow(source, destination, weight))
         new = [rewired.hosts[card.host].card(card.name) for card in (source, destination)]
         if new[0] and new[1]:
@@ -291,22 +331,14 @@ def _traffic(world: Communicator, routes: list[Route], fabric: FabricMap) -> Tra
     return Traffic(load(fabric, flows), rewired, moves, load(rewired, after), flows, placed / total)
 
 
-def _tree_load(world: Communicator, routes: list[Route], fabric: FabricMap) -> Load | None:
-    """What an all-reduce over the trees puts on the fabric.
+def _tree_unit(world: Communicator) -> float:
+    """What an all-reduce over the trees puts on an edge of one channel.
 
     Each edge carries the channel's part of the data once up and once down: algbw x k / C, and algbw
     is busbw x n / 2(n-1).
     """
-    ranks, channels = world.size or len(world.members), max(len(world.trees), 1)
-    if ranks < 2:
-        return None
-    part = ranks / (2 * (ranks - 1)) / channels
-    flows = [
-        Flow(route.source.card, route.destination.card, len(route.channels) * part)
-        for route in routes
-        if route.source.card and route.destination.card
-    ]
-    return load(fabric, flows) if flows else None
+    ranks = max(world.size or len(world.members), 2)
+    return ranks / (2 * (ranks - 1)) / max(len(world.trees), 1)
 
 
 def _line_rate(picture: Picture) -> tuple[float | None, str]:

@@ -18,6 +18,8 @@ APART = 0.15
 """Share by which in place and out of place may differ."""
 FAR = 0.70
 """Share of the line rate below which the peak is far from it."""
+ABOVE = 1.05
+"""Share of the line rate above which the peak shows that the line rate is wrong."""
 LARGE = 1 << 20
 """Bytes from which bandwidth, not latency, decides."""
 _SIDES = (("out of place", "out_of_place"), ("in place", "in_place"))
@@ -135,6 +137,28 @@ def far_from_line_rate(picture: Picture) -> Iterator[Finding]:
         "inferred",
         (found.peak_where,),
         "Follow the findings on the fabric and the network; they say where it is lost.",
+    )
+
+
+@check
+def above_line_rate(picture: Picture) -> Iterator[Finding]:
+    """More than the cards can carry: then it is not what they can carry."""
+    found, rate = picture.bandwidth, picture.line_rate
+    if found is None or not rate or picture.traffic or found.peak <= ABOVE * rate:
+        return
+    if found.collective not in ("all_reduce", "all_gather", "reduce_scatter", ""):
+        return
+    yield Finding(
+        "bandwidth.above-line-rate",
+        "note",
+        f"peak {found.peak:.3g} GB/s is more than the line rate of {rate:.3g} GB/s",
+        f"The line rate is that of {picture.line_rate_from}, as the drivers report it. Virtual "
+        "cards report a number of their own (veth and virtio 10 Gb/s).",
+        "inferred",
+        (found.peak_where,),
+        "Do not judge by this line rate. Give a map with the cards' true speeds.",
+        "evener analyze FILES --map map.yaml",
+        "The share of the true line rate.",
     )
 
 

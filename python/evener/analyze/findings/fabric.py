@@ -21,6 +21,8 @@ def rails(picture: Picture) -> Iterator[Finding]:
         return
     status, confidence, why = picture.rails()
     first = tuple(pair.where for pair in picture.pairs[:2])
+    if status == "unknown" and picture.spread:
+        return
     if status == "unknown":
         yield Finding(
             "rails.unknown",
@@ -84,10 +86,10 @@ def not_in_map(picture: Picture) -> Iterator[Finding]:
 @check
 def crossings(picture: Picture) -> Iterator[Finding]:
     """Pairs whose two cards are on different switches."""
-    traffic = picture.traffic
+    what, all_pairs, routes, traffic = picture.judged()
     if traffic is None:
         return
-    placed = [route for route in picture.routes if route.crosses is not None]
+    placed = [route for route in routes if route.crosses is not None]
     crossing = [route for route in placed if route.crosses]
     pairs = {(r.pair.source, r.pair.destination) for r in crossing}
     if not crossing:
@@ -101,12 +103,12 @@ def crossings(picture: Picture) -> Iterator[Finding]:
     yield Finding(
         "fabric.crossings",
         "warning",
-        f"{len(pairs)} of {len(picture.pairs)} pairs cross between switches",
-        f"{traffic.today.crossing_share:.0%} of the traffic between hosts leaves its switch "
-        f"({loads}).",
+        f"{len(pairs)} of {len(all_pairs)} pairs cross between switches",
+        f"{traffic.today.crossing_share:.0%} of the traffic between hosts along the {what} leaves "
+        f"its switch ({loads}).",
         confidence,  # type: ignore[arg-type]
         tuple(route.where for route in crossing[:3]),
-        "Place ranks, or wire cards, so that ring neighbours share a switch.",
+        "Place ranks, or wire cards, so that neighbours share a switch.",
         "evener place --map map.yaml -np " + str(picture.world.size if picture.world else 0),
     )
 
@@ -114,7 +116,7 @@ def crossings(picture: Picture) -> Iterator[Finding]:
 @check
 def one_link(picture: Picture) -> Iterator[Finding]:
     """A peak that is a few links' rate where many lie side by side."""
-    traffic, found = picture.traffic, picture.bandwidth
+    traffic, found = picture.judged()[3], picture.bandwidth
     if traffic is None or found is None or picture.fabric is None:
         return
     efficiency = picture.fabric.efficiency
@@ -149,7 +151,8 @@ def one_link(picture: Picture) -> Iterator[Finding]:
 @check
 def rewire(picture: Picture) -> Iterator[Finding]:
     """Cards of one rail on one switch, where that allows more."""
-    traffic, fabric = picture.traffic, picture.fabric
+    what, pairs, _, traffic = picture.judged()
+    fabric = picture.fabric
     if traffic is None or fabric is None or not traffic.moves:
         return
     today = traffic.today.one_link
@@ -167,9 +170,10 @@ def rewire(picture: Picture) -> Iterator[Finding]:
         f"{count(len(traffic.moves), 'cable')} of {count(hosts, 'host')} move: "
         + ", ".join(f"{m.host}/{m.card} from {m.before} to {m.after}" for m in traffic.moves[:8])
         + f". Then {traffic.after.crossing_share:.0%} in place of "
-        f"{traffic.today.crossing_share:.0%} of the traffic between hosts leaves its switch.",
+        f"{traffic.today.crossing_share:.0%} of the traffic between hosts along the {what} leaves "
+        "its switch.",
         "inferred",
-        tuple(pair.where for pair in picture.pairs[:2]),
+        tuple(pair.where for pair in pairs[:2]),
         "Wire by rail: card k of every host on the same switch.",
         "evener analyze FILES --map map.yaml --html report.html    # draws both cablings",
         f"About {payload:.3g} GB/s of {after / 1e9:.3g} GB/s line rate, at "

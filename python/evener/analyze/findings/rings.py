@@ -19,7 +19,18 @@ def distinct(picture: Picture) -> Iterator[Finding]:
     if len(orders) == len(world.rings):
         return
     uses = sorted({len(channels) for _, channels in orders})
+    if picture.spread:
+        return  # each connection is many flows already
     times = f"each {uses[0]} times" if len(uses) == 1 else f"{uses[0]} to {uses[-1]} times each"
+    sockets = {edge.network for edge in world.edges.values() if edge.network} == {"Socket"}
+    streams, command = (
+        ("sockets", "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4")
+        if sockets
+        else (
+            "queue pairs",
+            "export NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_SPLIT_DATA_ON_QPS=1",
+        )
+    )
     yield Finding(
         "rings.repeated",
         "note",
@@ -28,9 +39,9 @@ def distinct(picture: Picture) -> Iterator[Finding]:
         "GPUs. A switch that spreads flows by a hash sees few different addresses.",
         "measured",
         tuple(world.rings[channels[0]].where for _, channels in orders[:4]),
-        "Give the hash more to work with: several queue pairs a connection.",
-        "export NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_SPLIT_DATA_ON_QPS=1",
-        "More, smaller flows, which a hash spreads more evenly. No effect on sockets.",
+        f"Give the hash more to work with: several {streams} a connection.",
+        command,
+        "More, smaller flows, which a hash spreads more evenly.",
     )
 
 

@@ -13,7 +13,6 @@ _OFF = {
     "NCCL_SHM_DISABLE": ("1", "ranks of one host may talk over the network", "shared memory"),
     "NCCL_IB_DISABLE": ("1", "RDMA cards are left out and sockets are used", "RDMA cards"),
     "NCCL_NET_GDR_LEVEL": ("LOC", "cards never reach GPU memory", "GPUDirect RDMA"),
-    "NCCL_NVLS_ENABLE": ("0", "the switch does not reduce (NVLink SHARP)", "NVLS"),
     "NCCL_MAX_NCHANNELS": ("1", "one channel carries everything", "more channels"),
     "NCCL_PROTO": ("LL", "only the low-latency protocol, half the bandwidth", "Simple and LL128"),
 }
@@ -37,6 +36,27 @@ def switched_off(picture: Picture) -> Iterator[Finding]:
             f"unset {name}",
             f"{back} again.",
         )
+
+
+@check
+def no_nvls(picture: Picture) -> Iterator[Finding]:
+    """NVLink SHARP off: only a note, because virtual machines without NVLink multicast need it."""
+    where = picture.run.settings.get("NCCL_NVLS_ENABLE", {}).get("0")
+    if where is None:
+        return
+    yield Finding(
+        "settings.no-nvls",
+        "note",
+        "NCCL_NVLS_ENABLE=0: the NVLink switch does not reduce",
+        "Where GPUs of a host share an NVLink switch, NVLink SHARP makes reductions inside the "
+        "host faster. Virtual machines without NVLink multicast cannot use it and fail without "
+        "this setting.",
+        "measured",
+        (where,),
+        "Try without it on machines that have NVLink multicast. Nothing changes between hosts.",
+        "unset NCCL_NVLS_ENABLE",
+        "NVLS in the tuning lines, or an error that says the machine has no multicast.",
+    )
 
 
 @check

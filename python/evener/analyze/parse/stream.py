@@ -45,7 +45,7 @@ _PLAIN = frozenset(
     bootstrap: Connected coll Memory Using Trees NCCL_TOPO_FILE ROCr XML Topology ProxyCall
     AllocDevice Mem Cleanup DEVICE Attribute Attempting Failed Loading Closing Enabled
     Bootstrap: GPU Assigned Initialized Successfully Affinity ncclTopoPopulateNics timings: CUDA
-    Disabling External NVLSTree Skipping CUMEM MMAP P2p
+    Disabling External NVLSTree Skipping CUMEM MMAP P2p ncclP2pSchedule:
     """.split()
 )
 # Settings, calls, and what a network says of itself: built in, or a plug-in's.

@@ -176,7 +176,7 @@ class CudaCarrier:
                 (
                     self.nccl.address(call.function),
                     [*call.buffers],
-                    call.count,
+                    call.elements,
                     [*call.numbers],
                     *own,
                 )

@@ -38,8 +38,7 @@ class Call(NamedTuple):
     function: str
     buffers: tuple[int, ...]
     """Addresses."""
-    count: int
-    """Elements."""
+    elements: int
     numbers: tuple[int, ...]
     """The other whole numbers in NCCL's order: type, then operation, root or peer."""
 
