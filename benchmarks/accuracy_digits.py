@@ -1,7 +1,7 @@
 """What each form on the wire costs in accuracy: a small CNN on scikit-learn's digits, on a CPU.
 
     python benchmarks/accuracy_digits.py [--seeds 5] [--epochs 25] [--only sgd:topk,adamw:int8] \
-        [--json FILE]
+        [--guard-steps 0] [--json FILE]
 
 Two ranks that pretend to be two nodes train the same model from the same start on the same batches,
 once for every form, optimizer and seed. Reported: accuracy on 360 held-out pictures, and the paired
@@ -145,7 +145,7 @@ def summary(values: Sequence[float], exact: Sequence[float]) -> dict[str, float]
 def _rank(
     rank: int, address: str, chosen: list[Variant], seeds: int, epochs: int, out: Any
 ) -> None:
-    os.environ.update(ENVIRONMENT, NCCL_HOSTID=f"node{rank}", EVENER_LOG="warning")
+    os.environ.update(NCCL_HOSTID=f"node{rank}", EVENER_LOG="warning")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=RANKS)
     for variant in chosen:
@@ -165,6 +165,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--only", default="", help="optimizer:variant, comma-separated")
+    parser.add_argument(
+        "--guard-steps",
+        type=int,
+        default=0,
+        help="check forms every so many steps; past a limit a milder one takes over (0: never)",
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     asked = {name for name in given.only.split(",") if name}
@@ -178,6 +184,8 @@ def main() -> None:
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         out = context.Queue()
+        # The ranks inherit it.
+        os.environ.update(ENVIRONMENT, EVENER_GUARD_STEPS=str(given.guard_steps))
         arguments = (f"{folder}/store", chosen, given.seeds, given.epochs, out)
         ranks = [context.Process(target=_rank, args=(r, *arguments)) for r in range(RANKS)]
         for process in ranks:
@@ -207,7 +215,8 @@ def main() -> None:
     if given.json:
         found = {
             "command": "python benchmarks/accuracy_digits.py"
-            + f" --seeds {given.seeds} --epochs {given.epochs}",
+            + f" --seeds {given.seeds} --epochs {given.epochs} --guard-steps {given.guard_steps}"
+            + (f" --only {given.only}" if given.only else ""),
             "versions": {"evener": __version__, "torch": str(torch.__version__)},
             "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
             "setup": {"ranks": RANKS, "batch": BATCH, "test": TEST, "epochs": given.epochs},

@@ -154,6 +154,7 @@ def train(
 
 def _rank(rank: int, store: str, modes: list[str], given: argparse.Namespace, out: Any) -> None:
     os.environ.update(NCCL_HOSTID=f"node{rank}", LIGHT_TOPK_THRESHOLD="0", EVENER_LOG="warning")
+    os.environ["EVENER_GUARD_STEPS"] = "0"  # each form as it is, to the end
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     torch.set_num_threads(1)

@@ -1,11 +1,16 @@
 """`evener bench` beside nccl-tests' own binaries, on the same GPUs, one after the other.
 
-    python benchmarks/against_nccl_tests.py --nccl-tests DIR -g 4 [--out results.json]
+    python benchmarks/against_nccl_tests.py --nccl-tests DIR --layout "-g 4" [--out results.json]
 
 DIR holds nccl-tests, from its public repository: its source, which is built here first (nvcc, and
-the NCCL that torch loads, so that both programs use one library), or binaries built before. Runs
-are interleaved, --repeats of each, in one sweep of sizes from 8 bytes to 1 GiB. Compared are the
-medians: time up to 64 KiB (to be within 10%), bus bandwidth from 1 MiB (within 3%).
+the NCCL that torch loads, so that both programs use one library), or binaries built before.
+
+A run is one sweep of sizes from 8 bytes to 1 GiB, --cycles times (-N of both programs). In each
+repeat both programs run once for every collective, so that a limit of time takes repeats away and
+not collectives; who begins alternates. Compared are medians over repeats and cycles: time up to
+32 KiB (to be within 10%), bus bandwidth from 1 MiB (within 3%); between them it is only told.
+`spread` is how far the medians of nccl-tests' own runs lie apart, as a part of their median: less
+than that is not told apart here. It needs two repeats.
 """
 
 from __future__ import annotations
@@ -27,8 +32,11 @@ from typing import Any
 from evener.analyze import collect, picture
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast", "sendrecv")
-SMALL, LARGE = 64 << 10, 1 << 20
+# Sizes whose time and whose bandwidth is compared.
+SMALL, LARGE = 32 << 10, 1 << 20
 TARGETS = {"time_us": 0.10, "busbw": 0.03}
+# (size, side) to (time us, bus bandwidth GB/s) of each cycle.
+Rows = dict[tuple[int, str], list[tuple[float, float]]]
 
 
 def package(name: str) -> Path | None:
@@ -89,83 +97,109 @@ def environment() -> dict[str, str]:
     return {"NCCL_NVLS_ENABLE": "0", **os.environ, **own}
 
 
-def run(command: list[str], limit: float) -> dict[int, dict[str, tuple[float, float]]]:
-    """Size to (time us, bus bandwidth GB/s) of each side."""
+def run(command: list[str], limit: float) -> Rows:
+    """What each side took at each size, a value a cycle."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment())
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-1500:]}"
             f"{done.stderr[-1500:]}"
         )
+    return parse(done.stdout, " ".join(command))
+
+
+def parse(text: str, what: str) -> Rows:
+    """The rows of a benchmark's table. Raises RuntimeError where there is none."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write(done.stdout)
+        file.write(text)
         file.flush()
         found = picture(collect([Path(file.name)])).bandwidth
     if found is None:
-        raise RuntimeError(f"{' '.join(command)} printed no table")
-    rows: dict[int, dict[str, tuple[float, float]]] = {}
+        raise RuntimeError(f"{what} printed no table")
+    rows: Rows = {}
     for row, _ in found.table.rows:
         for side, one in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
             if one:
-                rows.setdefault(row.size, {})[side] = (one.time_us, one.busbw)
+                rows.setdefault((row.size, side), []).append((one.time_us, one.busbw))
     return rows
 
 
-def compare(name: str, folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One collective: a row a size and side, with both programs' samples and their ratio."""
+def sample(name: str, number: int, folder: Path, given: argparse.Namespace) -> dict[str, Rows]:
+    """A run of both programs, nccl-tests first where `number` is even."""
     options = [
-        "-b", given.smallest, "-e", given.largest, "-f", "4", *given.layout.split(),
-        "-n", str(given.iterations), "-w", "5", "-c", "0",
+        "-b", "8", "-e", given.largest, "-f", "2", *given.layout.split(),
+        "-n", str(given.iterations), "-w", "5", "-c", "0", "-N", str(given.cycles),
     ]  # fmt: skip
-    programs = {
-        "nccl_tests": [str(folder / f"{name}_perf"), *options],
-        "evener": [sys.executable, "-m", "evener", "bench", name, *options],
+    programs = [
+        ("nccl_tests", [str(folder / f"{name}_perf"), *options]),
+        ("evener", [sys.executable, "-m", "evener", "bench", name, *options]),
+    ]
+    return {
+        program: run(command, given.limit)
+        for program, command in programs[:: 1 if number % 2 == 0 else -1]
     }
-    runs: dict[str, list[dict[int, dict[str, tuple[float, float]]]]] = {p: [] for p in programs}
-    for number in range(given.repeats):
-        # In turns, so that neither program always runs first.
-        order = list(programs.items())[:: 1 if number % 2 == 0 else -1]
-        for program, command in order:
-            runs[program].append(run(command, given.limit))
+
+
+def compare(name: str, runs: list[dict[str, Rows]], layout: str) -> list[dict[str, Any]]:
+    """A row a size and side: each run's values by program, ratio of medians, nccl-tests' spread."""
     rows = []
-    for size in sorted(set(runs["nccl_tests"][0]) & set(runs["evener"][0])):
-        for side in ("out_of_place", "in_place"):
-            if any(side not in found.get(size, {}) for each in runs.values() for found in each):
-                continue
-            index, what = (0, "time_us") if size <= SMALL else (1, "busbw")
-            samples = {p: [found[size][side][index] for found in each] for p, each in runs.items()}
-            middle = {p: median(values) for p, values in samples.items()}
-            ratio = middle["evener"] / middle["nccl_tests"] if middle["nccl_tests"] else None
-            compared = size <= SMALL or size >= LARGE
-            rows.append(
-                {
-                    "collective": name,
-                    "layout": given.layout,
-                    "size": size,
-                    "side": side,
-                    "what": what,
-                    **samples,
-                    "ratio": ratio,
-                    "within": abs(ratio - 1) <= TARGETS[what] if ratio and compared else None,
-                }
-            )
+    for size, side in runs[0]["nccl_tests"] if runs else ():
+        index, what = (0, "time_us") if size <= SMALL else (1, "busbw")
+        own = {
+            program: [[one[index] for one in found[program][size, side]] for found in runs]
+            for program in ("nccl_tests", "evener")
+        }
+        middle = {
+            program: median([one for run in each for one in run]) for program, each in own.items()
+        }
+        base = middle["nccl_tests"]
+        ratio = middle["evener"] / base if base else None
+        theirs = [median(each) for each in own["nccl_tests"]]
+        apart = (max(theirs) - min(theirs)) / base if base and len(theirs) > 1 else None
+        compared = ratio is not None and (size <= SMALL or size >= LARGE)
+        rows.append(
+            {
+                "collective": name,
+                "layout": layout,
+                "size": size,
+                "side": side,
+                "what": what,
+                **own,
+                "median": middle,
+                "ratio": ratio,
+                "spread": apart,
+                "within": abs(ratio - 1) <= TARGETS[what] if ratio and compared else None,
+            }
+        )
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line a row."""
+    """A line a row, then how many rows of each collective are within the targets."""
     lines = [f"{'collective':<16}{'size':>12} {'side':<13}{'what':<8}{'nccl-tests':>11}"
-             f"{'evener':>11}{'ratio':>7}"]  # fmt: skip
+             f"{'evener':>11}{'ratio':>7}{'spread':>8}"]  # fmt: skip
     for row in rows:
         mark = {True: "", False: "  beyond", None: ""}[row["within"]]
+        spread = "" if row["spread"] is None else f"{row['spread']:.3f}"
         lines.append(
             f"{row['collective']:<16}{row['size']:>12} {row['side']:<13}{row['what']:<8}"
-            f"{median(row['nccl_tests']):>11.2f}{median(row['evener']):>11.2f}"
-            f"{row['ratio'] or 0:>7.3f}{mark}"
+            f"{row['median']['nccl_tests']:>11.2f}{row['median']['evener']:>11.2f}"
+            f"{row['ratio'] or 0:>7.3f}{spread:>8}{mark}"
         )
-    counted = [row for row in rows if row["within"] is not None]
-    inside = sum(row["within"] for row in counted)
-    lines.append(f"{inside} of {len(counted)} rows within 10% of time or 3% of bus bandwidth")
+    for name in dict.fromkeys(row["collective"] for row in rows):
+        for what, limit in TARGETS.items():
+            of = [r for r in rows if (r["collective"], r["what"]) == (name, what)]
+            of = [r for r in of if r["within"] is not None]
+            if not of:
+                continue
+            ratios = [r["ratio"] for r in of]
+            spreads = [r["spread"] for r in of if r["spread"] is not None]
+            lines.append(
+                f"{name} {what}: {sum(r['within'] for r in of)} of {len(of)} within {limit:.0%}, "
+                f"ratios {min(ratios):.3f} to {max(ratios):.3f}, median {median(ratios):.3f}; "
+                f"{len(of[0]['nccl_tests'])} runs"
+                + (f", nccl-tests' own spread {max(spreads):.3f} at most" if spreads else "")
+            )
     return "\n".join(lines)
 
 
@@ -176,12 +210,12 @@ def main() -> None:
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--architecture", default="90", help="of the GPUs: 80, 90, 100")
     parser.add_argument("--layout", default="-g 4", help="'-g 4': one thread; '-t 4': four")
-    parser.add_argument("--smallest", default="8")
     parser.add_argument("--largest", default="1G")
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--cycles", type=int, default=3, help="sweeps of each run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=120, help="seconds of one run")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no collective after them")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after them")
     parser.add_argument("--only", nargs="*", default=list(NAMES))
     parser.add_argument("--out", type=Path, default=Path("against-nccl-tests.json"))
     given = parser.parse_args()
@@ -194,29 +228,31 @@ def main() -> None:
         return
     import torch
 
-    rows: list[dict[str, Any]] = []
+    runs: dict[str, list[dict[str, Rows]]] = {name: [] for name in given.only}
     left_out: dict[str, str] = {}
     began = time.monotonic()
-    for name in given.only:
+    for number, name in [(number, name) for number in range(given.repeats) for name in given.only]:
+        what = f"{name}, repeat {number}"
         if time.monotonic() - began > given.seconds:
-            left_out[name] = f"the {given.seconds:g} s were over"
+            left_out[what] = f"the {given.seconds:g} s were over"
             continue
         try:
-            rows += compare(name, folder, given)
+            runs[name].append(sample(name, number, folder, given))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            left_out[name] = str(error)[-1000:]
-            print(f"{name}: {left_out[name]}", file=sys.stderr, flush=True)
+            left_out[what] = str(error)[-1000:]
+            print(f"{what}: {left_out[what]}", file=sys.stderr, flush=True)
+        print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
         document = {
             "command": "python benchmarks/against_nccl_tests.py " + " ".join(sys.argv[1:]),
             "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, "
             f"{platform.machine()}, {os.cpu_count()} processors",
             "torch": torch.__version__,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "rows": rows,
+            "rows": [row for name in given.only for row in compare(name, runs[name], given.layout)],
             "left_out": left_out,
         }
         given.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(table(rows), flush=True)
+    print(table([row for n in given.only for row in compare(n, runs[n], given.layout)]), flush=True)
 
 
 if __name__ == "__main__":

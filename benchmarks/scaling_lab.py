@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 LAYERS, WIDTH = 8, 256
-FORWARD_S, BACKWARD_S = 0.02, 0.04
-MODES = ("exact", "exact+overlap", "fp16", "fp16+overlap", "int8")
-WARMUP, STEPS = 4, 8
+FORWARD_S, BACKWARD_S = 0.04, 0.08
+MODES = ("exact", "exact+overlap", "fp16", "int8")
+WARMUP, STEPS = 4, 5
 MARK = "@scaling "
 
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--worker", metavar="MODE", help=argparse.SUPPRESS)
     parser.add_argument("--profile", help=argparse.SUPPRESS)
     parser.add_argument("--nodes", default="2,4,8", help="numbers of nodes (default: %(default)s)")
-    parser.add_argument("--rate", default="40mbit", help="of each node (default: %(default)s)")
+    parser.add_argument("--rate", default="10mbit", help="of each node (default: %(default)s)")
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     parser.add_argument("--json", metavar="PATH", help="write the figures")
     given = parser.parse_args()

@@ -398,7 +398,8 @@ EVENER_NET = _choice(
     "auto",
     ("auto", "off"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
-    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself.",
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by "
+    "itself.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,

@@ -17,6 +17,10 @@ type Block<T> = [T; BLOCK];
 // that they do not overlap.
 
 #[inline(always)]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the tensors of a step, each apart"
+)]
 fn split_f32(
     upper: &mut Block<u16>,
     lower: &mut Block<u16>,
@@ -41,6 +45,10 @@ fn split_f32(
 }
 
 #[inline(always)]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the tensors of a step, each apart"
+)]
 fn split_bf16(
     upper: &mut Block<u16>,
     lower: &mut Block<u16>,

@@ -12,6 +12,7 @@
 
 mod arena;
 mod compress;
+mod launch;
 mod negotiate;
 mod optimizer;
 
@@ -135,6 +136,8 @@ mod _native {
     use super::compress::{
         cast_narrow, cast_widen, chunks_add, chunks_select, int8_dequantize_sum, int8_quantize,
     };
+    #[pymodule_export]
+    use super::launch::{Launcher, Streams};
     #[pymodule_export]
     use super::negotiate::Negotiator;
     #[pymodule_export]

@@ -145,7 +145,9 @@ impl World {
                 let messages = self.ranks[r].worker.take();
                 let any = !messages.is_empty();
                 // Through bytes, as on a wire.
-                let coded = messages.iter().map(|m| Up::decode(&m.encode()).unwrap());
+                let coded = messages
+                    .iter()
+                    .map(|m| Up::decode(&m.encode()).expect("a message"));
                 self.ranks[r].outbox.extend(coded);
                 any
             }
@@ -155,7 +157,7 @@ impl World {
                 };
                 self.coordinator.receive(rank, message, self.now);
                 for message in self.coordinator.take() {
-                    let coded = Down::decode(&message.encode()).unwrap();
+                    let coded = Down::decode(&message.encode()).expect("a message");
                     assert_eq!(coded, message);
                     for other in &mut self.ranks {
                         other.inbox.push_back(coded.clone());

@@ -303,14 +303,18 @@ class Engine:
         handle = self._handles.get(number)
         return handle is None or handle.done
 
-    def synchronize(self, number: int) -> Any:
-        """Wait, and give the result; None for a handle that is not known (any more)."""
+    def synchronize(self, number: int, *, at_once: bool = True) -> Any:
+        """Wait, and give the result; None for a handle that is not known (any more).
+
+        at_once: announce what was submitted now, and not after HOROVOD_CYCLE_TIME.
+        """
         handle = self._handles.pop(number, None)
         if handle is None:
             return None
         mine = self._driver == threading.get_ident()
         if not mine and not handle.done:
-            self._negotiator.flush()
+            if at_once:
+                self._negotiator.flush()
             mine = self._drive.acquire(blocking=False)
             if mine:
                 self._negotiator.drive()

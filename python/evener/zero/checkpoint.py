@@ -14,6 +14,7 @@ update of a chunk waits until it was read. Nothing is held twice but one paramet
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -200,17 +201,22 @@ class Save:
         """Its path, when it is written. Raises CheckpointError, the last one being untouched."""
         self.wait()
         self.told = True
-        if isinstance(self._error, OSError):
-            raise CheckpointError(
-                f"checkpoint {self.final} was not written: {self._error}",
-                "make room or choose another folder; the last checkpoint is as it was",
-            ) from self._error
         if self._error is not None:
             raise CheckpointError(
-                f"checkpoint {self.final} was not written: {self._error}",
-                "see the error of each rank; the last checkpoint is as it was",
+                f"checkpoint {self.final} was not written: {self._reason(self._error)}",
+                "make room or choose another folder; the last checkpoint is as it was",
             ) from self._error
         return self.final
+
+    def _reason(self, error: BaseException) -> str:
+        """One line: what the system said, where it said something, and the room that is left."""
+        said = [_root(error)]
+        if isinstance(error, CheckpointException):
+            said = [f"rank {rank}: {_root(failure[0])}" for rank, failure in error.failures.items()]
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(self.final.parent).free
+            said.append(f"{free / 1e9:.2f} GB are free there")
+        return "; ".join(said)
 
     def _barrier(self) -> None:
         if self._world > 1:
@@ -221,7 +227,7 @@ class Save:
             self._write()
         except BaseException as error:  # noqa: BLE001  # raised by result()
             self._error = error
-            logger.warning("checkpoint %s was not written: %s", self.final, error)
+            logger.warning("checkpoint %s was not written: %s", self.final, self._reason(error))
         finally:
             self._progress.finish()
 
@@ -249,6 +255,18 @@ class Save:
         if self._rank == 0:
             _finish(self._meta, work, self.final)
         self._barrier()
+
+
+def _root(error: BaseException) -> str:
+    """The system's own error in a chain, or the last line of what was raised: torch reports a write
+    that was refused as a place in its file that it did not expect."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1].strip()}"
 
 
 def _group(engine: Engine) -> dist.ProcessGroup | None:

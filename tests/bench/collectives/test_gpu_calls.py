@@ -6,6 +6,7 @@ several threads, graphs, groups, registration, events and the way everything is 
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,26 +15,59 @@ import torch
 
 from evener.bench.collectives import cuda, nccl, run
 from evener.bench.collectives.options import Options
+from evener.errors import EvenerError
 
 DEVICES = 2
 
 
+def native(name: str) -> Any:
+    """The C signature of a function that `evener._native` calls; None of others."""
+    if name == "cudaStreamQuery":
+        return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+    if name == "ncclCommGetAsyncError":
+        return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int))
+    moves = ("AllReduce", "ReduceScatter", "Reduce", "Broadcast", "AllGather", "Send", "Recv")
+    if name in ("ncclGroupStart", "ncclGroupEnd") or name in [f"nccl{move}" for move in moves]:
+        kinds = {ctypes.c_void_p: ctypes.c_size_t}  # 0 stays 0, not None
+        signature = [kinds.get(kind, kind) for kind in nccl._SIGNATURES[name]]
+        return ctypes.CFUNCTYPE(ctypes.c_int, *signature)
+    return None
+
+
 class Recorder:
-    """Stands for a library: each function notes its name and says success."""
+    """Stands for a library: each function notes its name and says success.
+
+    What native code calls is a C function, and its arguments are kept in `native_calls`.
+    """
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
+        self.native_calls: list[tuple[str, tuple[int, ...]]] = []
+        self.answers: dict[str, Callable[[int], int]] = {}
+        """Status of a native function by how often it was called before."""
+        self._functions: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._functions:
+            return self._functions[name]
+
         def call(*arguments: Any) -> int:
             self.log.append(name)
-            if name == "cudaStreamQuery":
-                return 0
             if name == "cudaEventElapsedTime":
                 arguments[0]._obj.value = 2.0  # milliseconds
             return 0
 
-        return call
+        def noted(*arguments: Any) -> int:
+            before = sum(name == one for one, _ in self.native_calls)
+            self.log.append(name)
+            self.native_calls.append((name, arguments))
+            return self.answers[name](before) if name in self.answers else 0
+
+        signature = native(name)
+        self._functions[name] = signature(noted) if signature else call
+        return self._functions[name]
 
 
 class FakeNccl(Recorder):
@@ -42,7 +76,11 @@ class FakeNccl(Recorder):
     _next = itertools.count(1 << 30, 1 << 30)
 
     def check(self, status: int, what: str) -> None:
-        assert status == 0, what
+        if status:
+            raise nccl.NcclError(f"{what}: {status}", "none")
+
+    def address(self, name: str) -> int:
+        return ctypes.cast(getattr(self, name), ctypes.c_void_p).value or 0
 
     def version(self) -> int:
         return 22809
@@ -58,6 +96,12 @@ class FakeNccl(Recorder):
         pointer._obj.value = next(self._next)
         self.log.append("ncclMemAlloc")
         return 0
+
+
+@pytest.fixture
+def fake(log: list[str]) -> FakeNccl:
+    """The NCCL that `bench` calls."""
+    return nccl.Nccl()  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -169,16 +213,117 @@ def test_iterations_and_memory(log: list[str], capsys: pytest.CaptureFixture[str
     assert "GPU memory usage" in shown
 
 
-def test_calls_go_through_the_buffers(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-
-    def all_reduce(_self: Any, send: ctypes.c_void_p, *_rest: Any) -> int:
-        sent.append(send.value or 0)
-        return 0
-
-    monkeypatch.setattr(FakeNccl, "ncclAllReduce", all_reduce, raising=False)
+def test_calls_go_through_the_buffers(fake: FakeNccl) -> None:
     bench(ngpus=1, minbytes=1024, maxbytes=4096, stepfactor=4, warmup_iters=0, iters=6)
+    sent = [arguments[0] for name, arguments in fake.native_calls if name == "ncclAllReduce"]
     first = sent[:7]  # one to connect, six measured, of the smallest size out of place
-    low = first[0]
-    assert [address - low for address in first] == [0, 0, 1024, 2048, 3072, 0, 1024]
-    assert log
+    assert [address - first[0] for address in first] == [0, 0, 1024, 2048, 3072, 0, 1024]
+    whole = sent[14:21]  # of the largest, which fills the buffer
+    assert len(set(whole)) == 1
+
+
+def once(fake: FakeNccl, name: str, **given: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The calls of the one measured iteration out of place, of 64 floats on two GPUs."""
+    bench(name, minbytes=256, maxbytes=256, warmup_iters=0, iters=1, datatype="float", **given)
+    calls = fake.native_calls[2:]  # without the group that makes the communicators
+    # First to connect, then measured: the same again.
+    each = next(n for n in range(1, len(calls)) if calls[:n] == calls[n : 2 * n])
+    return calls[:each]
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "numbers"),
+    [
+        ("all_reduce", "ncclAllReduce", (7, 2)),
+        ("reduce_scatter", "ncclReduceScatter", (7, 2)),
+        ("reduce", "ncclReduce", (7, 2, 1)),
+        ("broadcast", "ncclBroadcast", (7, 1)),
+        ("all_gather", "ncclAllGather", (7,)),
+    ],
+)
+def test_arguments_of_a_collective(
+    name: str, function: str, numbers: tuple[int, ...], fake: FakeNccl
+) -> None:
+    calls = once(fake, name, root=1, **({"op": "max"} if 2 in numbers else {}))
+    assert [one for one, _ in calls] == ["ncclGroupStart", function, function, "ncclGroupEnd"]
+    count = 64 if name in ("all_reduce", "reduce", "broadcast") else 32
+    for device, (_, arguments) in enumerate(calls[1:3]):
+        send, receive, *rest = arguments
+        assert send and receive and send != receive
+        assert rest == [count, *numbers, device + 1, device + 1]  # communicator and stream
+
+
+@pytest.mark.parametrize("name", ["alltoall", "gather", "scatter", "sendrecv", "hypercube"])
+def test_sends_meet_receives(name: str, fake: FakeNccl) -> None:
+    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+    for call in once(fake, name, root=1):
+        if call[0] == "ncclGroupStart":
+            groups.append([])
+        elif call[0] != "ncclGroupEnd":
+            groups[-1].append(call)
+    assert len(groups) == (2 if name == "hypercube" else 1)
+    for group in groups:
+        # communicator is rank + 1: (from, to, count) of what is sent and of what is awaited
+        sent = [(a[4] - 1, a[3], a[1]) for one, a in group if one == "ncclSend"]
+        awaited = [(a[3], a[4] - 1, a[1]) for one, a in group if one == "ncclRecv"]
+        assert sorted(sent) == sorted(awaited)
+        assert sent
+    pairs = {(a[4] - 1, a[3]) for group in groups for one, a in group if one == "ncclSend"}
+    expected = {
+        "alltoall": {(0, 0), (0, 1), (1, 0), (1, 1)},
+        "gather": {(0, 1), (1, 1)},
+        "scatter": {(1, 0), (1, 1)},
+        "sendrecv": {(0, 1), (1, 0)},
+        "hypercube": {(0, 0), (1, 1), (0, 1), (1, 0)},
+    }
+    assert pairs == expected[name]
+
+
+def test_a_failed_call_ends_its_groups_and_is_named(fake: FakeNccl) -> None:
+    fake.answers["ncclAllReduce"] = lambda before: 5 if before == 6 else 0
+    # Two GPUs: calls 0 and 1 connect, 2 to 5 are iterations 0 and 1, then the third fails.
+    with pytest.raises(nccl.NcclError, match="all_reduce, call 2: 5"):
+        bench(warmup_iters=0, iters=9, agg_iters=3, minbytes=1024)
+    assert fake.log.count("ncclAllReduce") == 7
+    assert fake.log.count("ncclGroupStart") == fake.log.count("ncclGroupEnd")
+
+
+def test_aggregation_is_a_group_around_groups(fake: FakeNccl) -> None:
+    bench(warmup_iters=0, iters=2, agg_iters=2, ngpus=1)
+    names = [one for one, _ in fake.native_calls[2:]]
+    start, call, end = "ncclGroupStart", "ncclAllReduce", "ncclGroupEnd"
+    assert names == [call, *[start, call, call, end] * 2] * 2
+
+
+@pytest.mark.parametrize("blocking", [1, 2, 3])
+def test_blocking_waits_after_each_call(blocking: int, log: list[str]) -> None:
+    bench(blocking=blocking, warmup_iters=0, ngpus=1)
+    calls = [name for name in log if name in ("ncclAllReduce", "cudaStreamQuery")]
+    assert calls.count("ncclAllReduce") == 2 * 4
+    for before, after in itertools.pairwise(calls):
+        assert (before, after) != ("ncclAllReduce", "ncclAllReduce")
+
+
+def stall(monkeypatch: pytest.MonkeyPatch, log: list[str], status: int) -> Recorder:
+    """A CUDA whose streams always answer `status`."""
+    runtime = Recorder(log)
+    runtime.answers["cudaStreamQuery"] = lambda _: status
+    monkeypatch.setattr(cuda, "_runtime", lambda: runtime)
+    return runtime
+
+
+def test_a_stream_that_never_ends_is_told(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stall(monkeypatch, log, 600)
+    with pytest.raises(EvenerError, match="-T 1: rank 0 is not done"):
+        bench(timeout=1)
+    assert "ncclCommGetAsyncError" in log
+
+
+def test_an_error_of_another_rank_is_told(
+    fake: FakeNccl, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stall(monkeypatch, log, 600)
+    # In progress is no error.
+    fake.answers["ncclCommGetAsyncError"] = lambda before: 6 if before else 0
+    with pytest.raises(nccl.NcclError, match="rank 1: 6"):
+        bench()

@@ -22,15 +22,12 @@ class Carrier(Protocol):
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[int], None]:
-        """A function that starts the collective, ready to be called many times.
+    ) -> Callable[[int, int, int], None]:
+        """A function (first, count, together) that starts the collective `count` times.
 
-        Its argument is the number of the call: calls may take other parts of the buffers, call 0
-        the beginning, where `fill` and `wrong` look.
+        Calls are numbered from `first`: they may take other parts of the buffers, call 0 the
+        beginning, where `fill` and `wrong` look. `together` calls are launched as one (-m).
         """
-
-    def aggregate(self, begin: bool) -> None:
-        """Begin or end a group of calls that are launched together (-m)."""
 
     def wait(self) -> None:
         """Until all that was started is done. Raises where a rank failed or time ran out."""
@@ -81,8 +78,7 @@ class Clock:
         while size <= options.maxbytes:
             shape = self.collective.shape(size // item, item, self.ranks)
             start = self.carrier.start(self.collective, shape, kind, op, root, False)
-            for number in range(options.warmup_iters):
-                self._call(start, number)
+            self._calls(start, 0, options.warmup_iters, 1)
             self.carrier.wait()
             size = max(size, 1) * 2
         cycle = 0
@@ -94,58 +90,55 @@ class Clock:
                 for in_place in (False, True):
                     self.report.side(self._measure(shape, kind, op, root, in_place), in_place)
 
-    def _call(self, start: Callable[[int], None], number: int) -> None:
-        start(number)
-        if self.options.blocking:
+    def _calls(
+        self, start: Callable[[int, int, int], None], first: int, count: int, together: int
+    ) -> None:
+        """Start `count` calls; -z waits after each that is launched."""
+        if not self.options.blocking:
+            start(first, count, together)
+            return
+        for number in range(first, first + count, together):
+            start(number, min(together, first + count - number), together)
             self.carrier.wait()
-        if self.options.blocking == 1:
-            self.team.barrier()
+            if self.options.blocking == 1:
+                self.team.barrier()
 
     def _measure(self, shape: Shape, kind: str, op: str, root: int, in_place: bool) -> Side:
         o, carrier, team = self.options, self.carrier, self.team
         start = carrier.start(self.collective, shape, kind, op, root, in_place)
         if o.check:
             carrier.fill(self.collective, shape, kind, op, root, in_place, 0)
-        self._call(start, 0)
+        self._calls(start, 0, 1, 1)
         carrier.wait()
         team.barrier()
 
-        def iteration(number: int) -> None:
+        def iterations(first: int, count: int) -> None:
             if o.per_iter_timing:
                 carrier.mark()
-            if o.agg_iters > 1:
-                carrier.aggregate(True)
-            for call in range(number * o.agg_iters, (number + 1) * o.agg_iters):
-                self._call(start, call)
-            if o.agg_iters > 1:
-                carrier.aggregate(False)
+            self._calls(start, first * o.agg_iters, count * o.agg_iters, o.agg_iters)
             if o.per_iter_timing:
                 carrier.mark()
 
         launches = max(o.cudagraph, 1)
         only = 0.0
         if o.cudagraph:
-
-            def record() -> None:
-                for number in range(o.iters):
-                    iteration(number)
-
-            launch = carrier.capture(record)
+            launch = carrier.capture(lambda: iterations(0, o.iters))
             team.barrier()
             begin = time.perf_counter()
             for _ in range(o.cudagraph):
                 launch()
-        else:
+        elif o.blocking == 3 or o.per_iter_timing:
             begin = time.perf_counter()
             for number in range(o.iters):
-                if o.blocking != 3:
-                    iteration(number)
-                    continue
                 before = time.perf_counter()
-                iteration(number)
-                carrier.wait()
-                only += time.perf_counter() - before
-                team.barrier()
+                iterations(number, 1)
+                if o.blocking == 3:
+                    carrier.wait()
+                    only += time.perf_counter() - before
+                    team.barrier()
+        else:
+            begin = time.perf_counter()
+            iterations(0, o.iters)
         calls = o.iters * o.agg_iters
         cpu = (only or time.perf_counter() - begin) / calls
         carrier.wait()
@@ -163,7 +156,7 @@ class Clock:
 
     def _check(
         self,
-        start: Callable[[int], None],
+        start: Callable[[int, int, int], None],
         shape: Shape,
         kind: str,
         op: str,
@@ -180,9 +173,9 @@ class Clock:
             carrier.fill(*what)
             self.team.barrier()
             if o.cudagraph:
-                carrier.capture(lambda: start(0))()
+                carrier.capture(lambda: start(0, 1, 1))()
             else:
-                start(0)
+                start(0, 1, 1)
             carrier.wait()
             total = sum(self.team.gather(carrier.wrong(*what)))
             if total:

@@ -1,9 +1,8 @@
-"""Ranks on GPUs: NCCL by ctypes, streams of torch, graphs of the CUDA runtime.
+"""Ranks on GPUs: NCCL's own calls, streams of torch, graphs of the CUDA runtime.
 
 One carrier drives the GPUs of one thread. Its calls are made ready once a size; inside the time
-there are only foreign calls, which release the interpreter's lock, so threads (-t) run side by
-side. Waiting asks CUDA through ctypes for the same reason: torch's query keeps the lock, and a
-thread that spins on it would hold up the launches of the others.
+`evener._native` repeats them and waits, without the interpreter and without its lock, so threads
+(-t) run side by side. Setting up, graphs and events are calls by ctypes.
 
 As in nccl-tests, each call works on the next piece of the buffers, so that small messages are not
 measured out of the GPU's cache.
@@ -18,8 +17,9 @@ from typing import Any
 
 import torch
 
+from evener._native import Launcher, Streams
 from evener.bench.collectives.buffers import Buffers, needed
-from evener.bench.collectives.nccl import OPERATIONS, TYPES, Call, Nccl, NcclError, calls
+from evener.bench.collectives.nccl import OPERATIONS, TYPES, Nccl, NcclError, calls
 from evener.bench.collectives.options import TYPES as TYPE_BYTES
 from evener.bench.collectives.options import Options
 from evener.bench.collectives.shapes import Collective, Shape
@@ -27,11 +27,9 @@ from evener.bench.collectives.values import MULTIPLIER
 from evener.errors import EvenerError
 
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
-_NOT_READY = 600  # cudaErrorNotReady
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-# Pieces of the buffers that calls go through in turn. Bounds what is prepared; 64 of the smallest
-# size that a cache could hold fully are more than any GPU's cache.
-_PIECES = 64
+# Seconds of waiting without the interpreter: how late an interrupt and -T may come.
+_PATIENCE = 0.1
 
 
 class CudaCarrier:
@@ -60,6 +58,14 @@ class CudaCarrier:
             Buffers(*memory, first + i, ranks, options.unalign)
             for i, memory in enumerate(self.memory)
         ]
+        self._waiting = Streams(
+            _address(self._cuda.cudaStreamQuery),
+            nccl.address("ncclCommGetAsyncError"),
+            [
+                (stream.cuda_stream, comm.value or 0)
+                for stream, comm in zip(self.streams, comms, strict=True)
+            ],
+        )
         self._scaled: dict[tuple[int, str], int] = {}
         self._graphs: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
         self._marks: list[list[ctypes.c_void_p]] = []
@@ -145,101 +151,64 @@ class CudaCarrier:
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[int], None]:
-        item = TYPE_BYTES[kind]
-        piece = max(shape.send, shape.receive) * item
-        pieces = min(self.options.maxbytes // piece, _PIECES) if piece else 1
-        prepared = [
-            self._prepare(collective, shape, kind, op, root, in_place, number * piece)
-            for number in range(max(pieces, 1))
-        ]
-        count = len(prepared)
-        begin, end = self.nccl.ncclGroupStart, self.nccl.ncclGroupEnd
-        if len(prepared[0]) == 1 and len(prepared[0][0]) == 1:
-
-            def one(number: int) -> None:
-                function, arguments = prepared[number % count][0][0]
-                if status := function(*arguments):
-                    self.check(status, collective.name)
-
-            return one
-
-        def many(number: int) -> None:
-            for step in prepared[number % count]:
-                status = begin()
-                for function, arguments in step:
-                    status = function(*arguments) or status
-                status = end() or status
-                if status:
-                    self.check(status, collective.name)
-
-        return many
-
-    def _prepare(
-        self, collective: Collective, shape: Shape, kind: str, op: str, root: int,
-        in_place: bool, shift: int,
-    ) -> list[list[Call]]:  # fmt: skip
-        """The groups of calls on the piece that begins `shift` bytes into the buffers."""
-        ranks: list[list[list[Call]]] = []
-        for number, buffers in enumerate(self.buffers):
-            send = buffers.send(shape, kind, in_place).data_ptr() + shift
-            receive = buffers.receive(shape, kind, in_place).data_ptr() + shift
-            ranks.append(
-                calls(
-                    self.nccl,
-                    collective.name,
-                    send,
-                    receive,
-                    shape.count,
-                    TYPE_BYTES[kind],
-                    TYPES[kind],
-                    self._operation(number, kind, op),
-                    root,
-                    self.first + number,
-                    self.ranks,
-                    self.comms[number],
-                    self.streams[number].cuda_stream,
-                )
+    ) -> Callable[[int, int, int], None]:
+        ranks = []
+        for number, (buffers, comm, stream) in enumerate(
+            zip(self.buffers, self.comms, self.streams, strict=True)
+        ):
+            groups = calls(
+                collective.name,
+                buffers.send(shape, kind, in_place).data_ptr(),
+                buffers.receive(shape, kind, in_place).data_ptr(),
+                shape.count,
+                TYPE_BYTES[kind],
+                TYPES[kind],
+                self._operation(number, kind, op),
+                root,
+                self.first + number,
+                self.ranks,
             )
+            own = (comm.value or 0, stream.cuda_stream)
+            ranks.append([[(call, own) for call in group] for group in groups])
         # One group over all GPUs of the thread, step by step: rank by rank would wait for itself.
-        return [[call for rank in ranks for call in rank[i]] for i in range(len(ranks[0]))]
+        steps = [
+            [
+                (
+                    self.nccl.address(call.function),
+                    [*call.buffers],
+                    call.count,
+                    [*call.numbers],
+                    *own,
+                )
+                for group in groups
+                for call, own in group
+            ]
+            for groups in zip(*ranks, strict=True)
+        ]
+        piece = max(shape.send, shape.receive) * TYPE_BYTES[kind]
+        pieces = self.options.maxbytes // piece if piece else 1
+        begin, end = (self.nccl.address(f"ncclGroup{which}") for which in ("Start", "End"))
+        launcher = Launcher(begin, end, steps, piece, max(pieces, 1))
 
-    def aggregate(self, begin: bool) -> None:
-        """A group of calls: NCCL launches them together."""
-        self.check(
-            self.nccl.ncclGroupStart() if begin else self.nccl.ncclGroupEnd(), "group of calls"
-        )
+        def run(first: int, count: int, together: int) -> None:
+            status, number = launcher.run(first, count, together)
+            self.check(status, f"{collective.name}, call {number}")
+
+        return run
 
     def wait(self) -> None:
         """Ask the streams in turn, as nccl-tests does, and NCCL for errors of other ranks."""
-        left = list(range(len(self._handles)))
-        query = self._cuda.cudaStreamQuery
         limit = time.monotonic() + self.options.timeout if self.options.timeout else None
-        asked = 0
-        while left:
-            left = [i for i in left if self._busy(query(self._handles[i]), i)]
-            asked += 1
-            if left and asked % 256 == 0:
-                self._look(left[0])
-                if limit is not None and time.monotonic() > limit:
-                    raise EvenerError(
-                        f"-T {self.options.timeout}: rank {self.first + left[0]} is not done",
-                        "look at the other ranks; NCCL_DEBUG=INFO shows who is connected",
-                    )
-
-    def _busy(self, status: int, number: int) -> bool:
-        if status not in (0, _NOT_READY):
-            _cuda_check(status, f"finish the work of rank {self.first + number}")
-        return status == _NOT_READY
-
-    def _look(self, number: int) -> None:
-        status = ctypes.c_int()
-        self.check(
-            self.nccl.ncclCommGetAsyncError(self.comms[number], ctypes.byref(status)),
-            "ncclCommGetAsyncError",
-        )
-        if status.value not in (0, 7):  # ncclInProgress
-            self.check(status.value, f"rank {self.first + number}")
+        while (said := self._waiting.wait(_PATIENCE)) is not None:
+            number, cuda, status = said
+            if cuda:
+                _cuda_check(cuda, f"finish the work of rank {self.first + number}")
+            self.check(status, f"rank {self.first + number}")
+            if limit is not None and time.monotonic() > limit:
+                raise EvenerError(
+                    f"-T {self.options.timeout}: rank {self.first + number} is not done",
+                    "look at the other ranks; NCCL_DEBUG=INFO shows who is connected",
+                )
 
     # --- single iterations (-I) ---
 
@@ -375,6 +344,10 @@ def _runtime() -> Any:
         raise NcclError(
             f"libcudart.so.{major} cannot be loaded: {error}", "install torch with CUDA"
         ) from None
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _cuda_check(status: int, what: str) -> None:

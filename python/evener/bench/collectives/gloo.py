@@ -41,17 +41,21 @@ class GlooCarrier:
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[int], None]:
+    ) -> Callable[[int, int, int], None]:
         send = self.buffers.send(shape, kind, in_place)
         receive = self.buffers.receive(shape, kind, in_place)
+        call: Callable[[], None]
         if self.ranks == 1 or not shape.count:
-            return (lambda _: None) if in_place else (lambda _: _copy(receive, send))
-        function: Any = getattr(self, f"_{collective.name}")
-        prepared: Callable[[], None] = function(send, receive, shape.count, op, root, in_place)
-        return lambda _: prepared()
+            call = (lambda: None) if in_place else (lambda: _copy(receive, send))
+        else:
+            function: Any = getattr(self, f"_{collective.name}")
+            call = function(send, receive, shape.count, op, root, in_place)
 
-    def aggregate(self, begin: bool) -> None:
-        """Gloo has no groups: calls follow one another."""
+        def run(_first: int, count: int, _together: int) -> None:
+            for _ in range(count):  # Gloo has no groups: calls follow one another
+                call()
+
+        return run
 
     def wait(self) -> None:
         """Calls return when they are done."""

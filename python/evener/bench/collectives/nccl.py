@@ -2,15 +2,16 @@
 
 torch's process group adds work to each launch (a work object, events, a watchdog) that would hide
 in the figures of small messages, and has neither groups over several GPUs of one process nor
-aggregation. So NCCL is called as nccl-tests calls it. Arguments are converted once, before the
-time; a call inside it is one foreign call. The library is the one that torch loaded.
+aggregation. So NCCL is called as nccl-tests calls it: what a collective calls is said here
+(`calls`), and `evener._native.Launcher` repeats it inside the time. The library is the one that
+torch loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from evener.errors import EvenerError
 
@@ -29,7 +30,18 @@ TYPES = {
     "f8e5m2": 11,
 }
 OPERATIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
-Call = tuple[Callable[..., int], tuple[Any, ...]]
+
+
+class Call(NamedTuple):
+    """A call of one rank; communicator and stream are the rank's."""
+
+    function: str
+    buffers: tuple[int, ...]
+    """Addresses."""
+    count: int
+    """Elements."""
+    numbers: tuple[int, ...]
+    """The other whole numbers in NCCL's order: type, then operation, root or peer."""
 
 
 class NcclError(EvenerError):
@@ -106,6 +118,10 @@ class Nccl:
                 "run again with NCCL_DEBUG=WARN to see where",
             )
 
+    def address(self, name: str) -> int:
+        """Where a function lies."""
+        return ctypes.cast(getattr(self, name), _P).value or 0
+
     def version(self) -> int:
         """2.28.9 is 22809."""
         number = ctypes.c_int()
@@ -132,58 +148,29 @@ _text = ctypes.c_char_p
 
 
 def calls(
-    nccl: Nccl,
-    name: str,
-    send: int,
-    receive: int,
-    count: int,
-    item: int,
-    kind: int,
-    op: int,
-    root: int,
-    rank: int,
-    ranks: int,
-    comm: ctypes.c_void_p,
-    stream: int,
-) -> list[list[Call]]:
-    """The foreign calls of one rank. Each inner list is one group (ncclGroupStart to End)."""
-    s, r, n = ctypes.c_void_p(send), ctypes.c_void_p(receive), ctypes.c_size_t(count)
-    t, o, w = ctypes.c_int(kind), ctypes.c_int(op), ctypes.c_int(root)
-    q = ctypes.c_void_p(stream)
+    name: str, send: int, receive: int, count: int, item: int, kind: int, op: int,
+    root: int, rank: int, ranks: int,
+) -> list[list[Call]]:  # fmt: skip
+    """What one rank calls. Each inner list is one group (ncclGroupStart to End)."""
     block = count * item
 
-    def sends(pointer: int, number: int, peer: int) -> Call:
-        arguments = (
-            ctypes.c_void_p(pointer),
-            ctypes.c_size_t(number),
-            t,
-            ctypes.c_int(peer),
-            comm,
-            q,
-        )
-        return nccl.ncclSend, arguments
+    def sends(address: int, number: int, peer: int) -> Call:
+        return Call("ncclSend", (address,), number, (kind, peer))
 
-    def receives(pointer: int, number: int, peer: int) -> Call:
-        arguments = (
-            ctypes.c_void_p(pointer),
-            ctypes.c_size_t(number),
-            t,
-            ctypes.c_int(peer),
-            comm,
-            q,
-        )
-        return nccl.ncclRecv, arguments
+    def receives(address: int, number: int, peer: int) -> Call:
+        return Call("ncclRecv", (address,), number, (kind, peer))
 
+    both = (send, receive)
     if name == "all_reduce":
-        return [[(nccl.ncclAllReduce, (s, r, n, t, o, comm, q))]]
+        return [[Call("ncclAllReduce", both, count, (kind, op))]]
     if name == "reduce_scatter":
-        return [[(nccl.ncclReduceScatter, (s, r, n, t, o, comm, q))]]
+        return [[Call("ncclReduceScatter", both, count, (kind, op))]]
     if name == "reduce":
-        return [[(nccl.ncclReduce, (s, r, n, t, o, w, comm, q))]]
+        return [[Call("ncclReduce", both, count, (kind, op, root))]]
     if name == "broadcast":
-        return [[(nccl.ncclBroadcast, (s, r, n, t, w, comm, q))]]
+        return [[Call("ncclBroadcast", both, count, (kind, root))]]
     if name == "all_gather":
-        return [[(nccl.ncclAllGather, (s, r, n, t, comm, q))]]
+        return [[Call("ncclAllGather", both, count, (kind,))]]
     if name == "alltoall":
         return [
             [

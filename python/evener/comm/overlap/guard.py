@@ -9,7 +9,7 @@ again, and then the operation runs. So a step pays one Python call a bucket, not
 and nothing has to be known about the model.
 
 What does not go through torch's Python operations is a C++ extension that takes tensors by pybind:
-`ModuleHooks` therefore also waits for a module's own parameters before its forward.
+`hook_modules` therefore also waits for a module's own parameters before its forward.
 """
 
 from __future__ import annotations

@@ -130,6 +130,8 @@ class StepOverlap:
                 self.reducer.apply()
                 return
             self.reducer.defer()
+            if self._stream is not None:
+                self._step_stream = torch.cuda.current_stream(self.device)
             self._look_at_layout()
             self.state = State.REDUCING
             self._arm(range(len(self._members)))
@@ -237,8 +239,7 @@ class StepOverlap:
                 self._disarm(range(len(self._members)))
                 self.state = State.IDLE
             elif self.state is State.REDUCING:
-                for bucket in self.reducer.sequence:
-                    self.reducer.wait(bucket)
+                self._wait_for_all()
                 self._disarm(range(len(self._members)))
                 self.state = State.IDLE
                 self.reducer.end_step()
@@ -247,6 +248,17 @@ class StepOverlap:
                     self._land(bucket)
             if on_host and self._stream is not None:
                 torch.cuda.current_stream(self.device).synchronize()
+
+    def _wait_for_all(self) -> None:
+        """All reductions: for whoever asks, and for the stream that step() will be called on."""
+        for bucket in self.reducer.sequence:
+            self.reducer.wait(bucket)
+        if self._stream is not None and (
+            torch.cuda.current_stream(self.device) != self._step_stream
+        ):
+            with torch.cuda.stream(self._step_stream):
+                for bucket in self.reducer.sequence:
+                    self.reducer.wait(bucket)
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:

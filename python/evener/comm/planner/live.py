@@ -2,9 +2,10 @@
 
 Each reducer has one. After the profiled step it probes the network (once, about a second), rank 0
 chooses, and every rank takes over the same decision. Then, every `WATCH_EVERY` steps, one step's
-exchanges between nodes are timed and rank 0 logs what was predicted beside what was measured; where
+exchanges between nodes are timed and rank 0 logs what was predicted beside what was measured. Where
 they are apart by more than `DRIFT` in two of these in a row, the network is not the one that was
-probed, and everything is done again.
+probed, and everything is done again; from then on the first measurement after a decision is what
+later ones are held against, so that a model of the network that is wrong here is not asked forever.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Planner:
         self._strikes = 0
         self._steps = 0
         self._since: float | None = None
+        self._decisions = 0
+        self._first: float | None = None
         self._watch: Recorder | None = None
 
     def decide(self, profile: StepProfile | None) -> None:
@@ -87,7 +90,8 @@ class Planner:
         for exchange, choice in zip(self.reducer.exchanges, self.decision.choices, strict=True):
             exchange.predicted_ms = choice.stages_ms[1]
         self._strikes = self._steps = 0
-        self._since = None
+        self._since = self._first = None
+        self._decisions += 1
         if self.reducer.communicators.rank == 0:
             self._log(agreed)
 
@@ -140,7 +144,10 @@ class Planner:
         if self._since is not None:
             self.measured_ms = (now - self._since) * 1e3 / self._every
         self._since = now
-        apart = max(measured / expected, expected / max(measured, 1e-9)) if expected else 1.0
+        if self._first is None:
+            self._first = measured
+        held = expected if self._decisions == 1 else self._first
+        apart = max(measured / held, held / max(measured, 1e-9)) if held else 1.0
         self._strikes = self._strikes + 1 if apart > DRIFT else 0
         box: list[Any] = [self._strikes >= _STRIKES]
         rank = self.reducer.communicators.rank

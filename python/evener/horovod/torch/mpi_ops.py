@@ -572,8 +572,13 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: Any = global_process_set) -> None:
-    """Wait until all ranks of the set are here."""
-    synchronize(start.submit(kinds.BARRIER, process_set, None, urgent=True, finish=None))
+    """Wait until all ranks of the set are here.
+
+    As upstream's it is announced at the end of a cycle (HOROVOD_CYCLE_TIME), together with what was
+    submitted before it.
+    """
+    handle = start.submit(kinds.BARRIER, process_set, None, urgent=False, finish=None)
+    STATE.engine.synchronize(handle, at_once=False)
 
 
 def join(device: int = -1) -> int:

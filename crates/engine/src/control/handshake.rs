@@ -1,0 +1,353 @@
+//! Connections before frames flow on them: dialled or accepted, greeted, answered, handed to a worker.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use evener_proto::PathId;
+use evener_proto::dial::Route;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{Control, DIAL_TIME, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_GREETINGS, PORTS};
+use crate::Level;
+use crate::comm::{Peer, PeerKey, lock};
+use crate::hello::{ANSWER, Answer, GREETING, Greeting, MOST_ADDRESSES};
+use crate::stats::PathStats;
+use crate::sys::{self, Memory};
+use crate::worker::Task;
+
+impl Control {
+    pub(super) fn dial(
+        &mut self,
+        key: PeerKey,
+        flow: u64,
+        route: Route,
+        entropy: u64,
+    ) -> std::io::Result<()> {
+        let none = || std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
+        let state = self.peers.get(&key).ok_or_else(none)?;
+        let nic = self.shared.nics.get(route.local).ok_or_else(none)?;
+        let remote = lock(&state.peer.addresses)
+            .get(route.remote)
+            .copied()
+            .ok_or_else(none)?;
+        let to = SocketAddr::new(remote, state.peer.port);
+        let mut entropy = entropy;
+        let mut tries = 0;
+        let socket = loop {
+            let socket = new_socket(&remote)?;
+            self.prepare(&socket, Some(&nic.name), &remote);
+            // Ports in a row hash badly on some fabrics; these are all over the range.
+            let span = PORTS.end - PORTS.start;
+            let port = (PORTS.start + entropy % span) as u16;
+            socket.set_reuse_address(true)?;
+            let from = SocketAddr::new(nic.address, port);
+            let result = socket
+                .bind(&from.into())
+                .and_then(|()| socket.connect(&to.into()));
+            match result {
+                Ok(()) => break socket,
+                Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => break socket,
+                Err(error)
+                    if tries < 16
+                        && matches!(
+                            error.kind(),
+                            std::io::ErrorKind::AddrInUse | std::io::ErrorKind::AddrNotAvailable
+                        ) =>
+                {
+                    tries += 1;
+                    entropy = entropy.rotate_left(16) ^ 0x9e37_79b9;
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        let kind = Kind::Outgoing {
+            peer: key,
+            flow,
+            path: PathId(self.shared.random()),
+            route,
+            greeted: false,
+        };
+        self.watch(socket, kind, DIAL_TIME * 2)
+    }
+
+    fn prepare(&self, socket: &Socket, nic: Option<&str>, peer: &IpAddr) {
+        // Each of these makes things better where the kernel has it; none is needed.
+        let _ = socket.set_tcp_nodelay(true);
+        let fd = socket.as_raw_fd();
+        let _ = sys::set_unsent_low_water(fd, LOW_WATER);
+        if let Some(name) = &self.shared.congestion {
+            let _ = sys::set_congestion(fd, name);
+        }
+        if self.shared.nics.len() > 1
+            && !peer.is_loopback()
+            && let Some(nic) = nic
+        {
+            // Two NICs in one subnet: the routing table alone would send all through the first.
+            let _ = socket.bind_device(Some(nic.as_bytes()));
+        }
+    }
+
+    fn watch(&mut self, socket: Socket, kind: Kind, time: Duration) -> std::io::Result<()> {
+        let now = self.now();
+        let index = match self.handshakes.iter().position(Option::is_none) {
+            Some(index) => index,
+            None => {
+                self.handshakes.push(None);
+                self.handshakes.len() - 1
+            }
+        };
+        self.epoll.add_edge(socket.as_raw_fd(), index as u64)?;
+        self.handshakes[index] = Some(Handshake {
+            socket,
+            kind,
+            bytes: Vec::new(),
+            until: now + time,
+            began: now,
+        });
+        // What came before it was watched raises no edge.
+        self.step(index);
+        Ok(())
+    }
+
+    pub(super) fn accept(&mut self) {
+        loop {
+            let Ok((socket, _)) = self.listener.accept() else {
+                return;
+            };
+            let incoming = |shake: &Option<Handshake>| {
+                shake
+                    .as_ref()
+                    .is_some_and(|shake| matches!(shake.kind, Kind::Incoming))
+            };
+            let count = self.handshakes.iter().filter(|one| incoming(one)).count();
+            if count >= MOST_GREETINGS {
+                let oldest = (0..self.handshakes.len())
+                    .filter(|index| incoming(&self.handshakes[*index]))
+                    .min_by_key(|index| self.handshakes[*index].as_ref().map(|shake| shake.began));
+                if let Some(oldest) = oldest {
+                    self.handshakes[oldest] = None;
+                }
+            }
+            if socket.set_nonblocking(true).is_ok() {
+                let _ = self.watch(socket, Kind::Incoming, GREETING_TIME);
+            }
+        }
+    }
+
+    pub(super) fn give_up(&mut self, index: usize, why: &str) {
+        let Some(shake) = self.handshakes.get_mut(index).and_then(Option::take) else {
+            return;
+        };
+        if let Kind::Outgoing {
+            peer, flow, route, ..
+        } = shake.kind
+        {
+            let now = self.now();
+            if let Some(state) = self.peers.get_mut(&peer) {
+                state.dialer.failed(flow, now);
+                let nic = self.shared.nics.get(route.local);
+                let nic = nic.map_or("?", |nic| nic.name.as_str());
+                let name = state.peer.name();
+                let text = format!("no connection from {nic} to {name}: {why}; trying again");
+                self.shared.log(Level::Debug, &text);
+            }
+        }
+    }
+
+    /// Goes on with a handshake as far as it goes.
+    pub(super) fn step(&mut self, index: usize) {
+        match self.try_step(index) {
+            Ok(()) => {}
+            Err(error) => self.give_up(index, &error.to_string()),
+        }
+    }
+
+    fn try_step(&mut self, index: usize) -> std::io::Result<()> {
+        let refuse = || std::io::Error::from(std::io::ErrorKind::InvalidData);
+        let addresses: Vec<IpAddr> = self.shared.nics.iter().map(|nic| nic.address).collect();
+        let Some(Some(shake)) = self.handshakes.get_mut(index) else {
+            return Ok(());
+        };
+        if let Kind::Outgoing {
+            peer,
+            path,
+            route,
+            greeted,
+            ..
+        } = &mut shake.kind
+            && !*greeted
+        {
+            if let Some(error) = shake.socket.take_error()? {
+                return Err(error);
+            }
+            if shake.socket.peer_addr().is_err() {
+                return Ok(()); // Not connected yet.
+            }
+            let state = self.peers.get(peer).ok_or_else(refuse)?;
+            let greeting = Greeting {
+                token: state.peer.token,
+                to: peer.process,
+                from: self.shared.process,
+                from_token: self.shared.token,
+                port: self.shared.port,
+                path: path.0,
+                local: route.local as u8,
+                remote: route.remote as u8,
+                addresses,
+            };
+            let bytes = greeting.emit();
+            if shake.socket.send(&bytes)? != bytes.len() {
+                return Err(refuse());
+            }
+            *greeted = true;
+        }
+        let incoming = matches!(shake.kind, Kind::Incoming);
+        let head = if incoming { GREETING } else { ANSWER };
+        let length = |bytes: &[u8]| -> Option<usize> {
+            if bytes.len() < head {
+                Some(head)
+            } else if incoming {
+                Greeting::length(bytes.first_chunk()?)
+            } else {
+                Answer::length(bytes.first_chunk()?)
+            }
+        };
+        loop {
+            let want = length(&shake.bytes).ok_or_else(refuse)?;
+            if shake.bytes.len() == want && want >= head && {
+                // Without addresses the head is all.
+                length(&shake.bytes) == Some(shake.bytes.len())
+            } {
+                break;
+            }
+            let mut part = [0u8; GREETING + 17 * MOST_ADDRESSES];
+            let mut memory = Memory::of(&mut part);
+            memory.length = want - shake.bytes.len();
+            // SAFETY: `part` is ours, and `want` is at most its size.
+            #[allow(unsafe_code, reason = "reads into a buffer of this function")]
+            let got = unsafe { sys::receive(shake.socket.as_raw_fd(), &[memory]) };
+            match got {
+                Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                Ok(got) => shake.bytes.extend_from_slice(&part[..got]),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let Some(shake) = self.handshakes[index].take() else {
+            return Ok(());
+        };
+        match shake.kind {
+            Kind::Incoming => {
+                let greeting = Greeting::parse(&shake.bytes).ok_or_else(refuse)?;
+                self.greeted(shake.socket, &greeting)
+            }
+            Kind::Outgoing {
+                peer,
+                flow,
+                path,
+                route,
+                ..
+            } => {
+                let answer = Answer::parse(&shake.bytes);
+                let now = self.now();
+                let Some(state) = self.peers.get_mut(&peer) else {
+                    return Ok(());
+                };
+                let Some(answer) = answer else {
+                    state.dialer.failed(flow, now);
+                    return Ok(());
+                };
+                state.dialer.connected(flow, path);
+                let peer = state.peer.clone();
+                {
+                    let mut known = lock(&peer.addresses);
+                    if answer.addresses.len() > known.len() {
+                        *known = answer.addresses;
+                    }
+                }
+                let nic = self.shared.nics.get(route.local);
+                let nic = nic.map(|nic| (nic.name.clone(), nic.index));
+                self.hand_over(shake.socket, peer, path, nic, true);
+                Ok(())
+            }
+        }
+    }
+
+    /// A greeting came: it is one of ours, or it is dropped.
+    fn greeted(&mut self, socket: Socket, greeting: &Greeting) -> std::io::Result<()> {
+        let shared = self.shared.clone();
+        if greeting.token != shared.token || greeting.to != shared.process {
+            shared.log(Level::Debug, "a stranger's greeting was dropped");
+            return Ok(());
+        }
+        let key = PeerKey {
+            process: greeting.from,
+            mirror: greeting.from == shared.process,
+        };
+        let peer = shared.peer(key, greeting.from_token, greeting.port, &greeting.addresses);
+        let path = PathId(greeting.path);
+        {
+            let mut known = lock(&peer.addresses);
+            if greeting.addresses.len() > known.len() {
+                known.clone_from(&greeting.addresses);
+            }
+        }
+        self.want(key);
+        let nic = shared.nics.get(usize::from(greeting.remote));
+        let nic = nic.map(|nic| (nic.name.clone(), nic.index));
+        let from = socket.peer_addr()?.as_socket();
+        let ip = from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip());
+        self.prepare(&socket, nic.as_ref().map(|nic| nic.0.as_str()), &ip);
+        let answer = Answer {
+            addresses: shared.nics.iter().map(|nic| nic.address).collect(),
+        };
+        let bytes = answer.emit();
+        if socket.send(&bytes)? == bytes.len() {
+            self.hand_over(socket, peer, path, nic, false);
+        }
+        Ok(())
+    }
+
+    pub(super) fn hand_over(
+        &self,
+        socket: Socket,
+        peer: Arc<Peer>,
+        path: PathId,
+        nic: Option<(String, u32)>,
+        dialled: bool,
+    ) {
+        // The side that dialled has chosen it: it tells the flow on both.
+        let address = if dialled {
+            socket.local_addr()
+        } else {
+            socket.peer_addr()
+        };
+        let port = address
+            .ok()
+            .and_then(|address| address.as_socket())
+            .map_or(0, |address| address.port());
+        let (name, interface) = nic.unwrap_or_default();
+        let stats = Arc::new(PathStats::new(name, port, peer.name()));
+        let fd = OwnedFd::from(socket);
+        self.shared.workers[peer.home].ask(Task::Connect {
+            peer,
+            fd,
+            path,
+            interface,
+            stats,
+        });
+    }
+}
+
+fn new_socket(remote: &IpAddr) -> std::io::Result<Socket> {
+    let domain = if remote.is_ipv4() {
+        Domain::IPV4
+    } else {
+        Domain::IPV6
+    };
+    let socket = Socket::new(domain, Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
+    Ok(socket)
+}

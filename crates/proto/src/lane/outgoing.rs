@@ -1,0 +1,138 @@
+//! What a lane hands to its paths: their own frames first, then what must be said, then chunks.
+
+use std::time::Duration;
+
+use super::{Control, Lane, Transmit};
+use crate::Side;
+use crate::path::{PathId, PathState};
+use crate::wire::{Frame, HEADER};
+
+impl Lane {
+    /// The next frame for a path that has room. For a chunk, its bytes follow the header.
+    pub fn transmit(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
+        let live = self.paths.values().filter(|p| p.state == PathState::Live);
+        let live = live.count() as u64;
+        let path = self.paths.get_mut(&id)?;
+        let own = path.own.pop_front();
+        let limit = path.chunk;
+        let usable = path.state == PathState::Live || live == 0;
+        let frame = match own {
+            Some(frame) => Some(frame),
+            None if !usable => None,
+            None => self.next_control().or_else(|| {
+                let share = self.backlog / live.max(1);
+                let share = u32::try_from(share).unwrap_or(u32::MAX).max(64 << 10);
+                self.next_chunk(id, limit.min(share), now)
+            }),
+        }?;
+        let path = self.paths.get_mut(&id)?;
+        Some(path.on_sent(frame, now))
+    }
+
+    /// The next frame that belongs to this path and no other.
+    pub fn transmit_own(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
+        let path = self.paths.get_mut(&id)?;
+        let frame = path.own.pop_front()?;
+        Some(path.on_sent(frame, now))
+    }
+
+    /// Whether [`Lane::transmit`] would find something for any live path.
+    pub fn has_work(&self) -> bool {
+        self.has_frames() || self.paths.values().any(|path| !path.own.is_empty())
+    }
+
+    /// The same, without what belongs to one path alone.
+    pub fn has_frames(&self) -> bool {
+        !self.control.is_empty() || !self.ready.is_empty()
+    }
+
+    fn next_control(&mut self) -> Option<Frame> {
+        while let Some(control) = self.control.pop_front() {
+            let frame = match control {
+                Control::Open(comm) => self
+                    .sends
+                    .get(&comm)
+                    .and_then(|send| send.opening)
+                    .map(|listener| Frame::Open { comm, listener }),
+                Control::Opened(comm, accepted) => Some(Frame::Opened { comm, accepted }),
+                Control::Ack(comm) => self.receives.get_mut(&comm).map(|receive| {
+                    receive.ack_queued = false;
+                    Frame::Ack {
+                        comm,
+                        floor: receive.floor,
+                        beyond: receive.beyond(),
+                    }
+                }),
+                Control::Credit(comm, message) => self
+                    .incoming(comm, message)
+                    .filter(|incoming| !incoming.complete)
+                    .and_then(|incoming| incoming.room)
+                    .map(|room| Frame::Credit {
+                        comm,
+                        message,
+                        room,
+                    }),
+                Control::Refuse(comm, message) => self
+                    .incoming(comm, message)
+                    .and_then(|incoming| Some((incoming.total?, incoming.room?)))
+                    .map(|(total, room)| Frame::Refuse {
+                        comm,
+                        message,
+                        total,
+                        room,
+                    }),
+                Control::CloseSend(comm) => self
+                    .closing
+                    .contains(&(Side::Send, comm))
+                    .then_some(Frame::CloseSend { comm }),
+                Control::CloseReceive(comm) => self
+                    .closing
+                    .contains(&(Side::Receive, comm))
+                    .then_some(Frame::CloseReceive { comm }),
+                Control::Closed(comm, of_send) => Some(Frame::Closed { comm, of_send }),
+                Control::Gone(path) => Some(Frame::Gone { path: path.0 }),
+            };
+            if frame.is_some() {
+                return frame;
+            }
+        }
+        None
+    }
+
+    fn incoming(&self, comm: u64, message: u64) -> Option<&crate::receive::Incoming> {
+        self.receives.get(&comm)?.get(message)
+    }
+
+    fn next_chunk(&mut self, id: PathId, limit: u32, now: Duration) -> Option<Frame> {
+        while let Some(&(comm, number)) = self.ready.front() {
+            let message = self
+                .sends
+                .get_mut(&comm)
+                .and_then(|send| send.get(number))
+                .filter(|message| message.pending());
+            let Some(message) = message else {
+                self.ready.pop_front();
+                continue;
+            };
+            let total = message.total;
+            let piece = message.take(id, limit)?;
+            if let Some(path) = self.paths.get(&id) {
+                let bytes = HEADER as u64 + u64::from(piece.length);
+                message.taken(path.given + bytes, path.due(piece.length, now));
+            }
+            if !message.pending() {
+                self.ready.pop_front();
+            }
+            self.backlog = self.backlog.saturating_sub(u64::from(piece.length));
+            return Some(Frame::Chunk {
+                comm,
+                message: number,
+                offset: piece.offset,
+                length: piece.length,
+                total,
+            });
+        }
+        self.backlog = 0;
+        None
+    }
+}
