@@ -277,7 +277,8 @@ def show(name: str, row: dict[str, Any]) -> None:
         f"    recorded step {where['step']:.3f}: forward {where['forward']:.3f}, "
         f"backward {where['backward']:.3f}, optimizer {where['optimizer']:.3f} "
         f"(exposed {where['exposed optimizer']:.3f}, streamed {streamed:.0%}), "
-        f"copies {where['transfers']:.3f} (hidden {where['transfers hidden']:.0%})"
+        f"copies {where['transfers']:.3f} (hidden {where['transfers hidden']:.0%}), "
+        f"gathers {where['communication']:.3f} (hidden {where['communication hidden']:.0%})"
     )
     print("    busy: " + seconds(where["busy"]) + "; waits: " + seconds(where["waits"]))
     print(

@@ -168,16 +168,14 @@ class Loading:
                 if not chunk.keeps:
                     chunk.allocate()
                     self._reuse(chunk)
-                begun = self._spans.mark("h2d")
                 weights = chunk.states.weights
-                if self._ranks.world == 1:
-                    chunk.flat.copy_(weights, non_blocking=True)
-                else:
-                    begin = self._ranks.rank * weights.numel()
-                    mine = chunk.flat[begin : begin + weights.numel()]
+                begin = self._ranks.rank * weights.numel()
+                mine = chunk.flat[begin : begin + weights.numel()]
+                with self._spans.device("copy", "h2d", chunk.group.name):
                     mine.copy_(weights, non_blocking=True)
-                    self._ranks.gather(chunk.flat, mine)
-                self._spans.since(begun, "copy", "h2d", chunk.group.name)
+                if self._ranks.world > 1:
+                    with self._spans.device("communication", "h2d", f"gather {chunk.group.name}"):
+                        self._ranks.gather(chunk.flat, mine)
                 chunk.load_event = device.record("h2d")
         except BaseException as error:  # noqa: BLE001  # raised again where the chunk is needed
             chunk.error = error
