@@ -32,7 +32,8 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that make NCCL use the plug-in, without those that `env` has already.
 
     `env`: the environment that the job will have (default: the process's). A user who chose a
-    network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the answer is empty then, and without EVENER_NET=on.
+    network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the answer is empty then, and without
+    EVENER_NET=on.
     Raises PluginError where the plug-in was not built.
     """
     env = os.environ if env is None else env
