@@ -156,6 +156,20 @@ impl Worker {
         true
     }
 
+    /// Whether to submit `request` would launch the frozen schedule's step at once.
+    #[must_use]
+    pub fn is_next(&self, request: &Request) -> bool {
+        let Some(schedule) = &self.schedule else {
+            return false;
+        };
+        let [number] = schedule.steps[schedule.at][..] else {
+            return false;
+        };
+        let idle = !schedule.launched && !schedule.thaw && !self.ending;
+        let own = self.cache.get(&number).and_then(|c| c.request.as_deref());
+        idle && self.pending.is_empty() && self.actions.is_empty() && own == Some(request)
+    }
+
     /// Announce what is not announced yet.
     pub fn flush(&mut self) {
         if self.schedule.is_some() || self.ended.is_some() {

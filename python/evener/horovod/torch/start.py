@@ -59,10 +59,9 @@ def group_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise ValueError("a grouped operation needs one tensor at least")
     found = [detached(tensor) for tensor in tensors]
     if len({tensor.device for tensor in found}) > 1:
-        raise ValueError(
-            "the tensors of a group are on "
-            + ", ".join(sorted({str(tensor.device) for tensor in found}))
-            + ": put them on one device"
+        where = ", ".join(sorted({str(tensor.device) for tensor in found}))
+        raise HorovodInternalError(
+            f"the tensors of a group are on {where}", "put them on one device"
         )
     return found
 
@@ -153,6 +152,26 @@ def allreduce(
         op=op,
         factors=(float(factors[0]), float(factors[1])),
     )
+
+
+def allreduce_now(
+    given: torch.Tensor,
+    output: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    factors: tuple[float, float],
+    process_set: Any,
+) -> torch.Tensor:
+    """Reduce one tensor into `output`, which is given, and wait."""
+    engine = STATE.engine
+    plain = process_set is global_process_set or process_set is None
+    if name is not None and plain and op != Adasum:
+        source = detached(given)
+        target = source if output is given else output.detach()
+        if engine.quick(source, target, f"allreduce.{name}", checked_op(op, None), factors):
+            return output
+    handle = allreduce([given], [output], False, name, op, factors, process_set, urgent=True)
+    return cast(torch.Tensor, engine.synchronize(handle))
 
 
 def reducescatter(
