@@ -150,13 +150,17 @@ impl Negotiator {
         Ok(py.detach(|| self.node.submit(request, urgent, drives)))
     }
 
-    /// All ranks share this machine and the file `path`: reduce the frozen schedule's flag there.
-    /// On all ranks or on none.
+    /// Map the file `path`, for the frozen schedule's flag where all ranks share this machine.
     fn open_gate(&self, path: std::path::PathBuf) -> PyResult<()> {
         let file = std::fs::File::options().read(true).write(true).open(path)?;
         self.node
             .open_gate(&file)
             .map_err(|error| PyRuntimeError::new_err(error.to_string()))
+    }
+
+    /// All ranks have opened the gate: use it.
+    fn use_gate(&self) {
+        self.node.use_gate();
     }
 
     /// Bytes that the gate's file must have for so many ranks.
@@ -171,8 +175,9 @@ impl Negotiator {
         py.detach(|| self.node.exchange(flag))
     }
 
-    /// An all-reduce of one tensor over all ranks: 1 where it is the frozen schedule's next step
-    /// and all ranks launch it now, 2 where it is submitted and the caller drives, 0: nothing done.
+    /// An all-reduce of one tensor over all ranks, submitted and waited for by who drives: 1 where
+    /// all ranks launch it now, and it alone; 2 where it is submitted and the caller drives on; 0
+    /// where nothing was done.
     #[allow(clippy::too_many_arguments, reason = "one a field of the request")]
     fn quick(
         &self,

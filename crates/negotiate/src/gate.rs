@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn all_ranks_see_the_same_flag_in_every_step() {
-        let flags = |rank: u64, step: u64| (step * 7 + rank * 3) % 11 == 0;
+        let flags = |rank: u64, step: u64| (step * 7 + rank * 3).is_multiple_of(11);
         let seen: Vec<Vec<bool>> = thread::scope(|scope| {
             let threads: Vec<_> = gates(3)
                 .into_iter()

@@ -18,6 +18,7 @@ use crate::worker::{Action, Worker};
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -81,9 +82,9 @@ struct Shared {
 /// What became of [`Node::quick`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quick {
-    /// Nothing: the request is not the schedule's next step. Submit it.
+    /// Nothing. Submit it.
     No,
-    /// All ranks launch this step now.
+    /// All ranks launch this operation now, and it alone.
     Launch,
     /// It is submitted, and the caller drives, as after [`Node::submit`].
     Submitted,
@@ -93,6 +94,7 @@ pub enum Quick {
 pub struct Node {
     shared: Arc<Shared>,
     gate: OnceLock<Gate>,
+    gated: AtomicBool,
     listener: Mutex<Option<TcpListener>>,
     port: u16,
     size: u32,
@@ -141,6 +143,7 @@ impl Node {
                 rank,
             }),
             gate: OnceLock::new(),
+            gated: AtomicBool::new(false),
             port: listener
                 .as_ref()
                 .and_then(|l| l.local_addr().ok())
@@ -283,8 +286,8 @@ impl Node {
         taken
     }
 
-    /// All ranks share this machine, and `file`: reduce the frozen schedule's flag there. Before the
-    /// first submission, on all ranks or on none.
+    /// Maps `file`, in which the frozen schedule's flag can be reduced where all ranks share this
+    /// machine. It counts from [`Node::use_gate`] on.
     ///
     /// # Errors
     /// Where it cannot be mapped.
@@ -295,43 +298,95 @@ impl Node {
             .map_err(|_| io::Error::other("opened twice").into())
     }
 
+    /// All ranks have opened the gate. Before the first submission; on all ranks or on none.
+    pub fn use_gate(&self) {
+        self.gated.store(true, Ordering::Relaxed);
+    }
+
+    fn gate(&self) -> Option<&Gate> {
+        let gated = self.gated.load(Ordering::Relaxed);
+        self.gate.get().filter(|_| gated)
+    }
+
     /// Reduce the flag of the frozen step that [`Node::next`] gave last: whether any rank's is up.
     /// None: there is no gate, so it travels in the collective; or all has ended.
     #[must_use]
     pub fn exchange(&self, flag: bool) -> Option<bool> {
-        self.gate.get()?.exchange(flag, || self.ended().is_some())
+        self.gate()?.exchange(flag, || self.ended().is_some())
     }
 
-    /// Submits `request` where that is a step of the frozen schedule, and reduces its flag. The
-    /// caller is who drives.
+    /// Submits `request`, announces it, and waits for its launch, in one call. For who drives, and
+    /// where nothing else is waiting to be launched.
     #[must_use]
     pub fn quick(&self, request: Request) -> Quick {
-        let Some(gate) = self.gate.get() else {
-            return Quick::No;
-        };
+        let key = (request.set, request.name.clone());
         let mut core = lock(&self.shared);
-        if !core.worker.is_next(&request) || !core.worker.submit(request, self.shared.now()) {
+        let gate = self.gate().filter(|_| core.worker.is_next(&request));
+        if core.worker.has_next() || !core.worker.submit(request, self.shared.now()) {
             return Quick::No;
         }
-        // Nobody else saw it: the lock was held.
-        let action = core.worker.take_action();
-        debug_assert!(matches!(action, Some(Action::Frozen { real: true, .. })));
-        drop(core);
-        let flagged = gate.exchange(false, || self.ended().is_some());
-        let mut core = lock(&self.shared);
-        if flagged == Some(false) {
-            core.worker.finished(false, self.shared.now());
+        if let Some(gate) = gate {
+            // Nobody else saw it: the lock was held.
+            let action = core.worker.take_action();
+            debug_assert!(matches!(action, Some(Action::Frozen { real: true, .. })));
+            drop(core);
+            let flagged = gate.exchange(false, || self.ended().is_some());
+            core = lock(&self.shared);
+            if let Some(flagged) = flagged {
+                core.worker.finished(flagged, self.shared.now());
+            }
+            core.driven = flagged != Some(false);
             self.shared.pump(&mut core);
             self.shared.schedule_flush(&mut core);
-            return Quick::Launch;
+            return if core.driven {
+                Quick::Submitted
+            } else {
+                Quick::Launch
+            };
         }
         core.driven = true;
-        if flagged.is_some() {
-            core.worker.finished(true, self.shared.now());
-            self.shared.pump(&mut core);
-            self.shared.schedule_flush(&mut core);
+        core.worker.flush();
+        self.shared.pump(&mut core);
+        self.shared.schedule_flush(&mut core);
+        let mut action = core.worker.take_action();
+        drop(core);
+        if action.is_none() {
+            action = self.eager(EAGER);
+        }
+        let mut core = lock(&self.shared);
+        match action {
+            Some(Action::Launch(answers))
+                if answers.len() == 1
+                    && answers[0].error.is_empty()
+                    && answers[0].request.set == key.0
+                    && answers[0].request.name == key.1 =>
+            {
+                core.driven = false;
+                if core.worker.has_next() {
+                    self.shared.idle.notify_all();
+                }
+                return Quick::Launch;
+            }
+            Some(action) => core.worker.put_back(action),
+            None => {}
         }
         Quick::Submitted
+    }
+
+    /// The next thing to do, while the caller reads the connections itself.
+    fn eager(&self, limit: Duration) -> Option<Action> {
+        let start = Instant::now();
+        while start.elapsed() < limit {
+            self.shared.read_what_is_there();
+            let action = lock(&self.shared).worker.take_action();
+            if action.is_some() {
+                return action;
+            }
+            if start.elapsed() > SPIN {
+                thread::yield_now();
+            }
+        }
+        None
     }
 
     /// Announce what is submitted: somebody waits.
@@ -352,16 +407,9 @@ impl Node {
             return Some(action);
         }
         drop(core);
-        let start = Instant::now();
-        let deadline = start + timeout;
-        while start.elapsed() < EAGER.min(timeout) {
-            self.shared.read_what_is_there();
-            if let Some(action) = lock(&self.shared).worker.take_action() {
-                return Some(action);
-            }
-            if start.elapsed() > SPIN {
-                thread::yield_now();
-            }
+        let deadline = Instant::now() + timeout;
+        if let Some(action) = self.eager(EAGER.min(timeout)) {
+            return Some(action);
         }
         core = lock(&self.shared);
         loop {

@@ -106,6 +106,11 @@ impl Worker {
         self.actions.pop_front()
     }
 
+    /// It is the next thing to do again.
+    pub fn put_back(&mut self, action: Action) {
+        self.actions.push_front(action);
+    }
+
     /// Whether [`Worker::take_action`] has something.
     #[must_use]
     pub fn has_next(&self) -> bool {

@@ -267,7 +267,9 @@ class Engine:
             path.unlink(missing_ok=True)
         if any(told):
             logger.debug("frozen schedules share no memory: %s", next(t for t in told if t))
-        return not any(told)
+            return False
+        self._negotiator.use_gate()
+        return True
 
     def make_set(self, ranks: list[int]) -> Set:
         """Groups of these ranks. Collective over all ranks; made once for the same ranks."""
@@ -352,12 +354,12 @@ class Engine:
         op: int,
         factors: tuple[float, float],
     ) -> bool:
-        """Reduce one tensor over all ranks now, if that is the frozen schedule's next step.
+        """Reduce one tensor over all ranks and wait: the short way of `submit` and `synchronize`.
 
-        The short way of what `submit` and `synchronize` do: False where it is not for it, and
-        nothing was done. source, output: detached, contiguous, the same shape and dtype.
+        False where it is not for it, and nothing was done. source, output: without history,
+        contiguous, the same shape and dtype.
         """
-        if not self._gated or self._broken is not None or self.timeline.active:
+        if self._broken is not None or self.timeline.active:
             return False
         if not self._executor.is_direct(source) or factors != (1.0, 1.0):
             return False
@@ -382,7 +384,7 @@ class Engine:
         finally:
             if found != 2:
                 self._drive.release()
-        if found == 2:  # a rank left the schedule: the request is submitted, and agreed as others
+        if found == 2:  # it is submitted, and goes on as others do
             entry = Entry(ALLREDUCE, name, [source], [output], op=op, factors=factors, here=True)
             try:
                 number = self._register(entry)

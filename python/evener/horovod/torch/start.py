@@ -50,7 +50,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def group_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -164,11 +164,12 @@ def allreduce_now(
 ) -> torch.Tensor:
     """Reduce one tensor into `output`, which is given, and wait."""
     engine = STATE.engine
-    plain = process_set is global_process_set or process_set is None
-    if name is not None and plain and op != Adasum:
-        source = detached(given)
+    if (process_set is global_process_set or process_set is None) and op != Adasum:
+        source, op = detached(given), checked_op(op, None)
+        if name is None:
+            name = engine.automatic_name("allreduce 0")
         target = source if output is given else output.detach()
-        if engine.quick(source, target, f"allreduce.{name}", checked_op(op, None), factors):
+        if engine.quick(source, target, f"allreduce.{name}", op, factors):
             return output
     handle = allreduce([given], [output], False, name, op, factors, process_set, urgent=True)
     return cast(torch.Tensor, engine.synchronize(handle))
