@@ -33,9 +33,7 @@ def names() -> tuple[list[str], list[str]]:
     from evener.comm import options, wires
 
     kinds = [name for name in get_args(options.Algorithm) if name != "auto"]
-    # The registry of wires, or the type of the option where comm has no registry.
-    listed = getattr(wires, "names", None)
-    return kinds, list(listed() if listed else get_args(getattr(options, "Wire", None)))
+    return kinds, list(wires.names())
 
 
 def parse(text: str) -> tuple[str, str]:
