@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
@@ -46,6 +45,7 @@ from evener.zero.device import Device, Event
 from evener.zero.hyper import Noise, Rule, update_on_device
 from evener.zero.lanes import Lanes, Update
 from evener.zero.planner import Plan
+from evener.zero.ranks import Ranks
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Span, Spans
 from evener.zero.store import Store
@@ -92,7 +92,7 @@ class Engine:
         depth: int = 2,
         stage: int = 3,
         scaler: LossScaler | None = None,
-        process_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        ranks: Ranks | None = None,
         seed: int = 0,
         streaming: bool = False,
         stale_updates: bool = False,
@@ -121,9 +121,8 @@ class Engine:
         """The checkpoint that is being written, or the last one."""
         self.param_groups: list[dict[str, Any]] = []
         self._norm: torch.Tensor | None = None
-        self._groups = process_groups
-        self.world = dist.get_world_size(process_groups[0]) if process_groups else 1
-        self.rank = dist.get_rank(process_groups[0]) if process_groups else 0
+        self.ranks = ranks or Ranks()
+        self.rank, self.world = self.ranks.rank, self.ranks.world
         self._traces: dict[bool, list[int]] = {True: [], False: []}
         self._mode = True
         self._recording: list[int] = []
@@ -136,7 +135,7 @@ class Engine:
         self.spans = offload.spans if offload else Spans(device)
         self._offload = offload
         self._step_began = 0.0
-        self._loader: Worker[Chunk] = Worker("evener-load", self._load)
+        self._loader: Worker[Chunk] = Worker("evener-load", self._load, device.attach)
         self._lanes = Lanes(
             rule,
             device,
@@ -293,8 +292,7 @@ class Engine:
                 else:
                     mine = chunk.flat[self.rank * size : (self.rank + 1) * size]
                     mine.copy_(weights, non_blocking=True)
-                    assert self._groups is not None
-                    dist.all_gather_into_tensor(chunk.flat, mine, group=self._groups[0])
+                    self.ranks.gather(chunk.flat, mine)
                 self.spans.since(begun, "copy", "h2d", chunk.group.name)
                 chunk.load_event = self.device.record("h2d")
         except BaseException as error:  # noqa: BLE001  # raised again where the chunk is needed
@@ -494,10 +492,8 @@ class Engine:
         assert chunk.gradient is not None
         share = whole
         if self.world > 1:
-            assert self._groups is not None
             share = torch.empty(chunk.gradient.numel(), dtype=whole.dtype, device=whole.device)
-            dist.reduce_scatter_tensor(share, whole, group=self._groups[1])
-            share /= self.world
+            self.ranks.reduce(share, whole)
         if chunk.filled:
             share += self._fetch_gradient(chunk)
         chunk.filled = True
@@ -582,9 +578,7 @@ class Engine:
         for chunk in chunks:
             if chunk.norms is not None:
                 square += chunk.norms.double().square().sum()
-        assert self._groups is not None
-        dist.all_reduce(square, group=self._groups[1])
-        return square.sqrt().to(torch.float32)
+        return self.ranks.total(square).sqrt().to(torch.float32)
 
     def step(self) -> None:
         """Update the weights and the learning rate, at the end of an accumulation; before it,

@@ -17,11 +17,14 @@ T = TypeVar("T")
 
 
 class Worker(Generic[T]):
-    """A thread that calls `act` on what is put, in order. `act` must not raise."""
+    """A thread that calls `begin`, then `act` on what is put, in order. `act` must not raise."""
 
-    def __init__(self, name: str, act: Callable[[T], None]) -> None:
+    def __init__(
+        self, name: str, act: Callable[[T], None], begin: Callable[[], None] = lambda: None
+    ) -> None:
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._act = act
+        self._begin = begin
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -35,5 +38,6 @@ class Worker(Generic[T]):
         self._thread.join()
 
     def _run(self) -> None:
+        self._begin()
         while (item := self._queue.get()) is not None:
             self._act(item)
