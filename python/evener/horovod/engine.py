@@ -327,7 +327,8 @@ class Engine:
     @staticmethod
     def _in_flight(name: str) -> ValueError:
         return ValueError(
-            f"{name!r} is still in flight; synchronize it first, or give the second one another name"
+            f"{name!r} is still in flight; synchronize it first, or give the second one another "
+            "name"
         )
 
     def _register(self, entry: Entry) -> int:
