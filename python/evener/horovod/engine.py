@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from evener import settings
 from evener._native import Negotiator
-from evener.comm import contact, rendezvous
+from evener.comm import abort, contact, rendezvous
 from evener.comm.ranks import Ranks
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.timeline import Timeline
@@ -476,7 +476,7 @@ class Engine:
         self._closing = True
         self._negotiator.close(1.0)
         self.stop_timeline()
-        if not self._thread.is_alive() and not self._broken_for_good:
+        if not self._thread.is_alive() and not self._broken_for_good and not abort.aborted():
             for made in self.groups.values():
                 for group in {made.cpu, made.cuda} - {None}:
                     dist.destroy_process_group(group)
