@@ -25,7 +25,7 @@ from evener.comm import elastic, rendezvous
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.reducer import Reducer
-from evener.horovod.common.exceptions import HorovodInternalError, NotBuiltError
+from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.state import STATE
 from evener.horovod.torch.adasum_optimizer import adasum_optimizer
 from evener.horovod.torch.compression import (
@@ -42,11 +42,12 @@ from evener.horovod.torch.mpi_ops import (
     size,
     sparse_allreduce_async,
 )
+from evener.horovod.torch.own_compression import OwnCompression
 from evener.log import info0
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
-_REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_REDUCERS: weakref.WeakSet[Reducer | OwnCompression] = weakref.WeakSet()
 
 
 def DistributedOptimizer(  # noqa: N802 - upstream's name
@@ -64,7 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     """`optimizer`, with gradients reduced over all ranks before each step. Collective.
 
     named_parameters: the model's; every parameter of the optimizer must be among them. compression:
-    Compression.none or fp16 (on the wire between nodes; inside a node nothing is lost).
+    Compression.none or fp16 (on the wire between nodes; inside a node nothing is lost), or a class
+    of your own, through which each gradient goes by itself (`own_compression`).
     backward_passes_per_step: gradients of so many backward passes are summed before they are
     reduced. op: Average, Sum, or Adasum (which combines the ranks' updates; `adasum_optimizer`).
     gradient_predivide_factor f: divided by f before the sum, by size/f after it. groups: a hint for
@@ -72,8 +74,8 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     or with sparse_as_dense reduced as dense ones. process_set: gradients are reduced over its
     ranks; the others' optimizers step by themselves.
 
-    Raises ValueError for what upstream refuses, NotBuiltError for a compression of the user's own,
-    HorovodInternalError where the ranks' parameters differ.
+    Raises ValueError for what upstream refuses, HorovodInternalError where the ranks' parameters
+    differ.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -89,10 +91,10 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
             backward_passes_per_step,
             process_set,
         )
-    if compression not in (NoneCompressor, FP16Compressor):
-        raise NotBuiltError(
-            f"compression={getattr(compression, '__name__', compression)}",
-            "use hvd.Compression.none or fp16, or LIGHT_TOPK_ALLREDUCE=1",
+    if not all(callable(getattr(compression, m, None)) for m in ("compress", "decompress")):
+        raise ValueError(
+            f"compression={compression!r} has no compress and decompress: give a class as "
+            "hvd.Compression.fp16"
         )
     named = _named(optimizer, named_parameters)
     _check_groups(num_groups if groups is None else groups)
@@ -125,8 +127,8 @@ class _Distributed:
     """The members of the class that `DistributedOptimizer` makes. `self` is an Optimizer too."""
 
     _evener_base: Any  # the wrapped optimizer's class
-    _reducer: Reducer | None
-    _make_reducer: Callable[[], Reducer]
+    _reducer: Reducer | OwnCompression | None
+    _make_reducer: Callable[[], Reducer | OwnCompression]
     _reduces: bool
     _sparse: dict[int, Callable[[], torch.Tensor]]
     sparse_as_dense: bool
@@ -268,8 +270,18 @@ class _Distributed:
 
 def _reducer(
     named: Named, compression: type[Compressor], op: int, predivide: float, process_set: Any
-) -> Reducer:
+) -> Reducer | OwnCompression:
     named = list(named)
+    if compression not in (NoneCompressor, FP16Compressor):
+        info0(
+            "DistributedOptimizer(compression=%s): a class of the script's own, so gradients are "
+            "reduced one by one, and LIGHT_* does not apply",
+            getattr(compression, "__name__", compression),
+        )
+        _replace_reducers(parameter for _, parameter in named)
+        own = OwnCompression(named, compression, op, predivide, process_set)
+        _REDUCERS.add(own)
+        return own
     half = compression is FP16Compressor
     topk = settings.LIGHT_TOPK_ALLREDUCE.get()
     options = Options.resolve(
