@@ -165,6 +165,7 @@ def _measure(
         "alg_bw": algbw,
         "bus_bw": busbw,
         "nwrong": bad,
+        "wire": detail.rpartition("1 ")[2],  # of the one bucket
         "detail": detail,
     }
 
