@@ -64,7 +64,11 @@ def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[
     took: dict[str, float] = {}
     moments = torch.bfloat16 if own.get("moments") == "bf16" else torch.float32
     with timed_phase(took, "probe"):
-        found = zero.probe(torch.device("cuda", torch.cuda.current_device()), moments=moments)
+        found = zero.probe(
+            torch.device("cuda", torch.cuda.current_device()),
+            moments=moments,
+            meet=dist.barrier if dist.is_initialized() else lambda: None,
+        )
     with timed_phase(took, "initialize"):
         engine, *_ = zero.initialize(
             model=on_meta(layers, width),
@@ -110,7 +114,7 @@ def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[
         "machine": dataclasses.asdict(found.machine),
         "host_adam_alone": found.host_adam_alone,
         "pinned": engine.store.host.pinned,
-        "communicators": engine.ranks.bytes,
+        "communicators": {"bytes": engine.ranks.bytes, "bytes_per_second": engine.ranks.network},
     }
     engine.close()
     return result
@@ -262,7 +266,9 @@ def show(name: str, row: dict[str, Any]) -> None:
     print(
         f"    plan {plan['seconds']:.3f} s, bound by {plan['bound']}: "
         f"{plan['seconds'] / row['seconds']:.2f} of it reached; GPU {gb(plan['gpu_bytes'])} GB, "
-        f"host {gb(plan['host_bytes'])} GB, communicators {gb(row['communicators'])} GB, "
+        f"host {gb(plan['host_bytes'])} GB, communicators "
+        f"{gb(row['communicators']['bytes'])} GB at {gb(row['communicators']['bytes_per_second'])} "
+        "GB/s, "
         f"{plan['resident']} chunks resident, "
         f"streaming {plan['streaming']}"
     )
@@ -271,7 +277,8 @@ def show(name: str, row: dict[str, Any]) -> None:
         f"    recorded step {where['step']:.3f}: forward {where['forward']:.3f}, "
         f"backward {where['backward']:.3f}, optimizer {where['optimizer']:.3f} "
         f"(exposed {where['exposed optimizer']:.3f}, streamed {streamed:.0%}), "
-        f"copies {where['transfers']:.3f} (hidden {where['transfers hidden']:.0%})"
+        f"copies {where['transfers']:.3f} (hidden {where['transfers hidden']:.0%}), "
+        f"gathers {where['communication']:.3f} (hidden {where['communication hidden']:.0%})"
     )
     print("    busy: " + seconds(where["busy"]) + "; waits: " + seconds(where["waits"]))
     print(

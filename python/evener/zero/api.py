@@ -22,7 +22,7 @@ from evener.zero.host import HostMemory
 from evener.zero.planner import Machine, Plan, Work
 from evener.zero.planner import plan as pure_plan
 from evener.zero.probe import probe
-from evener.zero.ranks import join, world_size
+from evener.zero.ranks import join, meet, world_size
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Spans
 from evener.zero.store import Formats, Source, build, group_numbers
@@ -228,17 +228,20 @@ def initialize(
     numbers = group_numbers([group["params"] for group in groups])
     units = cut(model, numbers, small=settings.small)
     formats = formats_of(settings)
-    ranks = join(device.device)
     made = None
+    if resident is None and machine is None:
+        machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
+    ranks = join(device.device)  # after the probe: what it found beside the allocator is without it
     if resident is None:
-        measured = machine or probe(device.device, settings.dtype, settings.moments).machine
+        assert machine is not None
         tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
         budget = _budget(settings, device.device, ranks.world)
         if ranks.world > 1:
             # One plan for all: ranks that recompute or gather otherwise would wait for ever.
-            reserve = ranks.largest(measured.reserve + ranks.bytes, device.device)
-            measured, budget = ranks.agree((replace(measured, reserve=reserve), budget))
-        made = plan_units(units, settings, measured, budget, tokens, ranks.world)
+            reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
+            machine = replace(machine, reserve=reserve, network=ranks.network)
+            machine, budget = ranks.agree((machine, budget))
+        made = plan_units(units, settings, machine, budget, tokens, ranks.world)
         if not made.fits:
             raise NoFitError(made)
         resident, streaming = made.resident, made.streaming

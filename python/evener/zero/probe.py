@@ -74,9 +74,12 @@ def probe(
     moments: torch.dtype = torch.float32,
     elements: int = 0,
     threads: int = 0,
+    meet: Callable[[], None] = lambda: None,
 ) -> Probe:
-    """Measure. On the CPU the simulated device is measured: its copies are copies in memory."""
-    found = _probe(device, dtype, moments, elements, threads)
+    """Measure. On the CPU the simulated device is measured: its copies are copies in memory.
+    `meet`: called before each figure that ranks of one host share; with a barrier of those ranks
+    each gets its part and not the whole."""
+    found = _probe(device, dtype, moments, elements, threads, meet)
     if device.type != "cuda":
         return found
     torch.cuda.empty_cache()
@@ -85,7 +88,12 @@ def probe(
 
 
 def _probe(
-    device: torch.device, dtype: torch.dtype, moments: torch.dtype, elements: int, threads: int
+    device: torch.device,
+    dtype: torch.dtype,
+    moments: torch.dtype,
+    elements: int,
+    threads: int,
+    meet: Callable[[], None],
 ) -> Probe:
     cuda = device.type == "cuda"
     # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
@@ -126,6 +134,7 @@ def _probe(
             lanes.threads = threads
         chunk = Chunk(0, group, states, gradient, flat, False, False, flat)
         chunk.steps = 1
+        meet()
         try:
             return measure(lanes, [Update(chunk, rule.values(), 1.0)])
         finally:
@@ -152,6 +161,7 @@ def _probe(
             torch.mm(a, a)
         sync()
 
+    meet()
     h2d, d2h = few * 2 / _median(copy_in), few * 2 / _median(copy_out)
     alone, _ = rates(False)
     cores, streamed = rates(True) if cuda else (0.0, 0.0)

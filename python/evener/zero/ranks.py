@@ -13,7 +13,8 @@ is planned: what the driver's figure grew by is in the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Ranks:
     gradients: dist.ProcessGroup | None = None
     bytes: int = 0
     """Accelerator memory of the communicators."""
+    network: float = 0.0
+    """Bytes/s that a rank receives in a gather (0: not measured)."""
 
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         """`whole` [world * n] from every rank's `mine` [n]; on the loader's thread, or while it
@@ -77,6 +80,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def meet() -> None:
+    """All ranks of the default process group wait for each other."""
+    if world_size() > 1:
+        dist.barrier()
+
+
 def join(device: torch.device) -> Ranks:
     """The ranks of the default process group, in communicators of their own; alone without one."""
     world = world_size()
@@ -95,11 +104,16 @@ def join(device: torch.device) -> Ranks:
         ranks.broadcast(whole)
         ranks.reduce(share, whole)
         ranks.total(share[:1])
-    del whole, share
     torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(4):
+        ranks.gather(whole, share)
+    torch.cuda.synchronize(device)
+    rate = 4 * (whole.nbytes - share.nbytes) / (time.perf_counter() - start)
+    del whole, share
     torch.cuda.empty_cache()
     after = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return Ranks(rank, world, ranks.weights, ranks.gradients, max(0, before - after))
+    return replace(ranks, bytes=max(0, before - after), network=rate)
 
 
 def _bounded(name: str) -> dist.ProcessGroup:

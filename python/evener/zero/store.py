@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -48,7 +48,6 @@ class Store:
     formats: Formats
     host: HostMemory
     parameter_order: list[tuple[int, int]]
-    whole_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
