@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from evener.errors import EvenerError, UsageError
@@ -22,6 +22,7 @@ from evener.zero.host import HostMemory
 from evener.zero.planner import Machine, Plan, Work
 from evener.zero.planner import plan as pure_plan
 from evener.zero.probe import probe
+from evener.zero.ranks import join, meet, world_size
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Spans
 from evener.zero.store import Formats, Source, build, group_numbers
@@ -205,8 +206,7 @@ def initialize(
     planned. A GPU budget in bytes limits torch's allocator from here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    settings = read(config, ranks)
+    settings = read(config, world_size())
     if optimizer is not None:
         _rule_of(optimizer, settings)
     device = devices.pick(settings.device)
@@ -229,16 +229,19 @@ def initialize(
     units = cut(model, numbers, small=settings.small)
     formats = formats_of(settings)
     made = None
+    if resident is None and machine is None:
+        machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
+    ranks = join(device.device)  # after the probe: what it found beside the allocator is without it
     if resident is None:
-        measured = machine or probe(device.device, settings.dtype, settings.moments).machine
+        assert machine is not None
         tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
-        budget = _budget(settings, device.device, ranks)
-        if ranks > 1:
+        budget = _budget(settings, device.device, ranks.world)
+        if ranks.world > 1:
             # One plan for all: ranks that recompute or gather otherwise would wait for ever.
-            shared: list[Any] = [measured, budget]
-            dist.broadcast_object_list(shared, src=0)
-            measured, budget = shared
-        made = plan_units(units, settings, measured, budget, tokens, ranks)
+            reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
+            machine = replace(machine, reserve=reserve, network=ranks.network)
+            machine, budget = ranks.agree((machine, budget))
+        made = plan_units(units, settings, machine, budget, tokens, ranks.world)
         if not made.fits:
             raise NoFitError(made)
         resident, streaming = made.resident, made.streaming
@@ -255,9 +258,6 @@ def initialize(
             device.limit(budget.gpu - made.gpu_reserve)
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))
-    process_groups = None
-    if ranks > 1:
-        process_groups = (dist.new_group(), dist.new_group())
     store = build(
         model,
         units,
@@ -266,7 +266,7 @@ def initialize(
         device,
         resident=resident,
         stage=settings.stage,
-        group=process_groups[0] if process_groups else None,
+        ranks=ranks,
         source=tensors.source(weights) if isinstance(weights, str | Path) else weights,
     )
     offload = None
@@ -285,7 +285,7 @@ def initialize(
         depth=settings.depth,
         stage=settings.stage,
         scaler=_scaler(settings),
-        process_groups=process_groups,
+        ranks=ranks,
         seed=settings.seed,
         streaming=streaming,
         stale_updates=settings.stale_updates,
