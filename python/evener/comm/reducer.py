@@ -422,7 +422,7 @@ class Reducer:
         return verdicts
 
     def use(self, bucket: int, form: str) -> None:
-        """From the next step on, exchange `bucket` in `form`; a planner may only choose milder ones.
+        """From the next step on, exchange `bucket` in `form`, or what a planner finds milder.
 
         Between steps, on all ranks alike.
         """
