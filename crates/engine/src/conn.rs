@@ -22,6 +22,8 @@ use crate::sys::{self, Memory, TcpInfo};
 ///
 /// Payload that lands here is copied once more, so it is small.
 const STAGING: usize = 8 << 10;
+/// See [`Conn::is_stuck`].
+const STUCK: Duration = Duration::from_millis(10);
 
 /// A chunk whose bytes are arriving.
 #[derive(Debug, Clone, Copy)]
@@ -94,6 +96,8 @@ pub struct Conn {
     /// Segments that were sent again at the last look.
     resent: u32,
     low_water: u32,
+    /// When something arrived, or nothing was on its way, as of the last look.
+    moved: Duration,
     /// The shortest round trip of late; zero where unknown.
     pub least_rtt: Duration,
     /// When the kernel was last asked about it.
@@ -140,6 +144,7 @@ impl Conn {
             acknowledged: 0,
             resent: 0,
             low_water: 0,
+            moved: Duration::ZERO,
             least_rtt: Duration::ZERO,
             asked: Duration::ZERO,
             paced: false,
@@ -250,13 +255,21 @@ impl Conn {
     }
 
     /// Asks the kernel what is on its way, where anything was: bytes that have arrived since.
-    pub fn look(&mut self) -> usize {
-        if self.in_kernel == 0 {
-            return 0;
-        }
+    pub fn look(&mut self, now: Duration) -> usize {
         let before = self.in_kernel;
-        self.in_kernel = sys::unacknowledged(self.fd.as_raw_fd());
-        before.saturating_sub(self.in_kernel)
+        if before > 0 {
+            self.in_kernel = sys::unacknowledged(self.fd.as_raw_fd());
+        }
+        let arrived = before.saturating_sub(self.in_kernel);
+        if before == 0 || arrived > 0 {
+            self.moved = now;
+        }
+        arrived
+    }
+
+    /// Whether nothing has arrived for so long that what is on its way may not.
+    pub fn is_stuck(&self, now: Duration) -> bool {
+        now >= self.moved + STUCK
     }
 
     /// Frames that are queued here.

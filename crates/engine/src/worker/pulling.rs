@@ -188,19 +188,25 @@ fn pull(
         let mut delivered = 0;
         for number in &mine.conns {
             if let Some(Some(conn)) = conns.get_mut(*number) {
-                delivered += conn.look() as u64;
+                delivered += conn.look(now) as u64;
             }
         }
         mine.flow.count(delivered, now);
     }
     let here = mine.conns.iter();
     let here = here.filter_map(|number| conns.get(*number).and_then(Option::as_ref));
-    let (mut ahead, mut round_trip) = (0, Duration::MAX);
+    // Where no round trip is known yet, nothing is limited.
+    let (mut ahead, mut round_trip) = (0, Duration::from_secs(1));
     for conn in here {
-        ahead += conn.outstanding();
-        round_trip = round_trip.min(conn.least_rtt);
+        // What is stuck on a path that is gone must not keep the others from carrying.
+        if !conn.is_stuck(now) {
+            ahead += conn.outstanding();
+        }
+        if !conn.least_rtt.is_zero() {
+            round_trip = round_trip.min(conn.least_rtt);
+        }
     }
-    let limit = mine.flow.limit(round_trip.min(Duration::from_secs(1)));
+    let limit = mine.flow.limit(round_trip);
     mine.flow.full = false;
     while link.lane.has_frames() {
         let wait = |place: &usize| {
