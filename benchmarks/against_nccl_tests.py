@@ -6,11 +6,14 @@ DIR holds nccl-tests, from its public repository: its source, which is built her
 the NCCL that torch loads, so that both programs use one library), or binaries built before.
 
 A run is one sweep of sizes from 8 bytes to 1 GiB, --cycles times (-N of both programs). In each
-repeat both programs run once for every collective, so that a limit of time takes repeats away and
-not collectives; who begins alternates. Compared are medians over repeats and cycles: time up to
-32 KiB (to be within 10%), bus bandwidth from 1 MiB (within 3%); between them it is only told.
+repeat both programs run every collective, nccl-tests as a process each, `evener bench` as one
+process for all (importing torch once); who begins alternates. Both run on the processors next to
+the first GPU. Compared are medians over repeats and cycles: time up to 32 KiB (to be within 10%),
+bus bandwidth from 1 MiB (within 3%); between them it is only told.
+
 `spread` is how far the medians of nccl-tests' own runs lie apart, as a part of their median (it
-needs two repeats), `cycles_spread` the same of its cycles: less is not told apart here.
+needs two repeats). A row is `beyond` where it lies beyond the limit and further than this spread;
+beyond the limit alone is counted too. Rows of no bytes (shares below 16 bytes) are not judged.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +41,26 @@ SMALL, LARGE = 32 << 10, 1 << 20
 TARGETS = {"time_us": 0.10, "busbw": 0.03}
 # (size, side) to (time us, bus bandwidth GB/s) of each cycle.
 Rows = dict[tuple[int, str], list[tuple[float, float]]]
+
+
+class Given(argparse.Namespace):
+    """The command line, and what follows from the machine."""
+
+    nccl_tests: Path
+    build: Path
+    build_only: bool
+    architecture: str
+    layout: str
+    largest: str
+    iterations: int
+    cycles: int
+    repeats: int
+    limit: float
+    seconds: float
+    only: list[str]
+    out: Path
+    pin: list[int]
+    """Processors that both programs may use."""
 
 
 def package(name: str) -> Path | None:
@@ -97,15 +121,40 @@ def environment() -> dict[str, str]:
     return {"NCCL_NVLS_ENABLE": "0", **os.environ, **own}
 
 
-def run(command: list[str], limit: float) -> Rows:
-    """What each side took at each size, a value a cycle."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment())
+def neighbours() -> list[int]:
+    """The processors next to the first GPU, of those that may be used; all where it is not said."""
+    import torch
+
+    own = os.sched_getaffinity(0)
+    gpu: Any = torch.cuda.get_device_properties(0)
+    bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    near: set[int] = set()
+    try:
+        listed = Path(f"/sys/bus/pci/devices/{bus}/local_cpulist").read_text().strip()
+        for part in filter(None, listed.split(",")):
+            first, _, last = part.partition("-")
+            near |= set(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        pass
+    return sorted(near & own or own)
+
+
+def run(command: list[str], limit: float, processors: list[int]) -> str:
+    """What a program printed. Raises RuntimeError where it failed."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        env=environment(),
+        preexec_fn=lambda: os.sched_setaffinity(0, processors),
+    )
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-1500:]}"
             f"{done.stderr[-1500:]}"
         )
-    return parse(done.stdout, " ".join(command))
+    return done.stdout
 
 
 def parse(text: str, what: str) -> Rows:
@@ -124,20 +173,49 @@ def parse(text: str, what: str) -> Rows:
     return rows
 
 
-def sample(name: str, number: int, folder: Path, given: argparse.Namespace) -> dict[str, Rows]:
-    """A run of both programs, nccl-tests first where `number` is even."""
+# `evener bench NAME` for each name of the first argument, in one process.
+EVENER = """
+import sys
+from evener.bench.collectives import command
+for name in sys.argv[1].split(","):
+    try:
+        getattr(command, name).main(sys.argv[2:], standalone_mode=False)
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
+def theirs(names: list[str], folder: Path, options: list[str], given: Given) -> dict[str, Rows]:
+    """A run of nccl-tests' programs."""
+    return {
+        name: parse(run([str(folder / f"{name}_perf"), *options], given.limit, given.pin), name)
+        for name in names
+    }
+
+
+def ours(names: list[str], _: Path, options: list[str], given: Given) -> dict[str, Rows]:
+    """A run of `evener bench`."""
+    command = [sys.executable, "-c", EVENER, ",".join(names), *options]
+    text = run(command, given.limit, given.pin)
+    tables = re.split(r"(?m)^(?=# evener )", text)[1:]
+    if len(tables) != len(names):
+        raise RuntimeError(f"evener bench printed {len(tables)} tables for {', '.join(names)}")
+    return {name: parse(one, name) for name, one in zip(names, tables, strict=True)}
+
+
+PROGRAMS = {"nccl_tests": theirs, "evener": ours}
+
+
+def sample(number: int, folder: Path, given: Given) -> dict[str, dict[str, Rows]]:
+    """A run of both programs, nccl-tests first where `number` is even: by collective, program."""
     options = [
         "-b", "8", "-e", given.largest, "-f", "2", *given.layout.split(),
         "-n", str(given.iterations), "-w", "5", "-c", "0", "-N", str(given.cycles),
     ]  # fmt: skip
-    programs = [
-        ("nccl_tests", [str(folder / f"{name}_perf"), *options]),
-        ("evener", [sys.executable, "-m", "evener", "bench", name, *options]),
-    ]
-    return {
-        program: run(command, given.limit)
-        for program, command in programs[:: 1 if number % 2 == 0 else -1]
-    }
+    order = list(PROGRAMS)[:: 1 if number % 2 == 0 else -1]
+    found = {one: PROGRAMS[one](given.only, folder, options, given) for one in order}
+    return {name: {one: found[one][name] for one in PROGRAMS} for name in given.only}
 
 
 def compare(name: str, runs: list[dict[str, Rows]], layout: str) -> list[dict[str, Any]]:
@@ -172,6 +250,9 @@ def compare(name: str, runs: list[dict[str, Rows]], layout: str) -> list[dict[st
                 "spread": apart,
                 "cycles_spread": (max(cycles) - min(cycles)) / base if base else None,
                 "within": abs(ratio - 1) <= TARGETS[what] if ratio and compared else None,
+                "within_or_spread": abs(ratio - 1) <= max(TARGETS[what], apart or 0.0)
+                if ratio and compared
+                else None,
             }
         )
     return rows
@@ -182,7 +263,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'collective':<16}{'size':>12} {'side':<13}{'what':<8}{'nccl-tests':>11}"
              f"{'evener':>11}{'ratio':>7}{'spread':>8}"]  # fmt: skip
     for row in rows:
-        mark = {True: "", False: "  beyond", None: ""}[row["within"]]
+        mark = "  beyond" if row["within_or_spread"] is False else ""
+        if not mark and row["within"] is False:
+            mark = "  beyond the limit, within the spread"
         spread = "" if row["spread"] is None else f"{row['spread']:.3f}"
         lines.append(
             f"{row['collective']:<16}{row['size']:>12} {row['side']:<13}{row['what']:<8}"
@@ -197,16 +280,12 @@ def table(rows: list[dict[str, Any]]) -> str:
                 continue
             ratios = [r["ratio"] for r in of]
             spreads = [r["spread"] for r in of if r["spread"] is not None]
-            cycles = median(r["cycles_spread"] or 0 for r in of)
             lines.append(
                 f"{name} {what}: {sum(r['within'] for r in of)} of {len(of)} within {limit:.0%}, "
+                f"{sum(r['within_or_spread'] for r in of)} within that or nccl-tests' own spread; "
                 f"ratios {min(ratios):.3f} to {max(ratios):.3f}, median {median(ratios):.3f}; "
-                f"{len(of[0]['nccl_tests'])} runs; nccl-tests' own cycles {cycles:.3f} apart"
-                + (
-                    f", its runs {median(spreads):.3f}, {max(spreads):.3f} at most"
-                    if spreads
-                    else ""
-                )
+                f"{len(of[0]['nccl_tests'])} runs"
+                + (f", spread {median(spreads):.3f}, {max(spreads):.3f} at most" if spreads else "")
             )
     return "\n".join(lines)
 
@@ -220,13 +299,15 @@ def main() -> None:
     parser.add_argument("--layout", default="-g 4", help="'-g 4': one thread; '-t 4': four")
     parser.add_argument("--largest", default="1G")
     parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--cycles", type=int, default=3, help="sweeps of each run")
+    parser.add_argument("--cycles", type=int, default=1, help="sweeps of each run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=120, help="seconds of one run")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after them")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no repeat that would end after them"
+    )
     parser.add_argument("--only", nargs="*", default=list(NAMES))
     parser.add_argument("--out", type=Path, default=Path("against-nccl-tests.json"))
-    given = parser.parse_args()
+    given = parser.parse_args(namespace=Given())
     folder = given.nccl_tests
     if (folder / "src" / "common.mk").exists():
         began = time.monotonic()
@@ -236,31 +317,38 @@ def main() -> None:
         return
     import torch
 
-    runs: dict[str, list[dict[str, Rows]]] = {name: [] for name in given.only}
+    given.pin = neighbours()
+    runs: list[dict[str, dict[str, Rows]]] = []
     left_out: dict[str, str] = {}
-    began = time.monotonic()
-    for number, name in [(number, name) for number in range(given.repeats) for name in given.only]:
-        what = f"{name}, repeat {number}"
-        if time.monotonic() - began > given.seconds:
-            left_out[what] = f"the {given.seconds:g} s were over"
+    began, longest = time.monotonic(), 0.0
+    for number in range(given.repeats):
+        start = time.monotonic()
+        if start - began + longest > given.seconds:
+            left_out[f"repeat {number}"] = f"it would not have ended within {given.seconds:g} s"
             continue
         try:
-            runs[name].append(sample(name, number, folder, given))
+            runs.append(sample(number, folder, given))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            left_out[what] = str(error)[-1000:]
-            print(f"{what}: {left_out[what]}", file=sys.stderr, flush=True)
-        print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
+            left_out[f"repeat {number}"] = str(error)[-1000:]
+            print(f"repeat {number}: {str(error)[-1000:]}", file=sys.stderr, flush=True)
+        longest = max(longest, time.monotonic() - start)
+        print(f"repeat {number}: {time.monotonic() - began:.0f} s", flush=True)
         document = {
-            "command": "python benchmarks/against_nccl_tests.py " + " ".join(sys.argv[1:]),
+            "command": "python benchmarks/against_nccl_tests.py "
+            + " ".join(Path(one).name if one.startswith("/") else one for one in sys.argv[1:]),
             "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, "
-            f"{platform.machine()}, {os.cpu_count()} processors",
+            f"{platform.machine()}, {os.cpu_count()} processors, {len(given.pin)} of them used",
             "torch": torch.__version__,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "rows": [row for name in given.only for row in compare(name, runs[name], given.layout)],
+            "rows": _rows(runs, given),
             "left_out": left_out,
         }
         given.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(table([row for n in given.only for row in compare(n, runs[n], given.layout)]), flush=True)
+    print(table(_rows(runs, given)), flush=True)
+
+
+def _rows(runs: list[dict[str, dict[str, Rows]]], given: Given) -> list[dict[str, Any]]:
+    return [row for n in given.only for row in compare(n, [one[n] for one in runs], given.layout)]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """The compressors' kernels against the memory they must move; JSON and a table.
 
     python benchmarks/compress_kernels.py [--elements 64M] [--repeats 20] [--device cuda]
-        [--json FILE]
+        [--json FILE] [--variants]
 
 Each kernel's time is set against the least number of bytes that it must read and write, at the
 bandwidth that a plain copy of the same arrays reaches on this device in the same run; torch.topk of
-the same length stands beside top-k. Gradients change from step to step, as a training's do, because
-top-k guesses its threshold from the step before. Medians over the repeats.
+the same length stands beside top-k. Gradients change from step to step, as a training's do, and
+residuals grow as in its first steps. Medians over the repeats. `--variants` times the shapes that
+the Triton kernels of top-k can take, in place of all else, and prints the fastest.
 """
 
 from __future__ import annotations
@@ -60,20 +61,14 @@ def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int],
 
     k = topk.entries(n, RATIO)
     residual = torch.zeros(n, device=device)
-    guess = topk.first_guess(device)
     for name, dtype in (("top-k", torch.float32), ("top-k, FP16 values", torch.float16)):
         values = torch.empty(k, dtype=dtype, device=device)
         indices = torch.empty(k, dtype=torch.int32, device=device)
         yield (
             name,
-            lambda i, v=values, at=indices: topk.select(gradients[i % 3], residual, v, at, guess),
+            lambda i, v=values, at=indices: topk.select(gradients[i % 3], residual, v, at),
             12 * n + k * (4 + dtype.itemsize),
         )
-    yield (
-        "top-k without a guess",
-        lambda i: topk.select(gradients[i % 3], residual, values, indices, None),
-        12 * n + 6 * k,
-    )
     yield "add top-k entries", lambda _: topk.add_entries(out, values, indices, 0.5), 14 * k
     yield "torch.topk", lambda i: torch.topk(gradients[i % 3].abs(), k), 4 * n + 12 * k
 
@@ -123,6 +118,66 @@ def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int],
     yield "BF16 unpack", lambda _: casts.widen(bhalf, 1.0, out), 6 * n
 
 
+def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int], object], int]]:
+    """As `kernels`: top-k in each of its shapes."""
+    from evener.comm import triton_chunks, triton_topk
+
+    gradients = [torch.randn(n, device=device) for _ in range(3)]
+    out = torch.empty(n, device=device)
+    yield "copy", lambda i: out.copy_(gradients[i % 3]), 8 * n
+    k = topk.entries(n, RATIO)
+    residual = torch.zeros(n, device=device)
+    values = torch.empty(k, device=device)
+    indices = torch.empty(k, dtype=torch.int32, device=device)
+
+    def exact(i: int) -> None:
+        topk.select(gradients[i % 3], residual, values, indices)
+
+    chosen = triton_topk.STREAM
+    others = ((2048, 4, 1), (4096, 8, 1), (4096, 16, 1), (1024, 4, 1), (2048, 8, 4), (4096, 8, 4))
+    for shape in (chosen, *others):
+        triton_topk.STREAM = shape
+        yield f"top-k, pass {shape}", exact, 12 * n + 8 * k
+    triton_topk.STREAM = chosen
+    digits, bins, programs = triton_topk.DIGITS, triton_topk.BINS, triton_topk.PROGRAMS
+    triton_topk.DIGITS, triton_topk.BINS = ((20, 31), (10, 20), (0, 10)), 2048
+    yield "top-k, 3 digits", exact, 12 * n + 8 * k
+    triton_topk.DIGITS, triton_topk.BINS = digits, bins
+    for count in (128, 256, 1024):
+        triton_topk.PROGRAMS = count
+        yield f"top-k, {count} programs", exact, 12 * n + 8 * k
+    triton_topk.PROGRAMS = programs
+
+    per_chunk = chunks.entries(RATIO)
+    size = -(-chunks.Payload.size(n, per_chunk) // 16) * 16
+    payload = chunks.Payload.of(torch.empty(size, dtype=torch.uint8, device=device), n, per_chunk)
+    residual.zero_()
+    shapes = ((8, 4, 0), (8, 4, 80), (8, 4, 64), (16, 4, 64), (16, 1, 64), (8, 1, 80), (4, 4, 168))
+    selected = triton_chunks.SELECT
+    for shape in shapes:
+        triton_chunks.SELECT = shape
+        yield (
+            f"chunks {shape}",
+            lambda i: chunks.select(gradients[i % 3], residual, payload),
+            12 * n + size,
+        )
+    triton_chunks.SELECT = selected
+
+
+def profile(n: int, device: torch.device) -> None:
+    """Print what each kernel of one exact top-k takes."""
+    gradient, residual = torch.randn(n, device=device), torch.randn(n, device=device)
+    values = torch.empty(topk.entries(n, RATIO), device=device)
+    indices = torch.empty(len(values), dtype=torch.int32, device=device)
+    topk.select(gradient, residual, values, indices)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(5):
+            topk.select(gradient, residual, values, indices)
+        torch.cuda.synchronize(device)
+    for event in seen.key_averages():
+        print(f"{event.key[:40]:40} {event.count:4} x {event.device_time:9.1f} us")
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -130,13 +185,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--variants", action="store_true", help="of top-k's kernels (a GPU's)")
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as the kernels, which run on one thread
     rows: list[dict[str, Any]] = []
     bandwidth, torch_topk = 0.0, 0.0
-    for name, call, least in kernels(given.elements, device):
+    if given.variants and device.type == "cuda":
+        profile(given.elements, device)
+    measured = variants if given.variants else kernels
+    for name, call, least in measured(given.elements, device):
         try:
             seconds = timed(call, given.repeats, device)
         except Exception as error:  # noqa: BLE001 - one that fails must not hide the others
@@ -169,10 +228,16 @@ def main() -> None:
             f"{row['name']:32} {1e3 * row['median_s']:9.3f} {100 * row['share_of_copy']:7.0f}%"
             + (f" {ratio:13.1f}" if ratio else "")
         )
+    if given.variants:
+        for kind in ("top-k", "chunks"):
+            found = [row for row in rows if row["name"].startswith(kind) and "error" not in row]
+            if found:
+                print("fastest:", min(found, key=lambda row: float(row["median_s"]))["name"])
     if given.json:
-        found = {
+        record = {
             "command": f"python benchmarks/compress_kernels.py --elements {given.elements} "
-            f"--repeats {given.repeats} --device {given.device}",
+            f"--repeats {given.repeats} --device {given.device}"
+            + (" --variants" if given.variants else ""),
             "device": torch.cuda.get_device_name(device)
             if device.type == "cuda"
             else platform.processor() or platform.machine(),
@@ -180,7 +245,7 @@ def main() -> None:
             "bandwidth": bandwidth,
             "rows": rows,
         }
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
     python benchmarks/horovod_overhead.py --device cuda --json out.json     # 2 GPUs, NCCL
     python benchmarks/horovod_overhead.py --device cpu                      # 2 processes, Gloo
 
-small: one allreduce of a small tensor that somebody waits for. `torch` is dist.all_reduce (and on a
-GPU the wait for it), `frozen` hvd.allreduce_ in a steady sequence, `negotiated` the same with more
-names in turn than a schedule may have. All three take turns in one run, a block of calls each, so
-that a noisy machine is noisy for all; the ratios are medians over blocks of the same turn.
+small: one allreduce of a small tensor. `torch` is dist.all_reduce, `frozen` hvd.allreduce_ in a
+steady sequence, `negotiated` the same with more names in turn than a schedule may have. On a GPU
+all three come back when the work is in the stream, so two figures are measured, each the same for
+all three: `us`, where the host waits for the device after every call, and `us_enqueued`, where it
+waits at the end of a block. All take turns in one run, a block of calls each, so that a noisy
+machine is noisy for all; the ratios are medians over blocks of the same turn.
 
 step: a training step of a model (ResNet-50, or a small one on the CPU) through
 hvd.DistributedOptimizer and through DistributedDataParallel, in turns likewise.
@@ -33,24 +35,25 @@ import evener.horovod.torch as hvd
 from evener.horovod.state import STATE
 
 
-def small(device: torch.device, turns: int, calls: int, elements: int) -> dict[str, Any]:
-    """Microseconds a call, and ratios to torch.distributed's."""
+def small(
+    device: torch.device, turns: int, calls: int, elements: int, waits: bool
+) -> dict[str, Any]:
+    """Microseconds a call, and ratios to torch.distributed's. waits: for the device, each call."""
     tensor = torch.ones(elements, device=device)
-    group = STATE.engine.sets[0].cuda if device.type == "cuda" else STATE.engine.sets[0].cpu
+    cuda = device.type == "cuda"
+    group = STATE.engine.sets[0].cuda if cuda else STATE.engine.sets[0].cpu
 
     def plain() -> None:
-        dist.all_reduce(tensor, group=group)
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
     def frozen() -> None:
         hvd.allreduce_(tensor, name="small", op=hvd.Max)
 
     # More names in turn than a schedule may have steps: cached, and never frozen.
-    numbers = itertools.cycle(range(97))
+    names = itertools.cycle([f"one of many {number}" for number in range(97)])
 
     def negotiated() -> None:
-        hvd.allreduce_(tensor, name=f"one of many {next(numbers)}", op=hvd.Max)
+        hvd.allreduce_(tensor, name=next(names), op=hvd.Max)
 
     ways: dict[str, Callable[[], None]] = {
         "torch": plain,
@@ -63,27 +66,32 @@ def small(device: torch.device, turns: int, calls: int, elements: int) -> dict[s
         for name, way in ways.items():
             for _ in range(100):  # reach the steady state of this way
                 way()
+            _settle(device)
             frozen_before = STATE.engine.frozen()[1]
             start = time.perf_counter()
             for _ in range(calls):
                 way()
+                if cuda and waits:
+                    torch.cuda.current_stream().synchronize()
+            _settle(device)
             spent = (time.perf_counter() - start) / calls * 1e6
             if name == "frozen" and turn:
                 frozen_calls += STATE.engine.frozen()[1] - frozen_before
             if turn:
                 blocks[name].append(spent)
     torch_us = blocks["torch"]
-    report: dict[str, Any] = {
+    us = "us" if waits else "us_enqueued"
+    ratio = "ratio" if waits else "ratio_enqueued"
+    return {
         "elements": elements,
         "calls": calls * turns,
         "calls_frozen": frozen_calls,
-        "us": {name: statistics.median(values) for name, values in blocks.items()},
+        us: {name: statistics.median(values) for name, values in blocks.items()},
+        ratio: {
+            name: statistics.median(v / t for v, t in zip(blocks[name], torch_us, strict=True))
+            for name in ("frozen", "negotiated")
+        },
     }
-    report["ratio"] = {
-        name: statistics.median(v / t for v, t in zip(blocks[name], torch_us, strict=True))
-        for name in ("frozen", "negotiated")
-    }
-    return report
 
 
 def model_of(device: torch.device) -> tuple[torch.nn.Module, torch.Tensor, str]:
@@ -163,7 +171,9 @@ def rank_main(rank: int, arguments: argparse.Namespace, port: int) -> None:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "small": [
-            small(device, arguments.turns, arguments.calls, elements) for elements in (1, 4096)
+            small(device, arguments.turns, arguments.calls, elements, waits)
+            for elements in (1, 4096)
+            for waits in ((True, False) if device.type == "cuda" else (True,))
         ],
     }
     if not arguments.no_step:

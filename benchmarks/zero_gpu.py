@@ -9,8 +9,9 @@ beside an independent plain loop. Each row runs in processes of its own (a peer 
 memory takes nobody with it), one after the other; `--gpus` starts each under torchrun.
 
 Reported: seconds a step from idle to idle over all steps, tokens/s, peak GPU memory of the process
-(allocated, reserved, and the driver's figure for the whole GPU), peak host memory, the plan's
-prediction, and for Evener where the time of a step went (3 more steps, recorded). GB are 1e9 bytes.
+(allocated, reserved, and the driver's figure for the whole GPU), peak host memory (all of them the
+largest of the ranks), the plan's prediction, and for Evener where the time of a step went (3 more
+steps, recorded). GB are 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import zero_peers as peers
 from zero_models import (
     Driver,
     Llama,
     batch_of,
     bind,
+    host_peak,
     loss_of,
     memory,
     on_meta,
@@ -61,7 +64,11 @@ def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[
     took: dict[str, float] = {}
     moments = torch.bfloat16 if own.get("moments") == "bf16" else torch.float32
     with timed_phase(took, "probe"):
-        found = zero.probe(torch.device("cuda", torch.cuda.current_device()), moments=moments)
+        found = zero.probe(
+            torch.device("cuda", torch.cuda.current_device()),
+            moments=moments,
+            meet=dist.barrier if dist.is_initialized() else lambda: None,
+        )
     with timed_phase(took, "initialize"):
         engine, *_ = zero.initialize(
             model=on_meta(layers, width),
@@ -107,6 +114,7 @@ def evener(layers: int, width: int, batch: int, steps: int, **own: Any) -> dict[
         "machine": dataclasses.asdict(found.machine),
         "host_adam_alone": found.host_adam_alone,
         "pinned": engine.store.host.pinned,
+        "communicators": {"bytes": engine.ranks.bytes, "bytes_per_second": engine.ranks.network},
     }
     engine.close()
     return result
@@ -208,6 +216,8 @@ ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "evener, cores only, 8 GB": _evener(budget=SMALL, balance=False),
     "FSDP2 CPU offload": peers.fsdp,
     "DeepSpeed ZeRO-3 offload": peers.deepspeed,
+    "largest of DeepSpeed, pinned": lambda *_: peers.deepspeed(26, 3840, 1, 2),
+    "largest of DeepSpeed, pageable": lambda *_: peers.deepspeed(26, 3840, 1, 2, pin=False),
 }
 
 
@@ -216,7 +226,10 @@ def run_one(name: str, layers: int, width: int, batch: int, steps: int) -> dict[
     bind()
     with Driver() as driver:
         found = ROWS[name](layers, width, batch, steps)
-        return {**found, **memory(driver)}
+        found |= memory(driver, found)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return found
 
 
 def show(name: str, row: dict[str, Any]) -> None:
@@ -229,7 +242,8 @@ def show(name: str, row: dict[str, Any]) -> None:
         return ", ".join(f"{key} {value:.3f}" for key, value in times.items())
 
     if "failed" in row:
-        print(f"{name:30} failed: {row['failed']}", flush=True)
+        said = f"; host {gb(row['host_until_then'])} GB" if row.get("host_until_then") else ""
+        print(f"{name:30} failed: {row['failed']}{said}", flush=True)
         return
     if "noise" in row:
         print(f"{name:30} engine {row['engine']}, noise {row['noise']}, exact {row['exact']}")
@@ -237,9 +251,14 @@ def show(name: str, row: dict[str, Any]) -> None:
     print(
         f"{name:30} {row['seconds']:.3f} s {row['tokens_per_second']:8,.0f} tokens/s  GPU "
         f"{gb(row['gpu_allocated'])}/{gb(row['gpu_reserved'])}/{gb(row['gpu_driver'])} GB  "
-        f"host {gb(row['host'])} GB  row {row['row_s']:.0f} s",
+        f"host {gb(row['host'])} GB, training {gb(row['host_training'])}  row {row['row_s']:.0f} s",
         flush=True,
     )
+    for rank, one in enumerate(row.get("each", [])):
+        print(
+            f"    rank {rank}: GPU {gb(one['gpu_reserved'])}/{gb(one['gpu_driver'])} GB, host "
+            f"{gb(one['host_training'])} GB, contexts on GPUs {one['contexts on GPUs']}"
+        )
     if not (plan := row.get("plan")):
         return
     where, share, machine = row["where"], row["updated"], row["machine"]
@@ -247,7 +266,10 @@ def show(name: str, row: dict[str, Any]) -> None:
     print(
         f"    plan {plan['seconds']:.3f} s, bound by {plan['bound']}: "
         f"{plan['seconds'] / row['seconds']:.2f} of it reached; GPU {gb(plan['gpu_bytes'])} GB, "
-        f"host {gb(plan['host_bytes'])} GB, {plan['resident']} chunks resident, "
+        f"host {gb(plan['host_bytes'])} GB, communicators "
+        f"{gb(row['communicators']['bytes'])} GB at {gb(row['communicators']['bytes_per_second'])} "
+        "GB/s, "
+        f"{plan['resident']} chunks resident, "
         f"streaming {plan['streaming']}"
     )
     print("    planned: " + seconds(plan["times"]))
@@ -255,7 +277,8 @@ def show(name: str, row: dict[str, Any]) -> None:
         f"    recorded step {where['step']:.3f}: forward {where['forward']:.3f}, "
         f"backward {where['backward']:.3f}, optimizer {where['optimizer']:.3f} "
         f"(exposed {where['exposed optimizer']:.3f}, streamed {streamed:.0%}), "
-        f"copies {where['transfers']:.3f} (hidden {where['transfers hidden']:.0%})"
+        f"copies {where['transfers']:.3f} (hidden {where['transfers hidden']:.0%}), "
+        f"gathers {where['communication']:.3f} (hidden {where['communication hidden']:.0%})"
     )
     print("    busy: " + seconds(where["busy"]) + "; waits: " + seconds(where["waits"]))
     print(
@@ -319,8 +342,14 @@ def main() -> None:
         command += ["--width", str(arguments.width), "--batch", str(arguments.batch)]
         begun = time.perf_counter()
         row: dict[str, Any]
+        # torchrun would give each rank's OpenMP one thread.
+        threads = str(max(1, record["cpus"] // arguments.gpus))
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={"OMP_NUM_THREADS": threads, **os.environ},
         ) as process:
             try:
                 text, _ = process.communicate(timeout=arguments.limit)
@@ -328,8 +357,10 @@ def main() -> None:
                 status = process.returncode
                 row = json.loads(lines[-1][7:]) if lines else {"failed": f"exit {status}"}
             except subprocess.TimeoutExpired:
+                # Of a row on one GPU, which is this process and no launcher.
+                peak = host_peak(process.pid) if arguments.gpus == 1 else 0
                 os.killpg(process.pid, signal.SIGKILL)
-                row = {"failed": f"ran past {arguments.limit:.0f} s"}
+                row = {"failed": f"ran past {arguments.limit:.0f} s", "host_until_then": peak}
         row["row_s"] = time.perf_counter() - begun
         record["rows"][name] = row
         show(name, row)

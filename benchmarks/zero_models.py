@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import statistics
 import threading
@@ -101,12 +102,24 @@ def batch_of(rows: int, length: int = 1024, vocabulary: int = VOCABULARY) -> tor
     return torch.randint(0, vocabulary, (rows, length), device="cuda", generator=generator)
 
 
-def host_peak() -> int:
-    """The most host memory that this process had resident, bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def host_peak(process: str | int = "self") -> int:
+    """The most host memory that a process had resident, pinned memory included, bytes."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def contexts() -> list[int]:
+    """The GPUs on which this process has a CUDA context: its own, and none that is another's."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = []
+    for gpu in range(torch.cuda.device_count()):
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(active))
+        if active.value:
+            found.append(gpu)
+    return found
 
 
 class Driver:
@@ -114,12 +127,13 @@ class Driver:
 
     def __init__(self) -> None:
         self.peak = 0
+        self._gpu = torch.cuda.current_device()  # a thread's own would be GPU 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while not self._stop.wait(0.1):
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.cuda.mem_get_info(self._gpu)
             self.peak = max(self.peak, total - free)
 
     def __enter__(self) -> Driver:
@@ -146,6 +160,9 @@ def timed(
     """Seconds a step over `steps` steps in a row after the warm-up, from idle to idle: what a
     variant still does after its last step (`finish`) is in the time."""
     losses, each = [], []
+    preparing = host_peak()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 
     def idle() -> None:
         if finish is not None:
@@ -154,7 +171,7 @@ def timed(
         if dist.is_initialized():
             dist.barrier()
 
-    for _ in range(WARMUP):
+    for _ in range(min(WARMUP, steps)):
         losses.append(step(tokens))
     idle()
     start = before = time.perf_counter()
@@ -171,18 +188,27 @@ def timed(
         "median_on_the_host": statistics.median(each),
         "tokens_per_second": tokens.numel() * ranks / seconds,
         "ranks": ranks,
+        "host_preparing": preparing,
         "losses": [float(loss) for loss in losses],
     }
 
 
-def memory(driver: Driver) -> dict[str, int]:
-    """Peaks of the whole process, preparation and probe included, bytes."""
-    return {
+def memory(driver: Driver, found: dict[str, Any]) -> dict[str, Any]:
+    """Peaks in bytes, the largest of all ranks: of the GPU with preparation and probe; of the host
+    with them ("host") and while training ("host_training"). "each": those of every rank."""
+    training = host_peak()
+    mine = {
         "gpu_allocated": torch.cuda.max_memory_allocated(),
         "gpu_reserved": torch.cuda.max_memory_reserved(),
         "gpu_driver": driver.peak,
-        "host": host_peak(),
+        "host": max(training, found.get("host_preparing", 0)),
+        "host_training": training,
     }
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    each: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(each, {**mine, "contexts on GPUs": contexts()})
+    return {**{name: max(one[name] for one in each) for name in mine}, "each": each}
 
 
 def bind() -> None:
@@ -196,4 +222,5 @@ def bind() -> None:
     os.sched_setaffinity(0, cpus[rank * share : (rank + 1) * share])
     torch.set_num_threads(share)
     torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+    # Without device_id: NCCL's communicator of the default group is then made only if it is used.
+    dist.init_process_group("cpu:gloo,cuda:nccl")

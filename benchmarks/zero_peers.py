@@ -50,7 +50,8 @@ def resident(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
 
 def _group() -> None:
     if not dist.is_initialized():
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_PORT", "29511")
         os.environ.setdefault("LOCAL_RANK", "0")
         dist.init_process_group("cpu:gloo,cuda:nccl")
 
@@ -75,13 +76,12 @@ def fsdp(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
             value = value_of(name, parameter).chunk(ranks)[rank].cpu()
             parameter.to_local().copy_(value)  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-    found = timed(plain(model, optimizer), batch_of(batch), steps)
-    dist.destroy_process_group()
-    return found
+    return timed(plain(model, optimizer), batch_of(batch), steps)
 
 
-def deepspeed(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]:
-    """DeepSpeed ZeRO-3, parameters and optimizer on the host, pinned memory, its CPU Adam."""
+def deepspeed(layers: int, width: int, batch: int, steps: int, pin: bool = True) -> dict[str, Any]:
+    """DeepSpeed ZeRO-3, parameters and optimizer on the host (`pin`: in pinned memory), its CPU
+    Adam. Weights are drawn on the GPU, a layer at a time, as `zero.Init` takes them."""
     import deepspeed as ds  # type: ignore[import-not-found]
 
     _group()
@@ -94,8 +94,8 @@ def deepspeed(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]
             "stage": 3,
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
+            "offload_optimizer": {"device": "cpu", "pin_memory": pin},
+            "offload_param": {"device": "cpu", "pin_memory": pin},
         },
         "steps_per_print": 1 << 30,
     }
@@ -112,7 +112,8 @@ def deepspeed(layers: int, width: int, batch: int, steps: int) -> dict[str, Any]
         return loss.detach()
 
     found = timed(step, batch_of(batch), steps)
-    return {**found, "version": ds.__version__}
+    count = sum(p.ds_numel for p in model.parameters())
+    return {**found, "version": ds.__version__, "parameters": count, "pinned": pin}
 
 
 class Masters:

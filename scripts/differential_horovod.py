@@ -21,16 +21,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("uint8", "int8", "int32", "int64")
+REFUSED = "refused: "
 SHAPES = ((), (0,), (1,), (17,), (3, 5, 7), (70000,))
 
 
 def operations(hvd: Any, torch: Any) -> Iterator[tuple[str, Any]]:
-    """(name, result) of one operation after the other. Public calls only."""
+    """(name, function that gives a tensor or some) of one operation after the other.
+
+    Public calls only, those of upstream's last release.
+    """
     rank = hvd.rank()
 
     def values(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Any:
@@ -47,36 +52,38 @@ def operations(hvd: Any, torch: Any) -> Iterator[tuple[str, Any]]:
         for shape in SHAPES:
             x = values(dtype, shape)
             for word, op in reductions.items():
-                name = f"{dtype}.{list(shape)}.{word}"
-                yield f"allreduce.{name}", hvd.allreduce(x, op=op, name=f"r.{name}")
+                name = f"allreduce.{dtype}.{list(shape)}.{word}"
+                yield name, partial(hvd.allreduce, x, op=op, name=name)
             name = f"{dtype}.{list(shape)}"
-            yield f"broadcast.{name}", hvd.broadcast(x, root_rank=1, name=f"b.{name}")
+            yield f"broadcast.{name}", partial(hvd.broadcast, x, root_rank=1, name=f"b.{name}")
             if shape and x.numel() < 1000:
                 rows = torch.cat([x] * (rank + 1))
-                yield f"allgather.{name}", hvd.allgather(rows, name=f"g.{name}")
-                yield f"reducescatter.{name}", hvd.reducescatter(x, op=hvd.Sum, name=f"s.{name}")
+                yield f"allgather.{name}", partial(hvd.allgather, rows, name=f"g.{name}")
+                scatter = partial(hvd.reducescatter, x, op=hvd.Sum, name=f"s.{name}")
+                yield f"reducescatter.{name}", scatter
         x = values(dtype, (11, 2))
         factors = {"prescale_factor": 0.3, "postscale_factor": 1.7}
-        scaled = hvd.allreduce(x, op=hvd.Sum, name=f"scaled.{dtype}", **factors)
+        scaled = partial(hvd.allreduce, x, op=hvd.Sum, name=f"scaled.{dtype}", **factors)
         yield f"allreduce.{dtype}.scaled", scaled
         splits = torch.tensor([4, 7] if rank == 0 else [9, 2], dtype=torch.int32)
-        for part, got in enumerate(hvd.alltoall(x, splits=splits, name=f"a.{dtype}")):
-            yield f"alltoall.{dtype}.{part}", got
+        yield f"alltoall.{dtype}", partial(hvd.alltoall, x, splits=splits, name=f"a.{dtype}")
         group = [values(dtype, shape, 3) for shape in ((2,), (3, 3), (1,))]
-        reduced = hvd.grouped_allreduce(group, op=hvd.Average, name=f"grouped.{dtype}")
-        for part, got in enumerate(reduced):
-            yield f"grouped_allreduce.{dtype}.{part}", got
+        grouped = partial(hvd.grouped_allreduce, group, op=hvd.Average, name=f"grouped.{dtype}")
+        yield f"grouped_allreduce.{dtype}", grouped
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(5):
-        optimizer.zero_grad()
-        model(values("float32", (6, 8), 10 + step)).square().mean().backward()
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            yield f"step {step}.{name}", parameter.detach().clone()
+
+        def train(step: int = step) -> Any:
+            optimizer.zero_grad()
+            model(values("float32", (6, 8), 10 + step)).square().mean().backward()
+            optimizer.step()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        yield f"step {step}", train
 
 
 def work(folder: Path) -> None:
@@ -88,11 +95,19 @@ def work(folder: Path) -> None:
 
     torch.set_num_threads(1)
     hvd.init()
-    rows = {"version": f"{horovod.__version__} ({Path(horovod.__file__).parent})"}
-    for name, value in operations(hvd, torch):
-        data = value.contiguous().numpy().tobytes()
-        shown = f" {value.tolist()}" if value.numel() < 20 else ""
-        rows[name] = f"{value.dtype} {list(value.shape)} {hashlib.sha256(data).hexdigest()}{shown}"
+    rows: dict[str, Any] = {"version": f"{horovod.__version__} ({Path(horovod.__file__).parent})"}
+    for name, operation in operations(hvd, torch):
+        try:
+            values = operation()
+        except (ValueError, hvd.HorovodInternalError) as error:  # the same on both ranks
+            rows[name] = f"{REFUSED}{error}"
+            continue
+        rows[name] = []
+        for value in [values] if isinstance(values, torch.Tensor) else values:
+            data = value.contiguous().numpy().tobytes()
+            shown = f" {value.tolist()}" if value.numel() < 30 else ""
+            digest = hashlib.sha256(data).hexdigest()
+            rows[name].append(f"{value.dtype} {list(value.shape)} {digest}{shown}")
     (folder / f"{hvd.rank()}.json").write_text(json.dumps(rows))
     hvd.barrier()
     hvd.shutdown()
@@ -139,21 +154,30 @@ def main() -> int:
     theirs[1].pop("version")
     if not itself and versions[0] == versions[1]:
         sys.exit(f"error: both sides ran {versions[0]}\n  fix: give upstream's interpreter")
+    names = list(dict.fromkeys(name for side in (*ours, *theirs) for name in side))
+    refused = [name for name in names if str(theirs[0].get(name)).startswith(REFUSED)]
+    compared = [name for name in names if name not in refused]
     different = [
         {"rank": rank, "name": name, "ours": ours[rank].get(name), "theirs": theirs[rank].get(name)}
         for rank in range(2)
-        for name in dict.fromkeys([*ours[rank], *theirs[rank]])
+        for name in compared
         if ours[rank].get(name) != theirs[rank].get(name)
     ]
     for row in different:
-        print(
-            f"rank {row['rank']} {row['name']}\n   ours   {row['ours']}\n   theirs {row['theirs']}"
-        )
-    total = len(ours[0])
+        print(f"rank {row['rank']} {row['name']}")
+        print(f"   ours   {row['ours']}\n   theirs {row['theirs']}")
     print(f"ours {versions[0]}\ntheirs {versions[1]}")
-    print(f"{total} results a rank, {len(different)} differ")
+    print(f"{len(compared)} operations compared on 2 ranks, {len(different)} results differ")
+    print(f"{len(refused)} operations upstream refuses:")
+    for name in refused:
+        print(f"   {name}: {theirs[0][name]}")
     if options.json:
-        document = {"versions": versions, "results": total, "different": different}
+        document = {
+            "versions": [version.partition(" (")[0] for version in versions],
+            "compared": len(compared),
+            "different": different,
+            "refused_upstream": {name: theirs[0][name] for name in refused},
+        }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if different else 0
 

@@ -395,11 +395,11 @@ _NET = "Network"
 EVENER_NET = _choice(
     _NET,
     "EVENER_NET",
-    "auto",
-    ("auto", "off"),
+    "off",
+    ("off", "on"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
     "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by "
-    "itself.",
+    "itself, for the plug-in is not better on every network yet (docs/net.md).",
 )
 EVENER_NET_IFNAME = _text(
     _NET,

@@ -150,8 +150,8 @@ import os, signal, sys, time
 from evener.bench.train import agent, columns, wrap
 from evener.bench.train.columns import Column
 def go_wrong(how):
-    def apply(model, device, column, options):
-        wrapped = wrap.WRAPPERS["ddp"](model, device, column, options)
+    def apply(model, optimizer, device, column, options):
+        wrapped = wrap.WRAPPERS["ddp"](model, optimizer, device, column, options)
         if os.environ["RANK"] == "1":
             print("last words", flush=True)
             how()

@@ -16,6 +16,12 @@ CASES = {
     "nan": lambda n, g: torch.where(
         torch.rand(n, generator=g) < 0.02, torch.nan, torch.randn(n, generator=g)
     ),
+    # All bits set: what a GPU makes of any NaN.
+    "nan of a GPU": lambda n, g: torch.where(
+        torch.rand(n, generator=g) < 0.02,
+        torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32),
+        torch.randn(n, generator=g),
+    ),
 }
 
 

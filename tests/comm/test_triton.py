@@ -12,24 +12,26 @@ import torch
 from evener.comm import chunks, int8, topk, triton_casts, triton_chunks, triton_int8, triton_topk
 from tests.comm.cases import CASES, bits
 
-triton_topk.PROGRAMS = 3
+triton_topk.PROGRAMS = 4
+triton_topk.SAMPLES, triton_topk.SAMPLES_EACH = 512, 128
+notes = triton_topk.notes
 
 def same(have, want, *what):
     assert torch.equal(bits(have), bits(want)), what
 
-def check_topk(case, n, k, sent, room):
-    triton_topk.ROOM = room
+def check_topk(case, n, k, sent, noted=notes, ties=64):
+    triton_topk.notes, triton_topk.TIES = noted, ties
     generator = torch.Generator().manual_seed(n)
-    have, guess = torch.randn(n, generator=generator), triton_topk.first_guess("cpu")
+    have = torch.randn(n, generator=generator)
     want = have.clone()
-    for step in range(3):
-        what = (case, n, k, sent, room, step)
+    for step in range(2):
+        what = (case, n, k, sent, ties, step)
         gradient = CASES[case](n, generator)
         wanted = torch.empty(k, dtype=sent), torch.empty(k, dtype=torch.int32)
         topk.select_reference(gradient, want, *wanted)
         values = torch.full((k,), 7.0, dtype=sent)
         indices = torch.full((k,), -1, dtype=torch.int32)
-        triton_topk.select(gradient, have, values, indices, guess)
+        triton_topk.select(gradient, have, values, indices)
         order = torch.argsort(indices)
         assert torch.equal(indices[order], wanted[1]), what
         same(values[order], wanted[0], *what)
@@ -79,9 +81,11 @@ def check_int8(case, n, feedback):
 
 for case, make in CASES.items():
     for n, k in ((1, 1), (9001, 90)):
-        check_topk(case, n, k, torch.float32, 8)
-    check_topk(case, 700, 7, torch.float16, 64)  # no room for the notes
-    check_topk(case, 4100, 4100, torch.float32, 8)
+        check_topk(case, n, k, torch.float32)
+    check_topk(case, 9001, 90, torch.float16, ties=2)
+    check_topk(case, 9001, 90, torch.float32, lambda n, k: (1, k))  # too few are noted
+    check_topk(case, 9001, 90, torch.float16, lambda n, k: (99, k), 2)  # no room for the notes
+    check_topk(case, 4100, 4100, torch.float32)
     for n, k in ((1, 1), (33, 40), (4097, 41)):
         check_chunks(case, n, k)
     for n in (1, 5001):
@@ -99,30 +103,35 @@ from triton.compiler import ASTSource
 from evener.comm import triton_casts, triton_chunks, triton_int8, triton_topk
 
 constants = {
-    triton_topk: {"BLOCK": 4096, "BINS": 256},
-    triton_chunks: {"CHUNK": 4096, "PLACES": 64},
+    triton_topk: {
+        "BLOCK": 4096, "BINS": 256, "SAMPLES": 16384, "EACH": 512, "TIES": 4096, "PROGRAMS": 512,
+        "WIDTH": 256,
+    },
+    triton_chunks: {"CHUNK": 4096, "PLACES": 64, "FIRST": 1 << 22, "EACH": 1},
     triton_int8: {"ROWS": 4, "BLOCK": 1024, "FEEDBACK": True},
     triton_casts: {"BLOCK": 4096},
 }
 kernels = {
     triton_topk: [
-        "_accumulate", "_count_exponents", "_note_again", "_count_digit", "_take", "_take_ties",
-        "_settle", "_add_entries",
+        "_sample", "_accumulate", "_count_digit", "_take", "_count_ties", "_take_ties", "_settle",
+        "_add_entries",
     ],
     triton_chunks: ["_select", "_add_in_order"],
     triton_int8: ["_quantize", "_dequantize_sum"],
     triton_casts: ["_cast"],
 }
 types = {
-    "gradient": "*bf16", "residual": "*fp32", "guess": "*i32", "counts": "*i32", "state": "*i32",
-    "noted_bits": "*i32", "noted_at": "*i32", "values": "*fp16", "out": "*fp32", "scale": "fp32",
-    "factor": "fp32", "scales": "*fp32", "codes": "*i8",
+    "gradient": "*bf16", "residual": "*fp32", "sampled": "*i32", "counts": "*i32", "tied": "*i32",
+    "state": "*i32", "noted": "*fp32", "noted_at": "*i32", "values": "*fp16", "out": "*fp32",
+    "scale": "fp32", "factor": "fp32", "scales": "*fp32", "codes": "*i8",
 }
 for module, names in kernels.items():
     for name in names:
         kernel = getattr(module, name)
         for digit in ((23, 31), (0, 7)) if name == "_count_digit" else ((0, 0),):
             known = {**constants[module], "SHIFT": digit[0], "ABOVE": digit[1]}
+            if name == "_accumulate":
+                known["EACH"] = 1
             own = {n: known[n] for n in kernel.arg_names if n in known}
             given = {**types, "indices": "*i16" if module is triton_chunks else "*i32"}
             signature = {

@@ -305,6 +305,27 @@ def test_a_job_goes_on_while_hosts_come_fail_and_go(job: Path) -> None:
     assert "ENTER" in (job / "out" / "rank.0" / "stdout").read_text()
 
 
+DIES_ON_ITS_WAY = """
+import os, signal
+import torch.distributed as dist
+if os.environ["HOROVOD_HOSTNAME"] == "hc":
+    # It has taken its place in the new world; the others wait for its connection.
+    dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+import horovod.torch as hvd
+hvd.init()
+print("IN", hvd.rank(), hvd.size(), float(hvd.allreduce(__import__("torch").ones(1), op=hvd.Sum)))
+"""
+
+
+def test_a_member_that_dies_while_the_others_connect(job: Path) -> None:
+    (job / "train.py").write_text(DIES_ON_ITS_WAY)
+    hosts = ["-np", "3", "--min-np", "2", "-H", "ha:1,hb:1,hc:1"]
+    done = horovodrun(job, *hosts, "--gloo-timeout-seconds", "10", sys.executable, "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hc is left out for good" in done.stderr
+    assert sorted(re.findall("IN .*", done.stdout)) == ["IN 0 2 2.0", "IN 1 2 2.0"], done.stdout
+
+
 def test_a_job_ends_with_the_first_failure_when_too_few_are_left(job: Path) -> None:
     script = (
         "import sys, time, horovod.torch as hvd\n"

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from evener.errors import UsageError
-from evener.horovod.runner.launch import arguments_for_launch, check_build, horovodrun
+from evener.horovod.runner.launch import _shown, arguments_for_launch, check_build, horovodrun
 
 
 def translated(*arguments: str, env: dict[str, str] | None = None) -> tuple[list[str], list[str]]:
@@ -198,3 +198,14 @@ def test_check_build() -> None:
 
 def test_version() -> None:
     assert "0.28.1" in CliRunner().invoke(horovodrun, ["-v"]).output
+
+
+def test_verbose_counts_what_is_passed_on() -> None:
+    env = {"PATH": "/bin", "WANTED": "1", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}
+    words = ("-np", "2", "--cycle-time-ms", "2", "sh", "-c", "a -x b")
+    arguments, _ = translated(*words, env=env)
+    assert variables(arguments) == {"PATH": "", "WANTED": "", "HOROVOD_CYCLE_TIME": "2.0"}
+    assert _shown(arguments, 3) == (
+        "--horovod -np 2 -x HOROVOD_CYCLE_TIME=2.0 [-x of 2 variables of this environment] "
+        "sh -c 'a -x b'"
+    )

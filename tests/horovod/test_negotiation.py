@@ -53,6 +53,7 @@ def steady(rank: int, size: int) -> None:
             assert hvd.allreduce(small * (rank + 1), name="c", op=hvd.Min).eq(1).all()
             assert hvd.allreduce(small * 2, name="d", op=hvd.Product).eq(2**size).all()
 
+    assert STATE.engine._gated == (hvd.local_size() == size)
     rounds(200)
     launches = STATE.engine.frozen()[1]
     assert launches > 0
@@ -72,8 +73,10 @@ def steady(rank: int, size: int) -> None:
     assert STATE.engine.frozen()[1] >= launches
 
 
-def test_a_steady_sequence_is_frozen_and_left_unharmed() -> None:
-    worlds.run([2], steady, env={"EVENER_FREEZE_AFTER": "3"}, timeout=150)
+@pytest.mark.parametrize("shape", [[2], [1, 1]])
+def test_a_steady_sequence_is_frozen_and_left_unharmed(shape: list[int]) -> None:
+    # On one machine the flag goes through shared memory, otherwise through the collective.
+    worlds.run(shape, steady, env={"EVENER_FREEZE_AFTER": "3"}, timeout=150)
 
 
 def never(rank: int, size: int) -> None:

@@ -175,7 +175,11 @@ def _unprivileged() -> list[str]:
     if os.getuid() != 0:
         return []
     nobody = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups"]
-    script = "import evener.lab.network, pathlib; pathlib.Path.cwd()"
+    # Run a second time from within: setpriv itself may start what its user may not.
+    script = (
+        "import evener.lab.network, pathlib, subprocess, sys; pathlib.Path.cwd();"
+        "subprocess.run([sys.executable, '-c', ''], check=True)"
+    )
     if subprocess.run([*nobody, sys.executable, "-c", script], capture_output=True).returncode == 0:
         return nobody
     return [setpriv, "--bounding-set=-all", "--inh-caps=-all"]

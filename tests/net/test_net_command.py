@@ -86,18 +86,20 @@ def test_another_plug_in_is_neither_replaced_nor_removed(tmp_path: Path) -> None
 
 
 def test_the_variables_respect_a_choice() -> None:
-    told = environment({})
-    assert told == {
+    on = {"EVENER_NET": "on"}
+    assert environment(on) == {
         "NCCL_NET_PLUGIN": str(plugin_path()),
         "NCCL_NET_PLUGIN_REF_COUNT": "1",
     }
-    assert environment({"NCCL_NET": "Socket"}) == {}
-    assert environment({"NCCL_NET_PLUGIN": "none"}) == {}
-    assert environment({"EVENER_NET": "off"}) == {}
-    mine = {"NCCL_NET_PLUGIN_REF_COUNT": "0"}
+    assert environment({**on, "NCCL_NET": "Socket"}) == {}
+    assert environment({**on, "NCCL_NET_PLUGIN": "none"}) == {}
+    assert environment({}) == environment({"EVENER_NET": "off"}) == {}
+    mine = {**on, "NCCL_NET_PLUGIN_REF_COUNT": "0"}
     assert "uses" in adopt(mine)
-    assert mine == {"NCCL_NET_PLUGIN": str(plugin_path()), "NCCL_NET_PLUGIN_REF_COUNT": "0"}
-    assert "left as it is: NCCL_NET=Socket is set" in adopt({"NCCL_NET": "Socket"})
+    assert mine["NCCL_NET_PLUGIN"] == str(plugin_path())
+    assert mine["NCCL_NET_PLUGIN_REF_COUNT"] == "0"
+    assert "left as it is: NCCL_NET=Socket is set" in adopt({**on, "NCCL_NET": "Socket"})
+    assert "EVENER_NET=on" in adopt({})
 
 
 def _environment_of(code: str, **variables: str) -> tuple[dict[str, str | None], str]:
@@ -115,17 +117,17 @@ def _environment_of(code: str, **variables: str) -> tuple[dict[str, str | None],
     return dict(zip(names, json.loads(done.stdout), strict=True)), done.stderr
 
 
-def test_importing_evener_turns_it_on_and_says_so_once() -> None:
-    told, said = _environment_of("import evener", RANK="0")
-    assert told == environment({})
-    assert said == f"evener: NCCL uses {plugin_path()} (EVENER_NET=off: its own network)\n"
-    assert _environment_of("import evener", RANK="1") == (told, "")
+def test_importing_evener_turns_it_on_where_asked_and_says_so_once() -> None:
+    told, said = _environment_of("import evener", RANK="0", EVENER_NET="on")
+    assert told == environment({"EVENER_NET": "on"})
+    assert said == f"evener: NCCL uses {plugin_path()} (EVENER_NET=on)\n"
+    assert _environment_of("import evener", RANK="1", EVENER_NET="on") == (told, "")
     nothing = dict.fromkeys(told, None)
-    assert _environment_of("import evener", RANK="0", EVENER_NET="off") == (nothing, "")
-    chosen, _ = _environment_of("import evener", NCCL_NET_PLUGIN="mine")
+    assert _environment_of("import evener", RANK="0") == (nothing, "")
+    chosen, _ = _environment_of("import evener", EVENER_NET="on", NCCL_NET_PLUGIN="mine")
     assert chosen == {**nothing, "NCCL_NET_PLUGIN": "mine"}
     taken_back = "import evener.net.plugin as p; p.withdraw()"
-    assert _environment_of(taken_back, RANK="1") == (nothing, "")
+    assert _environment_of(taken_back, RANK="1", EVENER_NET="on") == (nothing, "")
 
 
 def test_statistics_are_read_and_shown(tmp_path: Path) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import ctypes
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from evener import zero
+from evener.zero.ranks import join, meet
+from tests import worlds
 from tests.zero.models import Model, batches, loss_of
 from tests.zero.test_engine import configuration, start, weights
 
@@ -43,10 +44,8 @@ def gathered(engine: zero.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def worker(rank: int, port: int, folder: str) -> None:
+def worker(rank: int, _size: int, folder: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
     for number, (stage, accumulation, resident) in enumerate(CASES):
         torch.manual_seed(rank)  # rank 0's values are taken by all
         changes: dict[str, Any] = {
@@ -63,14 +62,10 @@ def worker(rank: int, port: int, folder: str) -> None:
             zero.save_checkpoint(engine, Path(folder) / "saved")
             zero.export(engine, Path(folder) / "out", torch.float32)
         engine.close()
-    dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(worker, args=(port, str(tmp_path)), nprocs=2)
+    worlds.run([2], worker, str(tmp_path))
     one = {}
     for accumulation in (1, 2):
         torch.manual_seed(0)
@@ -92,6 +87,76 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(value, last[name]) for name, value in weights(engine).items())
     assert (tmp_path / "out/model.safetensors").stat().st_size > 4 * 30000
     engine.close()
+
+
+def collectives(rank: int, _size: int) -> list[Any]:
+    meet()
+    ranks = join(torch.device("cpu"))
+    whole, share = torch.empty(4), torch.empty(2)
+    ranks.gather(whole, torch.full((2,), float(rank)))
+    ranks.reduce(share, torch.arange(4.0) * (rank + 1))
+    total = ranks.total(torch.tensor(0.1 + rank, dtype=torch.float64))
+    largest = ranks.largest(10 * rank, torch.device("cpu"))
+    return [whole.tolist(), share.tolist(), float(total), ranks.agree(f"of {rank}"), largest]
+
+
+def test_collectives() -> None:
+    """Gathered in the order of ranks; gradients are means; rank 0's object on all."""
+    first, second = worlds.run([2], collectives)
+    assert first == [[0, 0, 1, 1], [0, 1.5], 0.1 + 1.1, "of 0", 10]
+    assert second == [[0, 0, 1, 1], [3, 4.5], 0.1 + 1.1, "of 0", 10]
+
+
+class Watched(zero.api.devices.SimulatedDevice):
+    """Knows which threads have said that they are this device's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def attach(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+
+def test_every_thread_chooses_its_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CUDA's current device is of the thread: one that chooses none makes a context on GPU 0."""
+    device = Watched()
+    monkeypatch.setattr(zero.api.devices, "pick", lambda _name: device)
+    before = set(threading.enumerate())
+    engine, *_ = zero.initialize(
+        model=Model(), config=configuration(), resident=set(), streaming=True
+    )
+    mine = {thread.name for thread in set(threading.enumerate()) - before}
+    train(engine, batches(1))
+    zero.save_checkpoint(engine, tmp_path)
+    engine.close()
+    assert mine == {"evener-load", "evener_host_lane", "evener_streaming_lane"}
+    assert device.threads == mine | {"evener-save"}
+
+
+def contexts(rank: int, _size: int) -> list[int]:
+    """Trains; the GPUs on which this process has a CUDA context then."""
+    engine, *_ = zero.initialize(
+        model=Model(width=256),
+        config=configuration(bf16={"enabled": True}, evener={"device": "cuda"}),
+        resident=set(),
+        streaming=True,
+    )
+    assert 0 < engine.ranks.bytes < 1 << 30 and engine.ranks.network > 0
+    train(engine, [tokens.cuda() for tokens in batches(3)])
+    engine.close()
+    driver, found = ctypes.CDLL("libcuda.so.1"), []
+    for gpu in range(torch.cuda.device_count()):
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(active))
+        found += [gpu] * active.value
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here")
+def test_no_rank_takes_memory_of_another_gpu() -> None:
+    assert worlds.run([2], contexts, gpu=True) == [[0], [1]]
 
 
 @pytest.mark.gpu

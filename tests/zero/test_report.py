@@ -34,6 +34,7 @@ def test_where_the_time_went() -> None:
         span("copy", 9, 10),
         span("optimizer", 7, 10.5),
         span("wait", 8, 9),
+        span("communication", 7.5, 12.5),
         span("copy", 30, 40),  # after the last step: not of it
     ]
     assert covered(spans[3:5], [span("copy", 3, 5)]) == (8, 2)
@@ -42,6 +43,7 @@ def test_where_the_time_went() -> None:
     assert found["forward"] == 2 and found["backward"] == 2
     assert found["transfers"] == 2.5 and found["transfers hidden"] == 1.0
     assert found["optimizer"] == 1.75 and found["exposed optimizer"] == 1.25
+    assert found["communication"] == 2.5 and found["communication hidden"] == 0.6
     assert found["waits"] == {"wait": 0.5}
 
 

@@ -3,7 +3,7 @@
 //! `evener.horovod.engine` is the only caller. No method holds the GIL while it waits or works.
 
 use evener_negotiate::coordinator::Moment;
-use evener_negotiate::link::Node;
+use evener_negotiate::link::{Node, Quick};
 use evener_negotiate::{Action, Answer, Kind, Meta, Policy, Request};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -148,6 +148,68 @@ impl Negotiator {
             splits,
         };
         Ok(py.detach(|| self.node.submit(request, urgent, drives)))
+    }
+
+    /// Map the file `path`, for the frozen schedule's flag where all ranks share this machine.
+    fn open_gate(&self, path: std::path::PathBuf) -> PyResult<()> {
+        let file = std::fs::File::options().read(true).write(true).open(path)?;
+        self.node
+            .open_gate(&file)
+            .map_err(|error| PyRuntimeError::new_err(error.to_string()))
+    }
+
+    /// All ranks have opened the gate: use it.
+    fn use_gate(&self) {
+        self.node.use_gate();
+    }
+
+    /// Bytes that the gate's file must have for so many ranks.
+    #[staticmethod]
+    fn gate_bytes(size: usize) -> usize {
+        evener_negotiate::gate::Gate::bytes(size)
+    }
+
+    /// Reduce the flag of the frozen step that `next` gave last: whether any rank's is up. None
+    /// where all has ended.
+    fn exchange(&self, py: Python<'_>, flag: bool) -> Option<bool> {
+        py.detach(|| self.node.exchange(flag))
+    }
+
+    /// An all-reduce of one tensor over all ranks, submitted and waited for by who drives: 1 where
+    /// all ranks launch it now, and it alone; 2 where it is submitted and the caller drives on; 0
+    /// where nothing was done.
+    #[allow(clippy::too_many_arguments, reason = "one a field of the request")]
+    fn quick(
+        &self,
+        py: Python<'_>,
+        name: String,
+        dtype: u8,
+        shape: Vec<u64>,
+        gpu: bool,
+        op: u8,
+        factors: (f64, f64),
+    ) -> u8 {
+        let label = String::new();
+        let request = Request {
+            name,
+            set: 0,
+            kind: Kind::Allreduce,
+            tensors: vec![Meta {
+                dtype,
+                shape,
+                label,
+            }],
+            gpu,
+            op,
+            root: 0,
+            factors,
+            splits: Vec::new(),
+        };
+        py.detach(|| match self.node.quick(request) {
+            Quick::No => 0,
+            Quick::Launch => 1,
+            Quick::Submitted => 2,
+        })
     }
 
     /// Announce what is submitted: somebody waits.

@@ -11,6 +11,7 @@
 //! - [`coordinator`]: counts announcements, answers, fuses, keeps the cache, decides to freeze.
 //! - [`worker`]: one rank: what it has submitted, what it must launch, the frozen schedule.
 //! - [`link`]: threads and sockets that carry the messages. The only part that does I/O.
+//! - [`gate`]: the frozen schedule's flag, where all ranks share a machine.
 //!
 //! # The cache
 //! An answer that can be repeated gets a number. A rank whose request is the same as last time
@@ -19,10 +20,11 @@
 //! # The frozen schedule
 //! When the same sequence of cached answers has come several times over, the coordinator declares it
 //! the schedule. From then on nothing is announced: a rank that has submitted all tensors of the
-//! next step launches it. One more element travels inside the collective itself, a flag. A rank that
-//! wants anything else launches the next step of the schedule all the same, with zeros and the flag
-//! raised (a *dummy*). All ranks see the flag in the result of that one collective, discard the
-//! result, and announce what they have anew, in the next *epoch*. Safety: in a frozen epoch each
+//! next step launches it, and with it a flag is reduced: inside the collective itself, as one more
+//! element, or where all ranks share a machine in its memory, just before it. A rank that wants
+//! anything else launches the next step of the schedule all the same, with zeros and the flag raised
+//! (a *dummy*; with shared memory nothing but the flag). All ranks see the flag in that one step,
+//! discard its result (or do not begin it), and announce what they have anew, in the next *epoch*. Safety: in a frozen epoch each
 //! rank launches steps of one agreed sequence, one at a time, and ends the epoch at the first step
 //! whose flag is up, which is the same step for all, as the flag is part of the reduction. Liveness:
 //! a rank that raises the flag says so to all through the coordinator, and a rank that has nothing
@@ -31,7 +33,9 @@
 
 pub mod check;
 pub mod coordinator;
+pub mod gate;
 pub mod link;
+mod sys;
 pub mod wire;
 pub mod worker;
 

@@ -2,21 +2,25 @@
 //!
 //! All state of a process is behind one mutex. Whoever brings news (a caller that submits, a reader
 //! of a connection, the clock) takes it, feeds the state machines, writes what comes out of them to
-//! the sockets, and wakes the executor. So an announcement reaches the coordinator without a change
-//! of threads on rank 0, and with one elsewhere. Frames are small; a peer that does not read them
-//! for the whole timeout is lost.
+//! the sockets, and wakes the executor. A caller that waits for its operation reads the connections
+//! itself for a while, so that what one rank says reaches the other's caller without a change of
+//! threads; after that, and when nobody waits, threads of their own read. Frames are small; a peer
+//! that does not read them for the whole timeout is lost.
 //!
 //! A frame is its length (u32, little-endian) and its bytes. A connection begins with 4 bytes that
 //! name the protocol, the job's token and the rank; a stranger is dropped.
 
 use crate::coordinator::{Coordinator, Event, Policy};
+use crate::gate::Gate;
+use crate::sys;
 use crate::wire::{Down, Request, Up};
 use crate::worker::{Action, Worker};
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use thiserror::Error;
@@ -24,6 +28,10 @@ use thiserror::Error;
 const MAGIC: [u8; 4] = *b"EvN1";
 /// No message of a sane job is longer.
 const LONGEST_FRAME: usize = 64 << 20;
+/// So long a caller that waits reads the connections itself, the first part without giving its core
+/// to others. Beyond it the wait is for a rank that is late, and a change of threads does not matter.
+const EAGER: Duration = Duration::from_micros(300);
+const SPIN: Duration = Duration::from_micros(50);
 
 /// The ranks could not be connected.
 #[derive(Debug, Error)]
@@ -49,8 +57,16 @@ struct Core {
     driven: bool,
 }
 
+/// What came over one connection and is not a whole frame yet. Locked before the core, never after.
+struct Inbox {
+    peer: u32,
+    stream: TcpStream,
+    bytes: Mutex<Vec<u8>>,
+}
+
 struct Shared {
     core: Mutex<Core>,
+    inboxes: OnceLock<Vec<Inbox>>,
     /// Who drives waits on it.
     ready: Condvar,
     /// The background thread waits on it: launches are there, and nobody drives.
@@ -63,9 +79,22 @@ struct Shared {
     rank: u32,
 }
 
+/// What became of [`Node::quick`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quick {
+    /// Nothing. Submit it.
+    No,
+    /// All ranks launch this operation now, and it alone.
+    Launch,
+    /// It is submitted, and the caller drives, as after [`Node::submit`].
+    Submitted,
+}
+
 /// One process's part in the negotiation.
 pub struct Node {
     shared: Arc<Shared>,
+    gate: OnceLock<Gate>,
+    gated: AtomicBool,
     listener: Mutex<Option<TcpListener>>,
     port: u16,
     size: u32,
@@ -104,6 +133,7 @@ impl Node {
         Ok(Self {
             shared: Arc::new(Shared {
                 core: Mutex::new(core),
+                inboxes: OnceLock::new(),
                 ready: Condvar::new(),
                 idle: Condvar::new(),
                 clock: Condvar::new(),
@@ -112,6 +142,8 @@ impl Node {
                 patience,
                 rank,
             }),
+            gate: OnceLock::new(),
+            gated: AtomicBool::new(false),
             port: listener
                 .as_ref()
                 .and_then(|l| l.local_addr().ok())
@@ -139,7 +171,7 @@ impl Node {
             let listener = self
                 .listener
                 .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .unwrap_or_else(PoisonError::into_inner)
                 .take();
             match listener {
                 Some(listener) => self.accept(&listener, token, deadline)?,
@@ -149,13 +181,25 @@ impl Node {
             let stream = self.reach(addresses, port, token, deadline)?;
             HashMap::from([(0, stream)])
         };
+        let mut inboxes = Vec::with_capacity(links.len());
         for (peer, stream) in &links {
             stream.set_write_timeout(Some(self.timeout))?;
-            let (peer, stream, shared) = (*peer, stream.try_clone()?, self.shared.clone());
-            lock(&self.shared).readers += 1;
-            spawn("read", move || read_loop(&shared, peer, stream))?;
+            inboxes.push(Inbox {
+                peer: *peer,
+                stream: stream.try_clone()?,
+                bytes: Mutex::new(Vec::new()),
+            });
+        }
+        let count = inboxes.len();
+        if self.shared.inboxes.set(inboxes).is_err() {
+            return Err(io::Error::other("connected twice").into());
         }
         lock(&self.shared).links = links;
+        for index in 0..count {
+            let shared = self.shared.clone();
+            lock(&self.shared).readers += 1;
+            spawn("read", move || read_loop(&shared, index))?;
+        }
         let shared = self.shared.clone();
         spawn("clock", move || clock_loop(&shared))?;
         Ok(())
@@ -242,6 +286,109 @@ impl Node {
         taken
     }
 
+    /// Maps `file`, in which the frozen schedule's flag can be reduced where all ranks share this
+    /// machine. It counts from [`Node::use_gate`] on.
+    ///
+    /// # Errors
+    /// Where it cannot be mapped.
+    pub fn open_gate(&self, file: &std::fs::File) -> Result<(), LinkError> {
+        let gate = Gate::new(file, self.shared.rank as usize, self.size as usize)?;
+        self.gate
+            .set(gate)
+            .map_err(|_| io::Error::other("opened twice").into())
+    }
+
+    /// All ranks have opened the gate. Before the first submission; on all ranks or on none.
+    pub fn use_gate(&self) {
+        self.gated.store(true, Ordering::Relaxed);
+    }
+
+    fn gate(&self) -> Option<&Gate> {
+        let gated = self.gated.load(Ordering::Relaxed);
+        self.gate.get().filter(|_| gated)
+    }
+
+    /// Reduce the flag of the frozen step that [`Node::next`] gave last: whether any rank's is up.
+    /// None: there is no gate, so it travels in the collective; or all has ended.
+    #[must_use]
+    pub fn exchange(&self, flag: bool) -> Option<bool> {
+        self.gate()?.exchange(flag, || self.ended().is_some())
+    }
+
+    /// Submits `request`, announces it, and waits for its launch, in one call. For who drives, and
+    /// where nothing else is waiting to be launched.
+    #[must_use]
+    pub fn quick(&self, request: Request) -> Quick {
+        let key = (request.set, request.name.clone());
+        let mut core = lock(&self.shared);
+        let gate = self.gate().filter(|_| core.worker.is_next(&request));
+        if core.worker.has_next() || !core.worker.submit(request, self.shared.now()) {
+            return Quick::No;
+        }
+        if let Some(gate) = gate {
+            // Nobody else saw it: the lock was held.
+            let action = core.worker.take_action();
+            debug_assert!(matches!(action, Some(Action::Frozen { real: true, .. })));
+            drop(core);
+            let flagged = gate.exchange(false, || self.ended().is_some());
+            core = lock(&self.shared);
+            if let Some(flagged) = flagged {
+                core.worker.finished(flagged, self.shared.now());
+            }
+            core.driven = flagged != Some(false);
+            self.shared.pump(&mut core);
+            self.shared.schedule_flush(&mut core);
+            return if core.driven {
+                Quick::Submitted
+            } else {
+                Quick::Launch
+            };
+        }
+        core.driven = true;
+        core.worker.flush();
+        self.shared.pump(&mut core);
+        self.shared.schedule_flush(&mut core);
+        let mut action = core.worker.take_action();
+        drop(core);
+        if action.is_none() {
+            action = self.eager(EAGER);
+        }
+        let mut core = lock(&self.shared);
+        match action {
+            Some(Action::Launch(answers))
+                if answers.len() == 1
+                    && answers[0].error.is_empty()
+                    && answers[0].request.set == key.0
+                    && answers[0].request.name == key.1 =>
+            {
+                core.driven = false;
+                if core.worker.has_next() {
+                    self.shared.idle.notify_all();
+                }
+                return Quick::Launch;
+            }
+            Some(action) => core.worker.put_back(action),
+            None => {}
+        }
+        Quick::Submitted
+    }
+
+    /// The next thing to do, while the caller reads the connections itself.
+    fn eager(&self, limit: Duration) -> Option<Action> {
+        let start = Instant::now();
+        while start.elapsed() < limit {
+            self.shared.read_what_is_there();
+            let action = lock(&self.shared).worker.take_action();
+            if action.is_some() {
+                return action;
+            }
+            if start.elapsed() > SPIN {
+                thread::yield_now();
+            }
+        }
+        None
+    }
+
     /// Announce what is submitted: somebody waits.
     pub fn flush(&self) {
         let mut core = lock(&self.shared);
@@ -255,8 +402,16 @@ impl Node {
     /// The next thing to do; none after `timeout`.
     #[must_use]
     pub fn next(&self, timeout: Duration) -> Option<Action> {
-        let deadline = Instant::now() + timeout;
         let mut core = lock(&self.shared);
+        if let Some(action) = core.worker.take_action() {
+            return Some(action);
+        }
+        drop(core);
+        let deadline = Instant::now() + timeout;
+        if let Some(action) = self.eager(EAGER.min(timeout)) {
+            return Some(action);
+        }
+        core = lock(&self.shared);
         loop {
             if let Some(action) = core.worker.take_action() {
                 return Some(action);
@@ -393,6 +548,74 @@ impl Shared {
         self.start.elapsed().as_micros() as u64
     }
 
+    /// Reads and handles what has come over all connections, without waiting. A connection's end is
+    /// left to its thread.
+    fn read_what_is_there(&self) {
+        let inboxes = self.inboxes.get().map_or(&[][..], Vec::as_slice);
+        let ready = if inboxes.len() > 1 {
+            let streams: Vec<&TcpStream> = inboxes.iter().map(|inbox| &inbox.stream).collect();
+            sys::readable(&streams, 0).unwrap_or_default()
+        } else {
+            vec![true; inboxes.len()]
+        };
+        for (inbox, ready) in inboxes.iter().zip(ready) {
+            if ready
+                && let Ok(mut bytes) = inbox.bytes.try_lock()
+                && self.read(inbox, &mut bytes).is_err()
+            {
+                // Its thread finds the end, and says so.
+                let _ = inbox.stream.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
+    /// Reads and handles what has come over one connection.
+    fn read(&self, inbox: &Inbox, bytes: &mut Vec<u8>) -> io::Result<()> {
+        let mut chunk = [0; 16 << 10];
+        let ended = loop {
+            match sys::receive(&inbox.stream, &mut chunk)? {
+                None => break false,
+                Some(0) => break true,
+                Some(count) => bytes.extend_from_slice(&chunk[..count]),
+            }
+            if whole(bytes)?.is_some() {
+                break false;
+            }
+        };
+        let mut at = 0;
+        let handled = self.handle(inbox, bytes, &mut at);
+        bytes.drain(..at);
+        handled?;
+        if ended {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(())
+    }
+
+    /// The whole frames in `bytes`, from `at` on.
+    fn handle(&self, inbox: &Inbox, bytes: &[u8], at: &mut usize) -> io::Result<()> {
+        while let Some(length) = whole(&bytes[*at..])? {
+            let frame = &bytes[*at + 4..*at + 4 + length];
+            *at += 4 + length;
+            let mut core = lock(self);
+            let now = self.now();
+            match &mut core.coordinator {
+                Some(coordinator) => {
+                    let message = Up::decode(frame).map_err(|error| invalid(error.to_string()))?;
+                    coordinator.receive(inbox.peer, message, now);
+                }
+                None => {
+                    let message =
+                        Down::decode(frame).map_err(|error| invalid(error.to_string()))?;
+                    core.worker.receive(message, now);
+                }
+            }
+            self.pump(&mut core);
+            self.schedule_flush(&mut core);
+        }
+        Ok(())
+    }
+
     /// Carries messages until nobody has one to send, and wakes the executor.
     fn pump(&self, core: &mut Core) {
         loop {
@@ -466,7 +689,7 @@ fn lock(shared: &Shared) -> MutexGuard<'_, Core> {
     shared
         .core
         .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
+        .unwrap_or_else(PoisonError::into_inner)
 }
 
 fn wait<'a>(
@@ -497,42 +720,25 @@ fn frames(messages: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
     all
 }
 
-fn read_loop(shared: &Shared, peer: u32, stream: TcpStream) {
-    let mut stream = io::BufReader::new(stream);
+fn read_loop(shared: &Shared, index: usize) {
+    let inboxes = shared.inboxes.get().map_or(&[][..], Vec::as_slice);
+    let Some(inbox) = inboxes.get(index) else {
+        return;
+    };
     let why = loop {
-        let frame = match read_frame(&mut stream) {
-            Ok(frame) => frame,
-            Err(error) => break error.to_string(),
-        };
-        let mut core = lock(shared);
-        let now = shared.now();
-        let malformed = match &mut core.coordinator {
-            Some(coordinator) => match Up::decode(&frame) {
-                Ok(message) => {
-                    coordinator.receive(peer, message, now);
-                    None
-                }
-                Err(error) => Some(error),
-            },
-            None => match Down::decode(&frame) {
-                Ok(message) => {
-                    core.worker.receive(message, now);
-                    None
-                }
-                Err(error) => Some(error),
-            },
-        };
-        if let Some(error) = malformed {
+        if let Err(error) = sys::readable(&[&inbox.stream], -1) {
             break error.to_string();
         }
-        shared.pump(&mut core);
-        shared.schedule_flush(&mut core);
+        let mut bytes = inbox.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = shared.read(inbox, &mut bytes) {
+            break error.to_string();
+        }
     };
     let mut core = lock(shared);
     core.readers -= 1;
     let now = shared.now();
     if let Some(coordinator) = &mut core.coordinator {
-        coordinator.lost(peer, &why);
+        coordinator.lost(inbox.peer, &why);
     } else {
         let reason = format!("the connection to rank 0 is lost: {why}");
         core.worker.receive(Down::Abort(reason), now);
@@ -541,19 +747,20 @@ fn read_loop(shared: &Shared, peer: u32, stream: TcpStream) {
     shared.ready.notify_all();
 }
 
-fn read_frame(stream: &mut impl Read) -> io::Result<Vec<u8>> {
-    let mut length = [0; 4];
-    stream.read_exact(&mut length)?;
-    let length = u32::from_le_bytes(length) as usize;
+fn invalid(problem: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, problem)
+}
+
+/// The length of the frame that `bytes` begin with, without its 4 bytes; None where it is not whole.
+fn whole(bytes: &[u8]) -> io::Result<Option<usize>> {
+    let Some(first) = bytes.first_chunk() else {
+        return Ok(None);
+    };
+    let length = u32::from_le_bytes(*first) as usize;
     if length > LONGEST_FRAME {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("a frame of {length} bytes"),
-        ));
+        return Err(invalid(format!("a frame of {length} bytes")));
     }
-    let mut frame = vec![0; length];
-    stream.read_exact(&mut frame)?;
-    Ok(frame)
+    Ok((bytes.len() >= 4 + length).then_some(length))
 }
 
 fn clock_loop(shared: &Shared) {

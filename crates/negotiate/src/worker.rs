@@ -106,6 +106,11 @@ impl Worker {
         self.actions.pop_front()
     }
 
+    /// It is the next thing to do again.
+    pub fn put_back(&mut self, action: Action) {
+        self.actions.push_front(action);
+    }
+
     /// Whether [`Worker::take_action`] has something.
     #[must_use]
     pub fn has_next(&self) -> bool {
@@ -154,6 +159,20 @@ impl Worker {
         self.order.push_back(key);
         self.advance();
         true
+    }
+
+    /// Whether to submit `request` would launch the frozen schedule's step at once.
+    #[must_use]
+    pub fn is_next(&self, request: &Request) -> bool {
+        let Some(schedule) = &self.schedule else {
+            return false;
+        };
+        let [number] = schedule.steps[schedule.at][..] else {
+            return false;
+        };
+        let idle = !schedule.launched && !schedule.thaw && !self.ending;
+        let own = self.cache.get(&number).and_then(|c| c.request.as_deref());
+        idle && self.pending.is_empty() && self.actions.is_empty() && own == Some(request)
     }
 
     /// Announce what is not announced yet.

@@ -85,7 +85,7 @@ def install(reducer: Reducer, state: dict[str, Any], *, forms: bool = True) -> N
         mine = exchange.state
         steps = [int(state["compressed_steps"].get(name, 0)) for name in exchange.names]
         mine.steps = max(steps)
-        mine.residual = mine.velocity = mine.sent = mine.guess = None
+        mine.residual = mine.velocity = mine.sent = None
         if forms:
             before = {state["forms"].get(name) for name in exchange.names}
             _fall_back(reducer, exchange.bucket.index, before)

@@ -33,6 +33,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from evener import settings
+from evener.comm import abort
 from evener.comm.contact import Contact, connect
 from evener.comm.ranks import Ranks
 from evener.errors import EvenerError
@@ -162,7 +163,10 @@ class _Worker:
                 return
             self.broken = why
         logger.debug("generation %d is broken: %s", member.generation, why)
-        _abort_nccl()
+        try:
+            abort.end_collectives()
+        except abort.AbortError as error:  # whoever goes on from here finds the same
+            logger.debug("%s", error)
 
 
 _worker: _Worker | None = None
@@ -195,6 +199,14 @@ def broken() -> str:
     return "" if _worker is None else _worker.broken
 
 
+def await_broken(seconds: float) -> str:
+    """`broken`, or what it is within `seconds`: an error can be here before its reason is."""
+    deadline = time.monotonic() + seconds
+    while _worker is not None and not _worker.broken and time.monotonic() < deadline:
+        time.sleep(_POLL / 4)
+    return broken()
+
+
 def keep_state() -> None:
     """The next `join` is by a worker whose state is that of all others: it asks for no sync."""
     if _worker is not None:
@@ -211,20 +223,3 @@ def unlisten(listener: Listener) -> None:
     """Undo `listen`."""
     if _worker is not None and listener in _worker.listeners:
         _worker.listeners.remove(listener)
-
-
-def _abort_nccl() -> None:
-    """End what NCCL has in flight: a collective with a dead peer would go on until its timeout."""
-    import torch
-    import torch.distributed as dist
-
-    if not (torch.cuda.is_available() and dist.is_nccl_available() and dist.is_initialized()):
-        return
-    device = torch.device("cuda")
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            backend = group._get_backend(device)
-            if isinstance(backend, dist.ProcessGroupNCCL):
-                backend.abort()
-        except (RuntimeError, AttributeError) as error:
-            logger.debug("a group was not aborted: %s", error)

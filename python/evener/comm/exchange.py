@@ -84,7 +84,7 @@ class Exchange:
         state.keep_sent = step.follows_scale
         if state.residual is not None and not self.wire.feedback:
             shard.add_(state.residual)
-            state.residual, state.guess, state.sent = None, None, None
+            state.residual, state.sent = None, None
         if self.options.momentum and self.wire.sparse:
             self._own_velocity(shard)
         compressed = self.wire.name != "exact"

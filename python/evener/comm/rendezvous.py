@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evener import interfaces, settings
-from evener.comm import contact, elastic, libmpi, pmix
+from evener.comm import abort, contact, elastic, libmpi, pmix
 from evener.comm.ranks import Ranks, detect
 from evener.comm.topology import host_identity
 from evener.errors import EvenerError
@@ -168,7 +168,10 @@ def _join(seconds: float) -> tuple[Ranks, Any]:
 def shutdown() -> None:
     """Destroy the default group if `init_process_group` made it. A later init works again."""
     if _process.ours and dist.is_initialized():
-        dist.destroy_process_group()
+        if abort.aborted():
+            abort.forget_groups()
+        else:
+            dist.destroy_process_group()
     _process.ours, _process.ranks = False, None
 
 

@@ -44,7 +44,6 @@ class ShardState:
     velocity_local: bool = False
     keep_sent: bool = False
     sent: Sent | None = None
-    guess: torch.Tensor | None = None
 
     def residual_for(self, shard: torch.Tensor) -> torch.Tensor:
         """The residual, float32, of `shard`'s length; zeros at first."""

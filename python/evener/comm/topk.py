@@ -33,23 +33,18 @@ def select_reference(
 
 
 def select(
-    gradient: torch.Tensor,
-    residual: torch.Tensor,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    guess: torch.Tensor | None = None,
+    gradient: torch.Tensor, residual: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
     """Add `gradient` to `residual` and move its k largest magnitudes to `values` and `indices`.
 
     `gradient` [n], any floating dtype; `residual` [n] float32; `values` [k] float32 or float16
     (what rounding takes away stays in the residual); `indices` [k] int32, ascending on a CPU, in
-    any order on a GPU. All contiguous on one device. On a GPU this only enqueues. `guess`: what a
-    GPU keeps from step to step, see `first_guess`.
+    any order on a GPU. All contiguous on one device. On a GPU this only enqueues.
     """
     if gradient.device.type != "cpu":
         from evener.comm import triton_topk
 
-        triton_topk.select(gradient, residual, values, indices, guess)
+        triton_topk.select(gradient, residual, values, indices)
         return
     if values.dtype == torch.float32:
         _kernels.topk_with_feedback(gradient.float(), residual, values, indices)
@@ -60,15 +55,6 @@ def select(
     exact -= values
     exact.masked_fill_(~exact.isfinite(), 0)  # an overflow is sent, never kept
     add_entries(residual, exact, indices, 1.0)
-
-
-def first_guess(device: torch.device) -> torch.Tensor | None:
-    """What `select` keeps from one step to the next to be fast; None where it keeps nothing."""
-    if device.type == "cpu":
-        return None
-    from evener.comm import triton_topk
-
-    return triton_topk.first_guess(device)
 
 
 def add_entries(

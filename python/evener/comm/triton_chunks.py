@@ -1,9 +1,10 @@
 """`evener.comm.chunks` on a GPU, in Triton: one pass over gradient and residual.
 
-A program holds one chunk of 4,096 in registers. The k-th largest magnitude is found bit by bit
-from above: a bit of it is set where at least k entries are not below it; each bit is one count
-over registers, and the search ends where the count is k. Nothing but the chunk is read and nothing
-is read twice: 12 bytes of traffic an entry (float32), and the payload.
+A program holds one chunk of 4,096 in registers. The k-th largest magnitude is searched for from
+the largest down, in the integers that have a float's order: by steps that double, then by halves.
+Each try is one count over registers, and the search ends where the count is k, after about ten.
+Nothing but the chunk is read and nothing is read twice: 12 bytes of traffic an entry (float32), and
+the payload.
 
 Adding is one program a chunk too: it writes zeros, then the ranks' entries, one rank after another
 with a barrier between, because two ranks may have sent the same place.
@@ -20,17 +21,35 @@ import triton.language as tl
 
 from evener.comm.chunks import CHUNK, Payload
 
+# Of a program that selects: warps, entries that a thread loads at once (1 or 4), and the most
+# registers a thread (0: as many as it likes). benchmarks/compress_kernels.py --variants compares.
+SELECT = (8, 4, 80)
+# The search's first step below the largest: half of a power of two, for it is seldom further.
+FIRST = 1 << 22
+
 
 @triton.jit
 def _select(
-    gradient, residual, scales, values, indices, n, k, CHUNK: tl.constexpr, PLACES: tl.constexpr
+    gradient,
+    residual,
+    scales,
+    values,
+    indices,
+    n,
+    k,
+    CHUNK: tl.constexpr,
+    PLACES: tl.constexpr,
+    FIRST: tl.constexpr,
+    EACH: tl.constexpr,
 ):
     chunk = tl.program_id(0)
+    first = chunk.to(tl.int64) * CHUNK
     local = tl.arange(0, CHUNK)
-    at = chunk.to(tl.int64) * CHUNK + local
-    inside = at < n
-    total = tl.load(residual + at, inside, other=0.0)
-    total += tl.load(gradient + at, inside, other=0.0).to(tl.float32)
+    if EACH == 1:
+        local += tl.num_programs(1) - 1  # zero, see `triton_topk._accumulate`
+    inside = local < tl.minimum(n - first, CHUNK).to(tl.int32)
+    total = tl.load(residual + first + local, inside, other=0.0)
+    total += tl.load(gradient + first + local, inside, other=0.0).to(tl.float32)
     infinity = 0x7F800000
     # Places behind the end lose against all that exist.
     bits = tl.where(inside, total.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
@@ -40,17 +59,29 @@ def _select(
     # One over a power of two: another power of two, by its exponent.
     inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     wanted = tl.minimum(k, tl.sum(inside.to(tl.int32), 0))
-    threshold = tl.zeros([], tl.int32)
-    bit = tl.full([], 1 << 30, tl.int32)
-    while bit > 0:
-        tried = threshold | bit
-        count = tl.sum((bits >= tried).to(tl.int32), 0)
-        threshold = tl.where(count >= wanted, tried, threshold)
-        bit = tl.where(count == wanted, 0, bit >> 1)
-    over = bits > threshold
-    same = bits == threshold
-    ties = wanted - tl.sum(over.to(tl.int32), 0)
-    taken = over | (same & (tl.cumsum(same.to(tl.int32), 0) <= ties))
+    # From the largest down by steps that double, until enough entries are not below it ...
+    low = most
+    high = most
+    step = tl.full([], FIRST, tl.int32)
+    count = tl.sum((bits >= low).to(tl.int32), 0)
+    while count < wanted:
+        high = low
+        low = tl.maximum(low - step, 0)
+        step = tl.minimum(step * 2, 1 << 29)
+        count = tl.sum((bits >= low).to(tl.int32), 0)
+    # ... then by halves, until they are as many as wanted, or only equal ones are left.
+    while (count != wanted) & (high - low > 1):
+        middle = low + (high - low) // 2
+        above = tl.sum((bits >= middle).to(tl.int32), 0)
+        enough = above >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        count = tl.where(enough, above, count)
+    taken = bits >= low
+    if count != wanted:
+        same = bits == low
+        ties = wanted - tl.sum((bits > low).to(tl.int32), 0)
+        taken = (bits > low) | (same & (tl.cumsum(same.to(tl.int32), 0) <= ties))
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
     sent = (total * inverse).to(tl.float16)
     base = chunk.to(tl.int64) * k
@@ -58,7 +89,7 @@ def _select(
     tl.store(indices + base + place, local.to(tl.int16), taken)
     left = tl.where(taken, total - sent.to(tl.float32) * scale, total)
     finite = (left.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < infinity
-    tl.store(residual + at, tl.where(finite, left, 0.0), inside)
+    tl.store(residual + first + local, tl.where(finite, left, 0.0), inside)
     tl.store(scales + chunk, scale)
     if wanted < k:  # the short chunk at the end: places that hold nothing
         rest = tl.arange(0, PLACES)
@@ -109,6 +140,7 @@ def select(
 ) -> None:
     """`evener.comm.chunks.select` for CUDA tensors: only enqueues, on the current stream."""
     chunks, k = values.shape
+    warps, each, registers = SELECT
     _select[(chunks,)](
         gradient,
         residual,
@@ -119,7 +151,10 @@ def select(
         k,
         CHUNK,
         triton.next_power_of_2(k),
-        num_warps=8,
+        FIRST,
+        each,
+        num_warps=warps,
+        maxnreg=registers or None,
         enable_fp_fusion=False,
     )
 

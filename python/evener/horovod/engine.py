@@ -9,7 +9,12 @@ ranks' requests do not fit together every rank gets the same HorovodInternalErro
 operation works; torch.distributed by itself would abort one process, hang, or return garbage.
 
 A steady sequence of small all-reduces is frozen: nothing is agreed any more, a flag travels in the
-collective itself. `crates/negotiate/src/lib.rs` has the protocol and why it is safe.
+collective itself, or before it in shared memory where all ranks are on one machine (the gate).
+`crates/negotiate/src/lib.rs` has the protocol and why it is safe.
+
+A caller that waits for its own operation launches it on its own CUDA stream, as torch.distributed
+does, and returns when it is in that stream; its error, if any, comes as torch.distributed's would.
+What the engine's thread launches runs on another stream, and is complete when its handle is.
 
 Gradients do not come this way: the optimizer's go through `evener.comm.reducer`.
 """
@@ -18,18 +23,20 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from evener import settings
 from evener._native import Negotiator
-from evener.comm import contact, rendezvous
+from evener.comm import abort, contact, rendezvous
 from evener.comm.ranks import Ranks
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.timeline import Timeline
@@ -123,6 +130,8 @@ class Entry:
     labels: Sequence[str] = ()
     finish: Callable[[list[torch.Tensor], Answer], Any] | None = None
     ready: Any = None
+    # Its caller launches it, so it goes into the caller's stream.
+    here: bool = False
     handle: Handle | None = None
 
 
@@ -185,6 +194,8 @@ class Engine:
             timeout,
         )
         self.homogeneous = self._connect()
+        # Whether the frozen schedule's flag is reduced in shared memory.
+        self._gated = self._open_gate()
         self.timeline = Timeline(self._negotiator.now)
         self._handles: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
@@ -227,6 +238,39 @@ class Engine:
             ) from error
         return len({local_size for _, _, _, local_size in told}) == 1
 
+    def _open_gate(self) -> bool:
+        """Share memory with all other ranks, if all are on this machine; the same on all."""
+        ranks, control = self._ranks, self.sets[0].cpu
+        if ranks.local_size != ranks.size or ranks.size == 1:
+            return False
+        folder = Path("/dev/shm")
+        path = folder if folder.is_dir() else Path(tempfile.gettempdir())
+        path /= f"evener-gate-{secrets.token_hex(16)}"
+        try:
+            told: list[Any] = [None] * ranks.size
+            problem = ""
+            try:
+                if ranks.rank == 0:
+                    path.touch(mode=0o600)
+                    with path.open("r+b") as file:
+                        file.truncate(Negotiator.gate_bytes(ranks.size))
+            except OSError as error:
+                problem = str(error)
+            dist.all_gather_object(told, str(path), group=control)
+            try:
+                if not problem:
+                    self._negotiator.open_gate(told[0])
+            except (OSError, RuntimeError) as error:
+                problem = str(error)
+            dist.all_gather_object(told, problem, group=control)
+        finally:
+            path.unlink(missing_ok=True)
+        if any(told):
+            logger.debug("frozen schedules share no memory: %s", next(t for t in told if t))
+            return False
+        self._negotiator.use_gate()
+        return True
+
     def make_set(self, ranks: list[int]) -> Set:
         """Groups of these ranks. Collective over all ranks; made once for the same ranks."""
         key = tuple(ranks)
@@ -251,33 +295,19 @@ class Engine:
         """
         inputs = entry.inputs
         gpu = bool(inputs) and inputs[0].is_cuda
-        if gpu:
+        number = self._register(entry)
+        drives = urgent and self._drive.acquire(blocking=False)
+        if drives:
+            self._driver = threading.get_ident()
+            entry.here = True
+        elif gpu:
             entry.ready = torch.cuda.current_stream(inputs[0].device).record_event()
         labels = entry.labels or itertools.repeat("")
         tensors: list[tuple[int, Sequence[int], str]] = [
             (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), label)
             for tensor, label in zip(inputs, labels, strict=False)
         ]
-        handle = entry.handle = Handle()
-        key = (entry.set, entry.name)
-        with self._lock:
-            if self._broken is not None:
-                raise HorovodInternalError(
-                    f"{entry.name}: an earlier operation failed ({self._broken.problem})",
-                    "call hvd.shutdown() and hvd.init() to begin anew",
-                )
-            if key in self._entries:
-                raise ValueError(
-                    f"{entry.name!r} is still in flight; synchronize it first, or give the second "
-                    "one another name"
-                )
-            self._entries[key] = entry
-            number = next(self._numbers)
-            self._handles[number] = handle
-        drives = urgent and self._drive.acquire(blocking=False)
-        if drives:
-            self._driver = threading.get_ident()
-        self._negotiator.submit(
+        taken = self._negotiator.submit(
             entry.kind,
             entry.name,
             entry.set,
@@ -290,7 +320,81 @@ class Engine:
             urgent,
             drives,
         )
+        if not taken:  # another thread's, on the short way
+            self._done(entry, None, self._in_flight(entry.name))
         return number
+
+    @staticmethod
+    def _in_flight(name: str) -> ValueError:
+        return ValueError(
+            f"{name!r} is still in flight; synchronize it first, or give the second one another name"
+        )
+
+    def _register(self, entry: Entry) -> int:
+        handle = entry.handle = Handle()
+        key = (entry.set, entry.name)
+        with self._lock:
+            if self._broken is not None:
+                raise HorovodInternalError(
+                    f"{entry.name}: an earlier operation failed ({self._broken.problem})",
+                    "call hvd.shutdown() and hvd.init() to begin anew",
+                )
+            if key in self._entries:
+                raise self._in_flight(entry.name)
+            self._entries[key] = entry
+            number = next(self._numbers)
+            self._handles[number] = handle
+        return number
+
+    def quick(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        name: str,
+        op: int,
+        factors: tuple[float, float],
+    ) -> bool:
+        """Reduce one tensor over all ranks and wait: the short way of `submit` and `synchronize`.
+
+        False where it is not for it, and nothing was done. source, output: without history,
+        contiguous, the same shape and dtype.
+        """
+        if self._broken is not None or self.timeline.active:
+            return False
+        if not self._executor.is_direct(source) or factors != (1.0, 1.0):
+            return False
+        if not self._drive.acquire(blocking=False):
+            return False
+        found = 0
+        try:
+            found = self._negotiator.quick(
+                name,
+                DTYPE_NUMBERS[source.dtype],
+                source.shape,
+                source.is_cuda,
+                op,
+                factors,
+            )
+            if found == 1:
+                try:
+                    self._executor.direct(source, output, op)
+                except RuntimeError as error:  # torch's; how far the peers got is not known
+                    self._fail([name], error)
+                    raise cast(HorovodInternalError, self._broken) from error
+        finally:
+            if found != 2:
+                self._drive.release()
+        if found == 2:  # it is submitted, and goes on as others do
+            entry = Entry(ALLREDUCE, name, [source], [output], op=op, factors=factors, here=True)
+            try:
+                number = self._register(entry)
+            except BaseException:
+                self._negotiator.undrive()
+                self._drive.release()
+                raise
+            self._driver = threading.get_ident()
+            self.synchronize(number)
+        return found != 0
 
     def automatic_name(self, kind: str) -> str:
         """The next name of an operation that was given none; the same sequence on all ranks."""
@@ -371,7 +475,7 @@ class Engine:
         self._closing = True
         self._negotiator.close(1.0)
         self.stop_timeline()
-        if not self._thread.is_alive() and not self._broken_for_good:
+        if not self._thread.is_alive() and not self._broken_for_good and not abort.aborted():
             for made in self.groups.values():
                 for group in {made.cpu, made.cuda} - {None}:
                     dist.destroy_process_group(group)
@@ -403,7 +507,7 @@ class Engine:
         try:
             self._launch(answers, frozen, real)
         except RuntimeError as error:  # torch's; which peers got how far is unknown from here
-            self._fail(answers, error)
+            self._fail([answer.name for answer in answers], error)
 
     def _news(self) -> None:
         with self._news_lock:
@@ -422,8 +526,17 @@ class Engine:
         if frozen:
             if not real:  # this rank may have some of them; it brings zeros
                 entries = [None] * len(answers)
-            flagged = self._executor.frozen(answers, entries, not real)
-            self._negotiator.finished(flagged)
+            flagged: bool | None
+            if self._gated:
+                flagged = self._negotiator.exchange(not real)
+                if flagged is None:
+                    return  # why it ended comes next
+                self._negotiator.finished(flagged)
+                if not flagged:
+                    self._executor.run(answers, entries)
+            else:
+                flagged = self._executor.frozen(answers, entries, not real)
+                self._negotiator.finished(flagged)
             if flagged:
                 return
         else:
@@ -465,8 +578,8 @@ class Engine:
             self._entries.pop((entry.set, entry.name), None)
         entry.handle.finish(value, error)
 
-    def _fail(self, answers: list[Answer], error: RuntimeError) -> None:
-        names = ", ".join(answer.name for answer in answers[:4])
+    def _fail(self, failed: list[str], error: RuntimeError) -> None:
+        names = ", ".join(failed[:4])
         self._broken_for_good = True
         self._break(
             HorovodInternalError(

@@ -9,11 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from evener import settings
-from evener.comm import rendezvous
+from evener.comm import elastic, rendezvous
 from evener.comm.ranks import Ranks
+from evener.errors import EvenerError
 from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
 from evener.horovod.engine import Engine
+from evener.log import logger
+
+# Seconds for the launcher to say that a member has died.
+_PATIENCE = 3.0
 
 
 class State:
@@ -33,6 +38,22 @@ class State:
             return
         for setting in settings.registry().values():
             setting.get()  # a value that cannot be is refused here, not in the first step
+        while True:
+            try:
+                self._enter(comm, process_sets)
+                break
+            except (RuntimeError, EvenerError) as error:
+                # In an elastic job a member may die while the others connect: they meet anew.
+                launcher_gone = isinstance(error, elastic.ElasticError)
+                if launcher_gone or not elastic.await_broken(_PATIENCE):
+                    raise
+                logger.info("meeting anew, %s: %s", elastic.broken(), error)
+                rendezvous.shutdown()
+        if not self._at_exit:
+            self._at_exit = True
+            atexit.register(self._on_exit)
+
+    def _enter(self, comm: Any, process_sets: Any) -> None:
         # The script pins its GPU itself (torch.cuda.set_device(hvd.local_rank())).
         ranks = rendezvous.init_process_group(set_device=False)
         if comm is not None and list(comm) != list(range(ranks.size)):
@@ -40,9 +61,6 @@ class State:
         sets = process_sets_module.at_init(process_sets, ranks.size)
         self._engine = Engine(ranks, settings.EVENER_TIMEOUT.get(), sets)
         self._ranks = ranks
-        if not self._at_exit:
-            self._at_exit = True
-            atexit.register(self._on_exit)
 
     def shutdown(self) -> None:
         """End the engine and the groups. Does nothing where nothing runs."""

@@ -34,6 +34,7 @@ class Timeline:
         self._file: IO[str] | None = None
         self._pids: dict[str, int] = {}
         self._doing: dict[str, str] = {}
+        self._depth: dict[int, int] = {}  # events that are open, of each pid
         self._mark_cycles = False
         self._buckets = 0
         self.active = False
@@ -45,6 +46,7 @@ class Timeline:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open until `stop`
             self._file.write("[\n")
             self._pids, self._doing, self._mark_cycles = {}, {}, mark_cycles
+            self._depth.clear()
             epoch = int((time.time() - self._now()) * 1e6)
             self._write(
                 name="process_name",
@@ -59,6 +61,10 @@ class Timeline:
         with self._lock:
             self.active = False
             if self._file is not None:
+                # Another rank may have announced what is not launched yet.
+                for pid, depth in list(self._depth.items()):
+                    for _ in range(depth):
+                        self._write(ph="E", pid=pid)
                 self._file.write("{}]\n")
                 self._file.close()
                 self._file = None
@@ -135,6 +141,11 @@ class Timeline:
 
     def _write(self, **fields: Any) -> None:
         if self._file is not None:
+            if change := {"B": 1, "E": -1}.get(fields["ph"], 0):
+                depth = self._depth.get(fields["pid"], 0) + change
+                if depth < 0:  # it began before this file
+                    return
+                self._depth[fields["pid"]] = depth
             fields.setdefault("ts", self._now() * 1e6)
             self._file.write(json.dumps(fields) + ",\n")
 

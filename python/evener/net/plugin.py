@@ -32,7 +32,8 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that make NCCL use the plug-in, without those that `env` has already.
 
     `env`: the environment that the job will have (default: the process's). A user who chose a
-    network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the answer is empty then, and with EVENER_NET=off.
+    network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the answer is empty then, and without
+    EVENER_NET=on.
     Raises PluginError where the plug-in was not built.
     """
     env = os.environ if env is None else env
@@ -52,8 +53,8 @@ def _declined(env: Mapping[str, str]) -> str:
     for name in ("NCCL_NET_PLUGIN", "NCCL_NET"):
         if env.get(name):
             return f"{name}={env[name]} is set"
-    off = env.get(settings.EVENER_NET.name, "").strip().lower() == "off"
-    return "EVENER_NET=off" if off else ""
+    on = env.get(settings.EVENER_NET.name, "").strip().lower() == "on"
+    return "" if on else "EVENER_NET=on would give it Evener's plug-in"
 
 
 def adopt(env: MutableMapping[str, str]) -> str:
@@ -65,7 +66,7 @@ def adopt(env: MutableMapping[str, str]) -> str:
     if not told:
         return f"NCCL's network is left as it is: {_declined(env)}"
     env.update(told)
-    return f"NCCL uses {told['NCCL_NET_PLUGIN']} (EVENER_NET=off: its own network)"
+    return f"NCCL uses {told['NCCL_NET_PLUGIN']} (EVENER_NET=on)"
 
 
 def has_gpus() -> bool:
@@ -82,6 +83,8 @@ def at_import() -> None:
     Says so on rank 0 of a job, before NCCL is loaded; without a job nothing is said.
     """
     before = dict(os.environ)
+    if _declined(os.environ):
+        return
     line = adopt(os.environ)
     _imported.update({k: v for k, v in os.environ.items() if k not in before})
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)

@@ -186,6 +186,7 @@ class Save:
         self._random = _random_states()
         self._progress = _Progress(engine)
         self._entries = _pieces(engine, self._progress)
+        self._device = engine.device
         self._thread = threading.Thread(target=self._run, name="evener-save", daemon=True)
         self._thread.start()
 
@@ -223,6 +224,7 @@ class Save:
             dist.barrier(group=self._group)
 
     def _run(self) -> None:
+        self._device.attach()
         try:
             self._write()
         except BaseException as error:  # noqa: BLE001  # raised by result()

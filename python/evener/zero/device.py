@@ -35,6 +35,11 @@ class Device(Protocol):
 
     device: torch.device
 
+    def attach(self) -> None:
+        """First thing in every thread: its calls are for this accelerator. CUDA's current device is
+        of the thread, and a new one's is GPU 0, where even waiting for an event would make a
+        context of some 500 MB beside the rank whose GPU that is."""
+
     def on(self, stream: str) -> contextlib.AbstractContextManager[None]:
         """Work that is issued inside goes to `stream`."""
 
@@ -77,6 +82,9 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def attach(self) -> None:
+        return
+
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:
         yield
@@ -115,6 +123,9 @@ class CudaDevice:
         self._before: float | None = None
         names = ("h2d", "d2h", "states in", "optimizer", "states out")
         self._streams = {name: torch.cuda.Stream(self.device) for name in names}
+
+    def attach(self) -> None:
+        torch.cuda.set_device(self.device)
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         return self._streams.get(name) or torch.cuda.current_stream(self.device)

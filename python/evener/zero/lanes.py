@@ -17,7 +17,6 @@ their last slice home has passed.
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -169,6 +168,7 @@ class Lanes:
         return Noise(self._seed, chunk.index * self._world + self._rank, begin)
 
     def _host_lane(self) -> None:
+        self.device.attach()
         while (piece := self._take()) is not None:
             try:
                 self._on_host(piece)
@@ -197,23 +197,22 @@ class Lanes:
             )
 
     def _streaming_lane(self) -> None:
-        device = self.device.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            turn = 0
-            while True:
-                slot = self._slots[turn % SLOTS]
-                turn += 1
-                if slot.empty is not None:
-                    # Before the next slice is taken: it may be the host's until there is room.
-                    slot.empty.synchronize()
-                piece = self._take()
-                if piece is None:
-                    return
-                try:
-                    self._through(piece, slot)
-                except BaseException as error:  # noqa: BLE001  # raised again by drain()
-                    self._failed = error
-                self._finish(piece, "stream")
+        self.device.attach()
+        turn = 0
+        while True:
+            slot = self._slots[turn % SLOTS]
+            turn += 1
+            if slot.empty is not None:
+                # Before the next slice is taken: it may be the host's until there is room.
+                slot.empty.synchronize()
+            piece = self._take()
+            if piece is None:
+                return
+            try:
+                self._through(piece, slot)
+            except BaseException as error:  # noqa: BLE001  # raised again by drain()
+                self._failed = error
+            self._finish(piece, "stream")
 
     @torch.no_grad()
     def _through(self, piece: _Slice, slot: _Slot) -> None:

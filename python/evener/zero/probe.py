@@ -16,7 +16,7 @@ from evener import _optimizers
 from evener.zero.budget import resident_now
 from evener.zero.chunk import Chunk
 from evener.zero.device import CudaDevice, Device, SimulatedDevice
-from evener.zero.host import HostMemory
+from evener.zero.host import HostMemory, pages
 from evener.zero.hyper import Rule, States, update_on_device
 from evener.zero.lanes import Lanes, Update, measure, threads_for
 from evener.zero.planner import Machine
@@ -24,6 +24,10 @@ from evener.zero.units import Group
 
 MODULES = 256 << 20
 """Accelerator memory of kernels that are loaded after the probe."""
+
+LIBRARIES = 550_000_000
+"""Host memory of what a first step loads: the pages of libraries whose kernels it calls, autograd's
+threads. 546 to 598 MB in all six runs of benchmarks/results/zero_gpu.json."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +74,26 @@ def probe(
     moments: torch.dtype = torch.float32,
     elements: int = 0,
     threads: int = 0,
+    meet: Callable[[], None] = lambda: None,
 ) -> Probe:
-    """Measure. On the CPU the simulated device is measured: its copies are copies in memory."""
-    found = _probe(device, dtype, moments, elements, threads)
+    """Measure. On the CPU the simulated device is measured: its copies are copies in memory.
+    `meet`: called before each figure that ranks of one host share; with a barrier of those ranks
+    each gets its part and not the whole."""
+    found = _probe(device, dtype, moments, elements, threads, meet)
     if device.type != "cuda":
         return found
     torch.cuda.empty_cache()
-    machine = dataclasses.replace(found.machine, host_reserve=resident_now())
+    machine = dataclasses.replace(found.machine, host_reserve=resident_now() + LIBRARIES)
     return dataclasses.replace(found, machine=machine)
 
 
 def _probe(
-    device: torch.device, dtype: torch.dtype, moments: torch.dtype, elements: int, threads: int
+    device: torch.device,
+    dtype: torch.dtype,
+    moments: torch.dtype,
+    elements: int,
+    threads: int,
+    meet: Callable[[], None],
 ) -> Probe:
     cuda = device.type == "cuda"
     # On the CPU a second must do, and bf16 products there are emulated: float32 instead.
@@ -93,10 +105,9 @@ def _probe(
             torch.cuda.synchronize(device)
 
     accelerator: Device = CudaDevice(device.index) if cuda else SimulatedDevice()
-    # Each tensor takes whole pages of its own: one page more than its size is always enough.
-    room = 4 * (elements * 4 + (4 << 20)) + elements * 4
-    host = HostMemory(room, pin=cuda)
     n = elements
+    sizes = (2, 2, 2, moments.itemsize, moments.itemsize)
+    host = HostMemory(sum(pages(n, size) for size in sizes), pin=cuda)
     weights, lower = host.tensor(n, torch.bfloat16), host.tensor(n, torch.int16)
     first, second = host.tensor(n, moments), host.tensor(n, moments)
     gradient = host.tensor(n, torch.bfloat16)
@@ -123,6 +134,7 @@ def _probe(
             lanes.threads = threads
         chunk = Chunk(0, group, states, gradient, flat, False, False, flat)
         chunk.steps = 1
+        meet()
         try:
             return measure(lanes, [Update(chunk, rule.values(), 1.0)])
         finally:
@@ -149,12 +161,14 @@ def _probe(
             torch.mm(a, a)
         sync()
 
+    meet()
     h2d, d2h = few * 2 / _median(copy_in), few * 2 / _median(copy_out)
     alone, _ = rates(False)
     cores, streamed = rates(True) if cuda else (0.0, 0.0)
     stop = threading.Event()
 
     def copies() -> None:
+        accelerator.attach()
         # Weights come in while the optimizer runs: PCIe takes its part of the host's memory too.
         with accelerator.on("h2d"):
             other = torch.zeros(few, dtype=torch.bfloat16, device=device)

@@ -132,7 +132,8 @@ def summary(spans: list[Span]) -> dict[str, Any]:
     """Where the time of the recorded steps went, in seconds a step; shares in [0, 1].
 
     transfers hidden: the part of the copies' time in which the accelerator computed or the
-    optimizer ran. exposed optimizer: the optimizer's time in which the accelerator did not compute.
+    optimizer ran. communication: gathers, with waiting for other ranks in them. exposed optimizer:
+    the optimizer's time in which the accelerator did not compute.
     """
     steps = [span for span in spans if span.kind == "step"]
     # The first one was begun before the recording, by the optimizer of the step before it.
@@ -153,6 +154,7 @@ def summary(spans: list[Span]) -> dict[str, Any]:
     for track in sorted({s.track for s in inside if s.kind not in ("wait", "step")}):
         tracks[track], _ = covered([s for s in inside if s.track == track], [])
     moving, hidden = covered(copies, compute + optimizer)
+    talking, under = covered(pick("communication"), compute + optimizer)
     updating, beside = covered(optimizer, compute)
     found: dict[str, Any] = {
         "steps": len(steps),
@@ -162,6 +164,8 @@ def summary(spans: list[Span]) -> dict[str, Any]:
         "computing": covered(compute, [])[0] / count,
         "transfers": moving / count,
         "transfers hidden": hidden / moving if moving else 1.0,
+        "communication": talking / count,
+        "communication hidden": under / talking if talking else 1.0,
         "optimizer": updating / count,
         "exposed optimizer": (updating - beside) / count,
     }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from evener.errors import UsageError
@@ -14,6 +13,7 @@ from evener.zero.chunk import Chunk
 from evener.zero.device import Device
 from evener.zero.host import HostMemory, pages
 from evener.zero.hyper import Rule, States, part
+from evener.zero.ranks import Ranks
 from evener.zero.units import Group, Unit
 
 ALIGN = 8
@@ -48,7 +48,6 @@ class Store:
     formats: Formats
     host: HostMemory
     parameter_order: list[tuple[int, int]]
-    whole_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +103,7 @@ def build(
     *,
     resident: set[str],
     stage: int = 3,
-    group: dist.ProcessGroup | None = None,
+    ranks: Ranks | None = None,
     pin: bool = True,
     source: Source | None = None,
 ) -> Store:
@@ -113,8 +112,8 @@ def build(
     `resident`: names of the groups whose states are on the accelerator. Unit 0 always is. With
     several ranks, rank 0's values are taken by all.
     """
-    world = dist.get_world_size(group) if group is not None else 1
-    rank = dist.get_rank(group) if group is not None else 0
+    ranks = ranks or Ranks()
+    world = ranks.world
     resident = resident | {g.name for g in units[0].groups}
     everything = [g for unit in units for g in unit.groups]
     host = HostMemory(host_need(everything, formats, rule, world, resident), pin=pin)
@@ -129,7 +128,7 @@ def build(
             chunk = _chunk(cluster, index, formats, rule, device, host, stays, world)
             chunk.keeps = number == 0 or stage <= 2 or (stays and world == 1)
             chunk.placeholder = placeholder
-            _fill(chunk, device, rank, world, group, source)
+            _fill(chunk, device, ranks, source)
             if chunk.keeps:
                 if stays and world == 1:
                     chunk.states.weights, old = chunk.flat, chunk.states.weights
@@ -187,16 +186,14 @@ def _chunk(
 def _fill(
     chunk: Chunk,
     device: Device,
-    rank: int,
-    world: int,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
     source: Source | None,
 ) -> None:
     """Slice by slice on the accelerator, where a split takes no time: beside the states there is
     never more of the chunk than one parameter as it was given."""
     dtype = torch.float32 if chunk.group.trainable else chunk.flat.dtype
     share = chunk.states.weights.numel()
-    begin, end = rank * share, (rank + 1) * share
+    begin, end = ranks.rank * share, (ranks.rank + 1) * share
     for piece in chunk.group.pieces:
         given = piece.parameter if source is None else source(piece.name, piece.parameter)
         if given.is_meta:
@@ -215,9 +212,9 @@ def _fill(
         for start in range(0, piece.numel, FILL):
             stop = min(start + FILL, piece.numel)
             values = flat[start:stop].to(device.device, dtype)
-            if world > 1:
+            if ranks.world > 1:
                 values = values.contiguous()
-                dist.broadcast(values, group_src=0, group=group)
+                ranks.broadcast(values)
             low, high = max(piece.offset + start, begin), min(piece.offset + stop, end)
             if low < high:
                 mine = values[low - piece.offset - start : high - piece.offset - start]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from evener.errors import UsageError
@@ -121,7 +120,7 @@ def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -
                 full = torch.empty(
                     mine.numel() * engine.world, dtype=mine.dtype, device=mine.device
                 )
-                dist.all_gather_into_tensor(full, mine)
+                engine.ranks.gather(full, mine)
             for piece in chunk.group.pieces:
                 data = full[piece.offset : piece.offset + piece.numel].to("cpu", dtype)
                 file.write(data.contiguous().view(torch.uint8).numpy().tobytes())

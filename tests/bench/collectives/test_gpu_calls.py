@@ -6,6 +6,7 @@ several threads, graphs, groups, registration, events and the way everything is 
 
 import ctypes
 import itertools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,14 @@ DEVICES = 2
 
 def native(name: str) -> Any:
     """The C signature of a function that `evener._native` calls; None of others."""
+    if name == "cudaSetDevice":
+        return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
     if name == "cudaStreamQuery":
         return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
     if name == "ncclCommGetAsyncError":
         return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int))
     moves = ("AllReduce", "ReduceScatter", "Reduce", "Broadcast", "AllGather", "Send", "Recv")
+    moves += ("AlltoAll", "Gather", "Scatter")
     if name in ("ncclGroupStart", "ncclGroupEnd") or name in [f"nccl{move}" for move in moves]:
         kinds = {ctypes.c_void_p: ctypes.c_size_t}  # 0 stays 0, not None
         signature = [kinds.get(kind, kind) for kind in nccl._SIGNATURES[name]]
@@ -57,6 +61,8 @@ class Recorder:
             self.log.append(name)
             if name == "cudaEventElapsedTime":
                 arguments[0]._obj.value = 2.0  # milliseconds
+            if name == "cudaStreamCreateWithFlags":
+                arguments[0]._obj.value = self.log.count(name)
             return 0
 
         def noted(*arguments: Any) -> int:
@@ -74,6 +80,13 @@ class FakeNccl(Recorder):
     """NCCL with memory: ncclMemAlloc gives addresses, never used."""
 
     _next = itertools.count(1 << 30, 1 << 30)
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(log)
+        self.lacks: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        return name not in self.lacks
 
     def check(self, status: int, what: str) -> None:
         if status:
@@ -110,13 +123,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fake = FakeNccl(noted)
     monkeypatch.setattr(nccl, "Nccl", lambda: fake)
     monkeypatch.setattr(cuda, "_runtime", lambda: Recorder(noted))
-    streams = itertools.count(1)
     for name, value in {
         "is_available": lambda: True,
         "device_count": lambda: DEVICES,
         "set_device": lambda device: noted.append(f"device {device}"),
-        "Stream": lambda _: SimpleNamespace(cuda_stream=next(streams)),
-        "default_stream": lambda _: SimpleNamespace(cuda_stream=0),
         "mem_get_info": lambda _: (1 << 40, 1 << 41),
         "synchronize": lambda _: None,
         "get_device_properties": lambda _: SimpleNamespace(name="A GPU"),
@@ -160,8 +170,13 @@ def test_a_graph_is_launched_on_its_own_device(
     now = [0]
 
     class Cuda(Recorder):
-        def cudaSetDevice(self, device: ctypes.c_int) -> int:  # noqa: N802 - CUDA's name
-            now[0] = device.value
+        def __getattr__(self, name: str) -> Any:
+            if name == "cudaSetDevice":
+                return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(self.select)
+            return super().__getattr__(name)
+
+        def select(self, device: int) -> int:
+            now[0] = device
             return 0
 
         def cudaGraphLaunch(self, _graph: Any, stream: ctypes.c_void_p) -> int:  # noqa: N802
@@ -239,10 +254,17 @@ def once(fake: FakeNccl, name: str, **given: Any) -> list[tuple[str, tuple[int, 
         ("reduce", "ncclReduce", (7, 2, 1)),
         ("broadcast", "ncclBroadcast", (7, 1)),
         ("all_gather", "ncclAllGather", (7,)),
+        ("alltoall", "ncclAlltoAll", (7,)),
+        ("gather", "ncclGather", (7, 1)),
+        ("scatter", "ncclScatter", (7, 1)),
     ],
 )
 def test_arguments_of_a_collective(
-    name: str, function: str, numbers: tuple[int, ...], fake: FakeNccl
+    name: str,
+    function: str,
+    numbers: tuple[int, ...],
+    fake: FakeNccl,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = once(fake, name, root=1, **({"op": "max"} if 2 in numbers else {}))
     assert [one for one, _ in calls] == ["ncclGroupStart", function, function, "ncclGroupEnd"]
@@ -251,10 +273,12 @@ def test_arguments_of_a_collective(
         send, receive, *rest = arguments
         assert send and receive and send != receive
         assert rest == [count, *numbers, device + 1, device + 1]  # communicator and stream
+    assert f" functions={function}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["alltoall", "gather", "scatter", "sendrecv", "hypercube"])
-def test_sends_meet_receives(name: str, fake: FakeNccl) -> None:
+def test_sends_meet_receives(name: str, fake: FakeNccl, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.lacks = ("ncclAlltoAll", "ncclGather", "ncclScatter")  # as before NCCL 2.28
     groups: list[list[tuple[str, tuple[int, ...]]]] = []
     for call in once(fake, name, root=1):
         if call[0] == "ncclGroupStart":
@@ -277,6 +301,9 @@ def test_sends_meet_receives(name: str, fake: FakeNccl) -> None:
         "hypercube": {(0, 0), (1, 1), (0, 1), (1, 0)},
     }
     assert pairs == expected[name]
+    assert " functions=ncclSend,ncclRecv\n" in capsys.readouterr().out.replace(
+        "ncclRecv,ncclSend", "ncclSend,ncclRecv"
+    )
 
 
 def test_a_failed_call_ends_its_groups_and_is_named(fake: FakeNccl) -> None:
@@ -327,3 +354,86 @@ def test_an_error_of_another_rank_is_told(
     fake.answers["ncclCommGetAsyncError"] = lambda before: 6 if before else 0
     with pytest.raises(nccl.NcclError, match="rank 1: 6"):
         bench()
+
+
+def test_null_streams_are_asked_on_their_own_devices(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = [0], []
+
+    def select(device: int) -> int:
+        now[0] = device
+        return 0
+
+    def query(stream: int) -> int:
+        asked.append((now[0], stream))
+        return 0
+
+    functions = {
+        "cudaSetDevice": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(select),
+        "cudaStreamQuery": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)(query),
+    }
+
+    class Cuda(Recorder):
+        def __getattr__(self, name: str) -> Any:
+            return functions[name] if name in functions else super().__getattr__(name)
+
+    monkeypatch.setattr(cuda, "_runtime", lambda: Cuda(log))
+    bench(stream_null=1)
+    assert set(asked) == {(0, 0), (1, 0)}
+
+
+def test_a_failure_of_the_device_is_told(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stall(monkeypatch, log, 700)
+
+    def told(status: int, what: str) -> None:
+        if status:
+            raise EvenerError(f"CUDA could not {what}: {status}", "none")
+
+    monkeypatch.setattr(cuda, "_cuda_check", told)
+    with pytest.raises(EvenerError, match="finish the work of rank 0: 700"):
+        bench(warmup_iters=0)
+
+
+def test_the_call_that_connects_is_not_in_the_time(
+    fake: FakeNccl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first_is_slow(before: int) -> int:
+        time.sleep(0.5 if before in (0, 6) else 0.001)  # of five on either side
+        return 0
+
+    fake.answers["ncclAllReduce"] = first_is_slow
+    bench(ngpus=1, warmup_iters=0, iters=5)
+    row = next(x for x in capsys.readouterr().out.splitlines() if not x.startswith("#")).split()
+    for time_us in (row[5], row[9]):
+        assert 1000 <= float(time_us) < 100_000
+
+
+@pytest.mark.parametrize("version", [22703, 22809])
+def test_communicators_are_made_as_nccl_tests_makes_them(version: int) -> None:
+    class Library(nccl.Nccl):
+        def __init__(self) -> None:
+            self.made: list[str] = []
+
+        def version(self) -> int:
+            return version
+
+        def check(self, status: int, what: str) -> None:
+            assert not status
+
+        def ncclCommInitRank(self, *_: Any) -> int:  # noqa: N802 - NCCL's name
+            self.made.append("plain")
+            return 0
+
+        def ncclCommInitRankConfig(self, *given: Any) -> int:  # noqa: N802 - NCCL's name
+            config = given[4]._obj
+            assert ctypes.sizeof(config) == config.size == 80
+            assert (config.version, config.nvlinkCentricSched) == (22800, 1)
+            assert config.blocking == config.nChannelsPerNetPeer == -(2**31)
+            assert config.netName is None and config.commName is None
+            self.made.append("config")
+            return 0
+
+    library = Library()
+    library.communicator(2, bytes(128), 1)
+    assert library.made == ["plain" if version < 22800 else "config"]

@@ -33,9 +33,7 @@ def names() -> tuple[list[str], list[str]]:
     from evener.comm import options, wires
 
     kinds = [name for name in get_args(options.Algorithm) if name != "auto"]
-    # The registry of wires, or the type of the option where comm has no registry.
-    listed = getattr(wires, "names", None)
-    return kinds, list(listed() if listed else get_args(getattr(options, "Wire", None)))
+    return kinds, list(wires.names())
 
 
 def parse(text: str) -> tuple[str, str]:
@@ -119,16 +117,18 @@ def _measure(
     kind, ranks = options.datatype, processes.size
     item = TYPES[kind]
     count = max(size // item, 1)
-    parameter = torch.nn.Parameter(torch.zeros(count, dtype=DTYPES[kind], device=device))
+    # A matrix: comm sends gradients of norms and biases, which have one dimension, exactly.
+    parameter = torch.nn.Parameter(torch.zeros(1, count, dtype=DTYPES[kind], device=device))
     # `parse` has checked both against what comm allows.
     chosen: dict[str, Any] = {"algorithm": algorithm, "wire": wire, "bucket_bytes": 0}
+    chosen["topk_min_bytes"] = 0  # a row is the wire that it is called
     chosen["average"] = options.op == "avg"
     reducer = Reducer([("gradient", parameter)], replace(CommOptions.resolve(), **chosen))
     try:
         parameter.grad = torch.zeros_like(parameter)
         # Normal deviates, as gradients nearly are: what selects or quantises depends on values.
         generator = torch.Generator(device).manual_seed(processes.rank)
-        fresh = torch.randn(count, device=device, generator=generator).to(parameter.dtype)
+        fresh = torch.randn(1, count, device=device, generator=generator).to(parameter.dtype)
 
         def step() -> None:
             reducer.flush()
@@ -149,10 +149,11 @@ def _measure(
         if options.check and wire in _WHOLE:
             # The average of whole numbers need not be one: sums are what is compared.
             op = "sum" if options.op == "sum" else "avg"
-            fill(parameter.grad, _mine(kind, op, processes))
+            gradient = parameter.grad.view(-1)
+            fill(gradient, _mine(kind, op, processes))
             step()
             near = 0.0 if op == "sum" else 0.01
-            bad = sum(processes.gather(wrong(parameter.grad, reduced(kind, op, ranks, 1), near)))
+            bad = sum(processes.gather(wrong(gradient, reduced(kind, op, ranks, 1), near)))
         detail = reducer.describe()
     finally:
         reducer.close()

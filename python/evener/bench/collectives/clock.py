@@ -1,15 +1,18 @@
 """One measurement, as nccl-tests takes it, over whatever carries the ranks.
 
-Warm-up of all sizes, then for each size out of place and in place: one call to connect, a barrier,
-`iters` times `agg_iters` calls, one wait; the time is what passed on the CPU from first call to end
-of wait, averaged over processes as -a says. Then the checks, outside of the time.
+Warm-up of all sizes, then for each size out of place and in place: a barrier, one call to connect,
+`iters` times `agg_iters` calls, one wait; the time is what passed on the CPU from the first of
+these calls to end of wait, averaged over processes as -a says. Checks are outside of the time.
+
+nccl-tests has the barrier behind the call to connect. Ours takes far longer than a call (Gloo,
+Python), and its ends lie as far apart; the call brings the ranks together again.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from evener.bench.collectives.options import TYPES, Options
 from evener.bench.collectives.output import Report, Side
@@ -17,17 +20,27 @@ from evener.bench.collectives.shapes import Collective, Shape
 from evener.bench.collectives.team import Team
 
 
+class Ready(NamedTuple):
+    """A collective of one size on the ranks of one thread, ready to be started.
+
+    Calls are numbered: they may take other parts of the buffers, call 0 the beginning, where `fill`
+    and `wrong` look. `together` of them are launched as one (-m).
+    """
+
+    run: Callable[[int, int, int], None]
+    """(first, count, together): start `count` calls, numbered from `first`."""
+    timed: Callable[[int, int], tuple[float, float]]
+    """(count, together): call 0 and a wait; then start `count` calls and wait. Seconds from then on
+    until all were started, and until all were done."""
+
+
 class Carrier(Protocol):
     """The ranks of one thread: their buffers and how to start a collective on all of them."""
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[int, int, int], None]:
-        """A function (first, count, together) that starts the collective `count` times.
-
-        Calls are numbered from `first`: they may take other parts of the buffers, call 0 the
-        beginning, where `fill` and `wrong` look. `together` calls are launched as one (-m).
-        """
+    ) -> Ready:
+        """Get a collective of this shape ready."""
 
     def wait(self) -> None:
         """Until all that was started is done. Raises where a rank failed or time ran out."""
@@ -78,7 +91,7 @@ class Clock:
         while size <= options.maxbytes:
             shape = self.collective.shape(size // item, item, self.ranks)
             start = self.carrier.start(self.collective, shape, kind, op, root, False)
-            self._calls(start, 0, options.warmup_iters, 1)
+            self._calls(start.run, 0, options.warmup_iters, 1)
             self.carrier.wait()
             size = max(size, 1) * 2
         cycle = 0
@@ -108,18 +121,38 @@ class Clock:
         start = carrier.start(self.collective, shape, kind, op, root, in_place)
         if o.check:
             carrier.fill(self.collective, shape, kind, op, root, in_place, 0)
-        self._calls(start, 0, 1, 1)
+        calls = o.iters * o.agg_iters
+        if o.cudagraph or o.blocking or o.per_iter_timing:
+            cpu, seconds = self._single(start)
+        else:
+            team.barrier()
+            cpu, seconds = start.timed(calls, o.agg_iters)
+        cpu, seconds = cpu / calls, seconds / (calls * max(o.cudagraph, 1))
+        seconds = team.average(seconds, o.average)
+        item = TYPES[kind]
+        algbw, busbw = self.collective.bandwidth(shape.count, item, self.ranks, seconds)
+        times: list[float] = []
+        if o.per_iter_timing:
+            threads = team.gather([t / o.agg_iters for t in carrier.between()])
+            times = [max(each) for each in zip(*threads, strict=True)]
+        wrong = self._check(start, shape, kind, op, root, in_place)
+        shown = cpu if o.report_cputime else seconds
+        return Side(shown, algbw, busbw, wrong, tuple(times))
+
+    def _single(self, start: Ready) -> tuple[float, float]:
+        """As `Ready.timed`, for -G, -z and -I, which do something between or around iterations."""
+        o, carrier, team = self.options, self.carrier, self.team
+        self._calls(start.run, 0, 1, 1)
         carrier.wait()
         team.barrier()
 
         def iterations(first: int, count: int) -> None:
             if o.per_iter_timing:
                 carrier.mark()
-            self._calls(start, first * o.agg_iters, count * o.agg_iters, o.agg_iters)
+            self._calls(start.run, first * o.agg_iters, count * o.agg_iters, o.agg_iters)
             if o.per_iter_timing:
                 carrier.mark()
 
-        launches = max(o.cudagraph, 1)
         only = 0.0
         if o.cudagraph:
             launch = carrier.capture(lambda: iterations(0, o.iters))
@@ -139,24 +172,13 @@ class Clock:
         else:
             begin = time.perf_counter()
             iterations(0, o.iters)
-        calls = o.iters * o.agg_iters
-        cpu = (only or time.perf_counter() - begin) / calls
+        started = only or time.perf_counter() - begin
         carrier.wait()
-        seconds = (only or time.perf_counter() - begin) / (calls * launches)
-        seconds = team.average(seconds, o.average)
-        item = TYPES[kind]
-        algbw, busbw = self.collective.bandwidth(shape.count, item, self.ranks, seconds)
-        times: list[float] = []
-        if o.per_iter_timing:
-            threads = team.gather([t / o.agg_iters for t in carrier.between()])
-            times = [max(each) for each in zip(*threads, strict=True)]
-        wrong = self._check(start, shape, kind, op, root, in_place)
-        shown = cpu if o.report_cputime else seconds
-        return Side(shown, algbw, busbw, wrong, tuple(times))
+        return started, only or time.perf_counter() - begin
 
     def _check(
         self,
-        start: Callable[[int, int, int], None],
+        start: Ready,
         shape: Shape,
         kind: str,
         op: str,
@@ -173,9 +195,9 @@ class Clock:
             carrier.fill(*what)
             self.team.barrier()
             if o.cudagraph:
-                carrier.capture(lambda: start(0, 1, 1))()
+                carrier.capture(lambda: start.run(0, 1, 1))()
             else:
-                start(0, 1, 1)
+                start.run(0, 1, 1)
             carrier.wait()
             total = sum(self.team.gather(carrier.wrong(*what)))
             if total:

@@ -11,7 +11,6 @@ measured out of the GPU's cache.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from evener._native import Launcher, Streams
 from evener.bench.collectives.buffers import Buffers, needed
+from evener.bench.collectives.clock import Ready
 from evener.bench.collectives.nccl import OPERATIONS, TYPES, Nccl, NcclError, calls
 from evener.bench.collectives.options import TYPES as TYPE_BYTES
 from evener.bench.collectives.options import Options
@@ -28,8 +28,7 @@ from evener.errors import EvenerError
 
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-# Seconds of waiting without the interpreter: how late an interrupt and -T may come.
-_PATIENCE = 0.1
+_NON_BLOCKING = 1  # cudaStreamNonBlocking
 
 
 class CudaCarrier:
@@ -48,8 +47,7 @@ class CudaCarrier:
         self.options, self.nccl, self.devices, self.ranks = options, nccl, devices, ranks
         self.first, self.comms = first, comms
         self._cuda = _runtime()
-        self.streams = [self._stream(device) for device in devices]
-        self._handles = [ctypes.c_void_p(stream.cuda_stream) for stream in self.streams]
+        self._handles = [self._stream(device) for device in devices]
         self._pointers: list[ctypes.c_void_p] = []  # of ncclMemAlloc
         self.memory = [self._allocate(device) for device in devices]
         self._registered: list[ctypes.c_void_p] = []
@@ -61,23 +59,29 @@ class CudaCarrier:
         self._waiting = Streams(
             _address(self._cuda.cudaStreamQuery),
             nccl.address("ncclCommGetAsyncError"),
+            _address(self._cuda.cudaSetDevice),
             [
-                (stream.cuda_stream, comm.value or 0)
-                for stream, comm in zip(self.streams, comms, strict=True)
+                (device, stream.value or 0, comm.value or 0)
+                for device, stream, comm in zip(devices, self._handles, comms, strict=True)
             ],
         )
         self._scaled: dict[tuple[int, str], int] = {}
         self._graphs: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
         self._marks: list[list[ctypes.c_void_p]] = []
+        torch.cuda.set_device(devices[0])
 
     def check(self, status: int, what: str) -> None:
         """Raise NcclError unless `status` is success."""
         self.nccl.check(status, what)
 
-    def _stream(self, device: int) -> Any:
-        if self.options.stream_null:
-            return torch.cuda.default_stream(device)
-        return torch.cuda.Stream(device)
+    def _stream(self, device: int) -> ctypes.c_void_p:
+        """Of its own: torch makes streams by the dozen."""
+        stream = ctypes.c_void_p()
+        if not self.options.stream_null:
+            torch.cuda.set_device(device)
+            make = self._cuda.cudaStreamCreateWithFlags
+            _cuda_check(make(ctypes.byref(stream), _NON_BLOCKING), "create a stream")
+        return stream
 
     def _allocate(self, device: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = needed(self.options.maxbytes, self.options.unalign)
@@ -151,10 +155,10 @@ class CudaCarrier:
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[int, int, int], None]:
+    ) -> Ready:
         ranks = []
         for number, (buffers, comm, stream) in enumerate(
-            zip(self.buffers, self.comms, self.streams, strict=True)
+            zip(self.buffers, self.comms, self._handles, strict=True)
         ):
             groups = calls(
                 collective.name,
@@ -167,8 +171,9 @@ class CudaCarrier:
                 root,
                 self.first + number,
                 self.ranks,
+                self.nccl.has,
             )
-            own = (comm.value or 0, stream.cuda_stream)
+            own = (comm.value or 0, stream.value or 0)
             ranks.append([[(call, own) for call in group] for group in groups])
         # One group over all GPUs of the thread, step by step: rank by rank would wait for itself.
         steps = [
@@ -194,21 +199,32 @@ class CudaCarrier:
             status, number = launcher.run(first, count, together)
             self.check(status, f"{collective.name}, call {number}")
 
-        return run
+        def timed(count: int, together: int) -> tuple[float, float]:
+            status, number, told, started, done = launcher.timed(
+                self._waiting, count, together, self.options.timeout
+            )
+            self.check(status, f"{collective.name}, call {number}")
+            self._look(told)
+            return started, done
+
+        return Ready(run, timed)
 
     def wait(self) -> None:
         """Ask the streams in turn, as nccl-tests does, and NCCL for errors of other ranks."""
-        limit = time.monotonic() + self.options.timeout if self.options.timeout else None
-        while (said := self._waiting.wait(_PATIENCE)) is not None:
-            number, cuda, status = said
-            if cuda:
-                _cuda_check(cuda, f"finish the work of rank {self.first + number}")
-            self.check(status, f"rank {self.first + number}")
-            if limit is not None and time.monotonic() > limit:
-                raise EvenerError(
-                    f"-T {self.options.timeout}: rank {self.first + number} is not done",
-                    "look at the other ranks; NCCL_DEBUG=INFO shows who is connected",
-                )
+        self._look(self._waiting.wait(self.options.timeout))
+
+    def _look(self, told: tuple[int, int, int] | None) -> None:
+        """Raise for what `Streams.wait` said, None if all is done."""
+        if told is None:
+            return
+        number, cuda, status = told
+        if cuda:
+            _cuda_check(cuda, f"finish the work of rank {self.first + number}")
+        self.check(status, f"rank {self.first + number}")
+        raise EvenerError(
+            f"-T {self.options.timeout}: rank {self.first + number} is not done",
+            "look at the other ranks; NCCL_DEBUG=INFO shows who is connected",
+        )
 
     # --- single iterations (-I) ---
 
@@ -320,6 +336,9 @@ class CudaCarrier:
         for pointer in self._pointers:
             self.check(self.nccl.ncclMemFree(pointer), "ncclMemFree")
         self._pointers = []
+        for stream in self._handles:
+            if stream.value:
+                _cuda_check(self._cuda.cudaStreamDestroy(stream), "destroy a stream")
 
 
 def communicators(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.bench.collectives.buffers import Buffers, needed
+from evener.bench.collectives.clock import Ready
 from evener.bench.collectives.options import Options
 from evener.bench.collectives.shapes import Collective, Shape
 
@@ -41,7 +42,7 @@ class GlooCarrier:
 
     def start(
         self, collective: Collective, shape: Shape, kind: str, op: str, root: int, in_place: bool
-    ) -> Callable[[int, int, int], None]:
+    ) -> Ready:
         send = self.buffers.send(shape, kind, in_place)
         receive = self.buffers.receive(shape, kind, in_place)
         call: Callable[[], None]
@@ -55,7 +56,14 @@ class GlooCarrier:
             for _ in range(count):  # Gloo has no groups: calls follow one another
                 call()
 
-        return run
+        def timed(count: int, together: int) -> tuple[float, float]:
+            run(0, 1, 1)
+            begin = time.perf_counter()
+            run(0, count, together)
+            seconds = time.perf_counter() - begin
+            return seconds, seconds
+
+        return Ready(run, timed)
 
     def wait(self) -> None:
         """Calls return when they are done."""

@@ -54,10 +54,39 @@ class UniqueId(ctypes.Structure):
 
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_NOT_SET = -(1 << 31)
+# The first version with ncclAlltoAll, ncclGather, ncclScatter and nvlinkCentricSched.
+_CONFIG_SINCE = 22800
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t of NCCL 2.28 (nccl.h). Later versions take what lies behind it as not given."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        *((name, _I) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs")),
+        ("netName", ctypes.c_char_p),
+        *((name, _I) for name in ("splitShare", "trafficClass")),
+        ("commName", ctypes.c_char_p),
+        *((name, _I) for name in ("collnetEnable", "CTAPolicy", "shrinkShare", "nvlsCTAs")),
+        *((name, _I) for name in ("nChannelsPerNetPeer", "nvlinkCentricSched")),
+    ]
+
+    @classmethod
+    def make(cls, **given: int) -> Config:
+        """Nothing but `given`."""
+        numbers = {field[0]: _NOT_SET for field in cls._fields_ if field[1] is _I}
+        head = {"size": ctypes.sizeof(cls), "magic": 0xCAFEBEEF, "version": _CONFIG_SINCE}
+        return cls(**{**numbers, **head, **given})
+
+
 _SIGNATURES: dict[str, list[Any]] = {
     "ncclGetVersion": [_P],
     "ncclGetUniqueId": [_P],
     "ncclCommInitRank": [_P, _I, UniqueId, _I],
+    "ncclCommInitRankConfig": [_P, _I, UniqueId, _I, _P],
     "ncclCommDestroy": [_P],
     "ncclCommGetAsyncError": [_P, _P],
     "ncclGroupStart": [],
@@ -74,6 +103,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclReduce": [_P, _P, _S, _I, _I, _I, _P, _P],
     "ncclBroadcast": [_P, _P, _S, _I, _I, _P, _P],
     "ncclAllGather": [_P, _P, _S, _I, _P, _P],
+    "ncclAlltoAll": [_P, _P, _S, _I, _P, _P],
+    "ncclGather": [_P, _P, _S, _I, _I, _P, _P],
+    "ncclScatter": [_P, _P, _S, _I, _I, _P, _P],
     "ncclSend": [_P, _S, _I, _I, _P, _P],
     "ncclRecv": [_P, _S, _I, _I, _P, _P],
 }
@@ -117,6 +149,10 @@ class Nccl:
                 "run again with NCCL_DEBUG=WARN to see where",
             )
 
+    def has(self, name: str) -> bool:
+        """Whether the library has this function."""
+        return getattr(self, name) is not None
+
     def address(self, name: str) -> int:
         """Where a function lies."""
         return ctypes.cast(getattr(self, name), _P).value or 0
@@ -134,12 +170,21 @@ class Nccl:
         return bytes(value.internal)
 
     def communicator(self, ranks: int, unique: bytes, rank: int) -> ctypes.c_void_p:
-        """Start making a rank's communicator on the current GPU (inside a group)."""
+        """Start making a rank's communicator on the current GPU (inside a group).
+
+        As nccl-tests' are: scheduled for NVLink where NCCL has that (2.28; it counts on GPUs of
+        compute capability 10 and above).
+        """
         handle = ctypes.c_void_p()
         value = UniqueId.from_buffer_copy(unique)
-        self.check(
-            self.ncclCommInitRank(ctypes.byref(handle), ranks, value, rank), "ncclCommInitRank"
-        )
+        if self.version() < _CONFIG_SINCE:
+            status = self.ncclCommInitRank(ctypes.byref(handle), ranks, value, rank)
+        else:
+            config = Config.make(nvlinkCentricSched=1)
+            status = self.ncclCommInitRankConfig(
+                ctypes.byref(handle), ranks, value, rank, ctypes.byref(config)
+            )
+        self.check(status, "making a communicator")
         return handle
 
 
@@ -148,9 +193,12 @@ _text = ctypes.c_char_p
 
 def calls(
     name: str, send: int, receive: int, count: int, item: int, kind: int, op: int,
-    root: int, rank: int, ranks: int,
+    root: int, rank: int, ranks: int, has: Callable[[str], bool],
 ) -> list[list[Call]]:  # fmt: skip
-    """What one rank calls. Each inner list is one group (ncclGroupStart to End)."""
+    """What one rank calls. Each inner list is one group (ncclGroupStart to End).
+
+    Where the library `has` a function for the whole collective, that one, as nccl-tests does.
+    """
     block = count * item
 
     def sends(address: int, number: int, peer: int) -> Call:
@@ -170,6 +218,12 @@ def calls(
         return [[Call("ncclBroadcast", both, count, (kind, root))]]
     if name == "all_gather":
         return [[Call("ncclAllGather", both, count, (kind,))]]
+    if name == "alltoall" and has("ncclAlltoAll"):
+        return [[Call("ncclAlltoAll", both, count, (kind,))]]
+    if name == "gather" and has("ncclGather"):
+        return [[Call("ncclGather", both, count, (kind, root))]]
+    if name == "scatter" and has("ncclScatter"):
+        return [[Call("ncclScatter", both, count, (kind, root))]]
     if name == "alltoall":
         return [
             [
@@ -210,3 +264,9 @@ def calls(
         )
         mask *= 2
     return groups
+
+
+def functions(name: str, has: Callable[[str], bool]) -> list[str]:
+    """The functions of NCCL that a collective is made of, each once."""
+    groups = calls(name, 0, 0, 1, 1, 0, 0, 0, 0, 2, has)
+    return list(dict.fromkeys(call.function for group in groups for call in group))

@@ -125,6 +125,8 @@ class Report:
     failures: int = 0
     algorithms: list[dict[str, Any]] = field(default_factory=list)
     """--algo: a row an algorithm and size."""
+    functions: list[str] = field(default_factory=list)
+    """NCCL's, of which the collective is made here: one of its own, or ncclSend and ncclRecv."""
     memory: dict[str, int] = field(default_factory=dict)
     """-M: bytes on the GPU that uses most, by what they are for."""
 
@@ -138,7 +140,8 @@ class Report:
         o = self.options
         self.devices = devices
         step = f"{o.stepfactor}(factor)" if o.stepfactor else f"{o.stepbytes}(bytes)"
-        self.put(f"# evener {__version__} nccl-library={self.version}")
+        made = f" functions={','.join(self.functions)}" if self.functions else ""
+        self.put(f"# evener {__version__} nccl-library={self.version}{made}")
         self.put(f"# Collective test starting: {self.collective}_perf")
         self.put(
             f"# nThread {o.nthreads} nGpus {o.ngpus} minBytes {o.minbytes} maxBytes {o.maxbytes} "
@@ -224,6 +227,7 @@ class Report:
             "env": sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_KEPT)),
             "nccl_version": self.version,
             "evener_version": __version__,
+            **({"nccl_functions": self.functions} if self.functions else {}),
             "config": {
                 "nthreads": o.nthreads,
                 "ngpus": o.ngpus,

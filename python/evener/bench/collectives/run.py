@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -21,6 +22,16 @@ from evener.errors import EvenerError, UsageError
 
 def run(name: str, options: Options, arguments: list[str]) -> bool:
     """Run one collective's benchmark in this process; whether its results are right."""
+    collecting = gc.isenabled()
+    gc.disable()  # -z, -I and Gloo have Python inside the time
+    try:
+        return _run(name, options, arguments)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _run(name: str, options: Options, arguments: list[str]) -> bool:
     import torch
 
     collective = ALL[name]
@@ -120,6 +131,7 @@ def _child(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    gc.disable()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -151,7 +163,7 @@ def _gpu(
     import torch
 
     from evener.bench.collectives.cuda import CudaCarrier, communicators
-    from evener.bench.collectives.nccl import Nccl
+    from evener.bench.collectives.nccl import Nccl, functions
 
     nccl = Nccl()
     per_process = options.nthreads * options.ngpus
@@ -175,6 +187,7 @@ def _gpu(
     unique = processes.broadcast(nccl.unique_id() if processes.rank == 0 else b"")
     shared = Shared(options.nthreads)
     report = Report(options, collective.name, nccl.version(), processes.rank == 0, arguments)
+    report.functions = functions(collective.name, nccl.has)
     report.head(devices)
     failures: list[BaseException] = []
     gpus = [base + i for i in range(per_process)]

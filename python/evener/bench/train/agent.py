@@ -30,11 +30,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any
 
-from evener import settings
 from evener.bench.train import clusters
 from evener.bench.train.plan import Options, Plan, Run
 from evener.errors import EvenerError
-from evener.net import plugin
 
 if TYPE_CHECKING:
     from evener.bench.train.worker import Task
@@ -348,9 +346,6 @@ def main() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     # Nor may it wake CUDA, which does not survive a fork: ask NVML what there is.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # Columns are compared over the network that NCCL finds by itself, unless the user names one.
-    plugin.withdraw()
-    os.environ.setdefault(settings.EVENER_NET.name, "off")
     plan = plan_from_json(sys.argv[1])
     import_early(plan)
     try:

@@ -96,9 +96,7 @@ class TopKWire(SparseWire):
         size = padded(k * (4 + dtype.itemsize), 16)
         payload = self._payload.get(size, torch.uint8, total.device)
         sent = _Entries.of(payload, k, dtype)
-        if state.guess is None:
-            state.guess = topk.first_guess(total.device)
-        topk.select(gradient, state.residual_for(total), sent.values, sent.indices, state.guess)
+        topk.select(gradient, state.residual_for(total), sent.values, sent.indices)
         received = self._gather(payload)
         if state.velocity is not None or state.keep_sent:
             self._sent(state, sent.values, sent.indices.long())

@@ -16,15 +16,20 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import queue
+import sys
 from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any
 
-from evener.comm import elastic
+from evener.comm import abort, elastic
 from evener.errors import EvenerError
 from evener.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from evener.log import info0, logger
+
+# Seconds for the launcher to say that the world is broken, before an error counts as the script's.
+_PATIENCE = 3.0
 
 
 class HostUpdateResult(IntFlag):
@@ -65,9 +70,18 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Keep the state as it is now, for `restore`; then `check_host_updates`."""
+        """Keep the state as it is now, for `restore`, once all ranks have come this far; and
+        `check_host_updates`.
+        """
+        # What a rank keeps must be what all have computed: a peer that died in a collective leaves
+        # garbage in the state. So first this rank's work, then the others' word, then the copy.
+        self.settle()
+        try:
+            self.check_host_updates()
+        except HostsUpdatedInterrupt:
+            self.save()
+            raise
         self.save()
-        self.check_host_updates()
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt, on all ranks, if rank 0 knows of new or removed hosts."""
@@ -82,6 +96,9 @@ class State:
         )
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    def settle(self) -> None:
+        """Wait for what was started on the state. HorovodInternalError where it failed."""
 
     def save(self) -> None:
         """Keep the state in this process's memory."""
@@ -134,11 +151,29 @@ def _kept(state: State) -> bool:
     False where that was too late, because a rank failed: the state is then the last commit's.
     """
     try:
+        state.settle()
         state.save()
     except HorovodInternalError:
-        state.restore()
+        _restore(state)
         return False
     return True
+
+
+def _restore(state: State) -> None:
+    """Back to the last commit, in a world that is broken.
+
+    What is in flight is ended first: the restored values would else wait for it on the GPU, and
+    this process with them.
+    """
+    try:
+        abort.end_collectives()
+        abort.wait_for_gpu()
+    except abort.AbortError as error:
+        # A thread is stuck inside the driver: an orderly end of the interpreter would wait for it.
+        logger.error("%s", error)
+        sys.stderr.flush()
+        os._exit(1)
+    state.restore()
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
@@ -163,10 +198,13 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     logger.info("hosts have changed: entering the new world")
                 except (RuntimeError, EvenerError) as error:
                     # NCCL's own error, or comm's in backward, means the same in a broken world.
-                    if not isinstance(error, HorovodInternalError) and not elastic.broken():
+                    # Of which the launcher may know later than we.
+                    if not isinstance(error, HorovodInternalError) and not elastic.await_broken(
+                        _PATIENCE
+                    ):
                         raise
                     info0("back to the last commit: %s", elastic.broken() or error)
-                    state.restore()
+                    _restore(state)
                     needs_sync = True
                 if not needs_sync:
                     elastic.keep_state()

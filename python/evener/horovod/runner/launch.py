@@ -142,11 +142,13 @@ _LEVELS = {
     "ERROR": "error",
     "FATAL": "error",
 }
-# Variables that belong to a host or a terminal, or that nobody else should see.
+# Variables that belong to a host or a terminal, or that nobody else should see. All others are
+# passed on, as upstream does (horovod/runner/common/util/env.py), PATH included; which GPUs there
+# are is a host's own matter.
 _STAYS = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|TERM.*|DISPLAY|LS_COLORS"
-    r"|SSH_.*|XDG_.*|DBUS_.*|TMPDIR|.*SECRET.*|.*TOKEN.*|.*PASSWORD.*|HOROVOD_(LOCAL_|CROSS_)?RANK"
-    r"|HOROVOD_(LOCAL_|CROSS_)?SIZE|HOROVOD_HOSTNAME|RANK|WORLD_SIZE|MASTER_.*|EVENER_ELASTIC.*"
+    r"|.*CUDA_VISIBLE_DEVICES|SSH_.*|XDG_.*|DBUS_.*|TMPDIR|.*SECRET.*|.*TOKEN.*|.*PASSWORD.*"
+    r"|HOROVOD_(LOCAL_|CROSS_)?RANK|HOROVOD_(LOCAL_|CROSS_)?SIZE|HOROVOD_HOSTNAME|RANK|WORLD_SIZE|MASTER_.*|EVENER_ELASTIC.*"
 )
 
 
@@ -212,8 +214,32 @@ def horovodrun(**given: Any) -> None:
     for note in notes:
         click.echo(f"horovodrun: {note}", err=True)
     if given["verbose"]:
-        click.echo(f"horovodrun: evener launch {shlex.join(arguments)}", err=True)
+        shown = _shown(arguments, len(given["command"]))
+        click.echo(f"horovodrun: evener launch {shown}", err=True)
     launch.main(arguments, prog_name="evener launch", standalone_mode=False)
+
+
+def _shown(arguments: list[str], command: int) -> str:
+    """The command line, in which the variables that are passed on are counted, not named.
+
+    command: how many of the last arguments are the job's own.
+    """
+    options = arguments[: len(arguments) - command]
+    kept: list[str] = []
+    names = 0
+    rest = iter(options)
+    for word in rest:
+        if word != "-x":
+            kept.append(shlex.quote(word))
+            continue
+        value = next(rest)
+        if "=" in value:
+            kept += ["-x", shlex.quote(value)]
+        else:
+            names += 1
+    if names:
+        kept.append(f"[-x of {names} variables of this environment]")
+    return " ".join([*kept, *map(shlex.quote, arguments[len(options) :])])
 
 
 def arguments_for_launch(

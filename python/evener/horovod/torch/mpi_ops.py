@@ -233,8 +233,7 @@ def allreduce_(
     """Reduce `tensor` in place and give it."""
     op = _op(op, average)
     factors = (prescale_factor, postscale_factor)
-    handle = start.allreduce([tensor], [tensor], False, name, op, factors, process_set, urgent=True)
-    return cast(torch.Tensor, synchronize(handle))
+    return start.allreduce_now(tensor, tensor, name, op, factors, process_set)
 
 
 def allreduce(
@@ -251,7 +250,11 @@ def allreduce(
     op = _op(op, average)
     small, context = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
-    reduced = AllReduce.apply(name, False, op, factors, process_set, small)
+    if torch.is_grad_enabled() and small.requires_grad:
+        reduced = AllReduce.apply(name, False, op, factors, process_set, small)
+    else:
+        reduced = torch.empty_like(small)
+        start.allreduce_now(small, reduced, name, op, factors, process_set)
     return compression.decompress(reduced, context)
 
 

@@ -50,7 +50,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def group_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -59,10 +59,9 @@ def group_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise ValueError("a grouped operation needs one tensor at least")
     found = [detached(tensor) for tensor in tensors]
     if len({tensor.device for tensor in found}) > 1:
-        raise ValueError(
-            "the tensors of a group are on "
-            + ", ".join(sorted({str(tensor.device) for tensor in found}))
-            + ": put them on one device"
+        where = ", ".join(sorted({str(tensor.device) for tensor in found}))
+        raise HorovodInternalError(
+            f"the tensors of a group are on {where}", "put them on one device"
         )
     return found
 
@@ -153,6 +152,27 @@ def allreduce(
         op=op,
         factors=(float(factors[0]), float(factors[1])),
     )
+
+
+def allreduce_now(
+    given: torch.Tensor,
+    output: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    factors: tuple[float, float],
+    process_set: Any,
+) -> torch.Tensor:
+    """Reduce one tensor into `output`, which is given, and wait."""
+    engine = STATE.engine
+    if (process_set is global_process_set or process_set is None) and op != Adasum:
+        source, op = detached(given), checked_op(op, None)
+        if name is None:
+            name = engine.automatic_name("allreduce 0")
+        target = source if output is given else output.detach()
+        if engine.quick(source, target, f"allreduce.{name}", op, factors):
+            return output
+    handle = allreduce([given], [output], False, name, op, factors, process_set, urgent=True)
+    return cast(torch.Tensor, engine.synchronize(handle))
 
 
 def reducescatter(

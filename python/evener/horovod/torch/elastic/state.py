@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from evener.comm import elastic
+from evener.comm import abort, elastic
 from evener.horovod.common.elastic import ObjectState
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.torch.elastic.sampler import ElasticSampler
@@ -56,11 +56,7 @@ class _DictHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        saved = copy.deepcopy(self.value.state_dict())
-        # Copying has waited for the GPU. What NCCL left when it was aborted must not be kept.
-        if why := elastic.broken():
-            raise HorovodInternalError(why, "the last commit is restored")
-        self._saved = saved
+        self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
         # load_state_dict of an optimizer takes over what it is given.
@@ -130,6 +126,13 @@ class TorchState(ObjectState):
             setattr(self, name, handled.value)
         rest = {name: value for name, value in values.items() if name not in handlers}
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **rest)
+
+    def settle(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        # What NCCL left when it failed or was aborted must not be kept.
+        if why := elastic.broken() or abort.nccl_error():
+            raise HorovodInternalError(why, "the last commit is restored")
 
     def save(self) -> None:
         for handler in self._handlers.values():

@@ -1,0 +1,153 @@
+"""Gradients on their way from autograd to where the optimizer's states are.
+
+Those of a chunk's parameters are put together when all have come; reduced over the ranks (stage 1
+with accumulation: once a step), added to the sum of earlier micro-batches, their norms taken on the
+accelerator, and copied home by a stream of their own. At most `depth` copies are on their way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from evener.zero.chunk import Chunk
+from evener.zero.device import Device, Event
+from evener.zero.ranks import Ranks
+from evener.zero.spans import Spans
+
+
+class Gradients:
+    """See the head of this file; of the training thread. `order`: (chunk, place in it) of every
+    trainable parameter, as the model lists them. `once`: ranks reduce in `finish`, not before."""
+
+    def __init__(
+        self,
+        order: list[tuple[int, int]],
+        device: Device,
+        ranks: Ranks,
+        spans: Spans,
+        *,
+        once: bool,
+        depth: int,
+        stale_updates: bool,
+    ) -> None:
+        self._order = order
+        self._device = device
+        self._ranks = ranks
+        self._spans = spans
+        self._once = once
+        self._depth = depth
+        self._stale_updates = stale_updates
+        self._sums: dict[int, tuple[Chunk, torch.Tensor]] = {}
+        self._leaving: list[tuple[Event, Any]] = []
+
+    def add(self, chunk: Chunk, place: int, gradient: torch.Tensor) -> None:
+        """One parameter's gradient; the chunk's leave when it is the last one."""
+        earlier = chunk.arrived.get(place)
+        chunk.arrived[place] = gradient if earlier is None else earlier + gradient
+        if len(chunk.arrived) == len(chunk.group.pieces):
+            self._collect(chunk)
+
+    def end(self, chunks: list[Chunk]) -> None:
+        """After a backward pass: what has come in part is completed with zeros."""
+        for chunk in chunks:
+            if chunk.arrived:
+                self._collect(chunk)
+            chunk.touched = False
+        self._leaving = [entry for entry in self._leaving if not entry[0].query()]
+
+    def finish(self) -> None:
+        """Before an optimizer step: reduce what was kept until now."""
+        sums, self._sums = self._sums, {}
+        for chunk, whole in sums.values():
+            self._deliver(chunk, whole)
+
+    def clear(self) -> None:
+        """Forget what was kept."""
+        self._sums.clear()
+
+    @torch.no_grad()
+    def _collect(self, chunk: Chunk) -> None:
+        assert chunk.gradient is not None
+        arrived, chunk.arrived = chunk.arrived, {}
+        chunk.touched = True
+        pieces = chunk.group.pieces
+        dtype = chunk.gradient.dtype
+        whole = torch.zeros(chunk.flat.numel(), dtype=dtype, device=self._device.device)
+        for place, gradient in arrived.items():
+            piece = pieces[place]
+            whole[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
+        arrived.clear()
+        if not self._once:
+            self._deliver(chunk, whole)
+        elif chunk.index in self._sums:
+            self._sums[chunk.index][1].add_(whole)
+        else:
+            self._sums[chunk.index] = chunk, whole
+
+    @torch.no_grad()
+    def _deliver(self, chunk: Chunk, whole: torch.Tensor) -> None:
+        """Reduce over ranks, add what is there, take the norms, bring it home."""
+        assert chunk.gradient is not None
+        share = whole
+        if self._ranks.world > 1:
+            share = torch.empty(chunk.gradient.numel(), dtype=whole.dtype, device=whole.device)
+            self._ranks.reduce(share, whole)
+        if chunk.filled:
+            share += self._earlier(chunk)
+        chunk.filled = True
+        chunk.norms = self._norms(chunk, share)
+        if chunk.resident:
+            chunk.gradient.copy_(share)
+            return
+        if self._stale_updates:
+            chunk.updated.wait()  # its last gradient is still being read
+        device = self._device
+        done = device.record("compute")
+        with device.on("d2h"):
+            device.wait("d2h", done)
+            with self._spans.device("copy", "d2h", chunk.group.name):
+                chunk.gradient.copy_(share, non_blocking=True)
+            chunk.gradient_event = device.record("d2h")
+        self._leaving.append((chunk.gradient_event, (share, whole)))
+        if len(self._leaving) > self._depth:
+            with self._spans.host("wait", "training for gradients out", chunk.group.name):
+                self._leaving.pop(0)[0].synchronize()
+
+    def _earlier(self, chunk: Chunk) -> torch.Tensor:
+        """The sum of the micro-batches before."""
+        assert chunk.gradient is not None
+        if chunk.resident:
+            return chunk.gradient
+        # It comes back over the stream that took it away, so in order.
+        with self._device.on("d2h"):
+            earlier = chunk.gradient.to(self._device.device, non_blocking=True)
+            event = self._device.record("d2h")
+        self._device.wait("compute", event)
+        event.synchronize()
+        return earlier
+
+    def _norms(self, chunk: Chunk, share: torch.Tensor) -> torch.Tensor:
+        """On one rank, of each parameter, so that the global norm is that of
+        `torch.nn.utils.clip_grad_norm_` bit for bit."""
+        views = [share]
+        if self._ranks.world == 1:
+            views = [share[p.offset : p.offset + p.numel] for p in chunk.group.pieces]
+        return torch.stack(list(torch._foreach_norm(views, 2, dtype=torch.float32)))
+
+    @torch.no_grad()
+    def norm(self, chunks: list[Chunk]) -> torch.Tensor:
+        """The norm of all gradients of all ranks, a float32 scalar on the accelerator."""
+        if self._ranks.world == 1:
+            norms = {c.index: c.norms for c in chunks if c.norms is not None}
+            each = [norms[index][place] for index, place in self._order if index in norms]
+            if not each:
+                return torch.zeros((), device=self._device.device)
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(each))
+            return total
+        square = torch.zeros((), dtype=torch.float64, device=self._device.device)
+        for chunk in chunks:
+            if chunk.norms is not None:
+                square += chunk.norms.double().square().sum()
+        return self._ranks.total(square).sqrt().to(torch.float32)

@@ -1,0 +1,183 @@
+"""The hooks by which a model's own forward and backward passes drive loading and gradients.
+
+A unit's `forward` is wrapped: its weights are loaded before it and freed after. The backward pass
+reaches a unit when the first gradient of its outputs is there (`register_multi_grad_hook`): its
+weights are loaded again. It is through when the gradients of its weights and of its inputs are
+done. A recomputed block runs its forward inside that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from evener.zero.activations import Offload
+from evener.zero.chunk import Chunk
+from evener.zero.gradients import Gradients
+from evener.zero.loading import Loading
+from evener.zero.spans import Spans
+from evener.zero.units import Unit
+
+
+@dataclass
+class _Live:
+    """A unit while it runs. inputs: gradients of calls' inputs that are still to come."""
+
+    unit: Unit
+    index: int
+    chunks: list[Chunk]
+    in_backward: bool = False
+    inputs: int = 0
+    mark: Any = None
+    handles: list[Any] = field(default_factory=list)
+
+    def done(self) -> bool:
+        """Whether its backward pass is through."""
+        waiting = any(c.group.trainable and (c.arrived or not c.touched) for c in self.chunks)
+        return self.in_backward and not waiting and self.inputs == 0
+
+
+class Passes:
+    """See the head of this file. `before`: called before each forward pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[tuple[Unit, list[Chunk]]],
+        loading: Loading,
+        gradients: Gradients,
+        spans: Spans,
+        *,
+        checkpointing: bool,
+        offload: Offload | None,
+        compiler: bool | str,
+        before: Callable[[], None],
+    ) -> None:
+        self._loading = loading
+        self._gradients = gradients
+        self._spans = spans
+        self._checkpointing = checkpointing
+        self._offload = offload
+        self._compiler = compiler
+        self._before = before
+        self._running = False
+        self._live: list[_Live] = []
+        self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
+        self._hooks: list[Any] = [model.register_forward_pre_hook(lambda *_: self._begin())]
+        self._originals: list[tuple[nn.Module, Any]] = []
+        for index, (unit, chunks) in enumerate(units):
+            live = _Live(unit, index, chunks)
+            self._live.append(live)
+            for chunk in chunks:
+                for place, piece in enumerate(chunk.group.pieces):
+                    self._home[piece.parameter] = (chunk, place, live)
+                    if chunk.group.trainable:
+                        self._hooks.append(
+                            piece.parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                        )
+            if unit.module is not None:
+                self._wrap(live, unit.module)
+
+    def end(self) -> None:
+        """After a backward pass, or before a forward pass where the last had none."""
+        self._running = False
+        for live in self._live:
+            self._gradients.end(live.chunks)
+            for handle in live.handles:
+                handle.remove()
+            live.handles.clear()
+            live.inputs = 0
+            live.in_backward = False
+        if self._offload is not None:
+            self._offload.clear()
+        self._loading.end()
+
+    def close(self) -> None:
+        """Unhook the model."""
+        for hook in self._hooks:
+            hook.remove()
+        for module, original in self._originals:
+            module.forward = original
+
+    def _begin(self) -> None:
+        self._before()
+        if self._running:
+            self.end()
+        self._running = True
+        self._loading.begin()
+
+    def _wrap(self, live: _Live, module: nn.Module) -> None:
+        inner = module.forward
+        self._originals.append((module, inner))
+        recompute = self._checkpointing and live.unit.repeated
+        if self._compiler and live.unit.repeated:
+            # The block itself; these hooks stay outside of what is compiled.
+            backend = self._compiler if isinstance(self._compiler, str) else "inductor"
+            inner = torch.compile(inner, backend=backend)
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            if live.in_backward:  # recomputed: the weights are here
+                return inner(*args, **kwargs)
+            self._loading.enter(live.index)
+            with self._spans.device("compute", "compute", f"forward {live.unit.name}"):
+                out = inner(*args, **kwargs)
+            self._loading.leave(live.index)
+            return out
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return body(*args, **kwargs)
+            if recompute and module.training:
+                with self._offload.hooks() if self._offload else contextlib.nullcontext():
+                    out = checkpoint(body, *args, use_reentrant=False, **kwargs)
+            else:
+                out = body(*args, **kwargs)
+            self._watch(live, (args, kwargs), out)
+            return out
+
+        module.forward = forward
+
+    def _watch(self, live: _Live, inputs: Any, outputs: Any) -> None:
+        def tracked(tree: Any) -> list[torch.Tensor]:
+            return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.requires_grad]
+
+        out, into = tracked(outputs), tracked(inputs)
+        if not out:
+            return
+        live.handles.append(
+            register_multi_grad_hook(out, lambda *_: self._reached(live), mode="any")
+        )
+        if into:
+            live.inputs += 1
+            live.handles.append(register_multi_grad_hook(into, lambda *_: self._inputs_done(live)))
+
+    def _reached(self, live: _Live) -> None:
+        if not live.in_backward:
+            live.in_backward = True
+            self._loading.enter(live.index)
+            live.mark = self._spans.mark("compute")
+
+    def _inputs_done(self, live: _Live) -> None:
+        live.inputs -= 1
+        self._maybe_done(live)
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        chunk, place, live = self._home[parameter]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._gradients.add(chunk, place, gradient)
+        self._maybe_done(live)
+
+    def _maybe_done(self, live: _Live) -> None:
+        if live.done():
+            live.in_backward = False
+            self._spans.since(live.mark, "compute", "compute", f"backward {live.unit.name}")
+            self._loading.leave(live.index)
