@@ -7,11 +7,17 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+# Half a minute of processor time; the bound is for a machine that is busy with other things.
+pytestmark = pytest.mark.timeout(600)
+
 INTERPRETED = """
 import torch
 from evener.comm import chunks, int8, topk, triton_casts, triton_chunks, triton_int8, triton_topk
 from tests.comm.cases import CASES, bits
 
+torch.set_num_threads(1)
 triton_topk.PROGRAMS = 4
 triton_topk.SAMPLES, triton_topk.SAMPLES_EACH = 512, 128
 notes = triton_topk.notes
@@ -80,12 +86,12 @@ def check_int8(case, n, feedback):
     same(out, total, case, n)
 
 for case, make in CASES.items():
-    for n, k in ((1, 1), (9001, 90)):
+    for n, k in ((1, 1), (5001, 50)):
         check_topk(case, n, k, torch.float32)
-    check_topk(case, 9001, 90, torch.float16, ties=2)
-    check_topk(case, 9001, 90, torch.float32, lambda n, k: (1, k))  # too few are noted
-    check_topk(case, 9001, 90, torch.float16, lambda n, k: (99, k), 2)  # no room for the notes
-    check_topk(case, 4100, 4100, torch.float32)
+    check_topk(case, 5001, 50, torch.float16, ties=2)
+    check_topk(case, 5001, 50, torch.float32, lambda n, k: (1, k))  # too few are noted
+    check_topk(case, 5001, 50, torch.float16, lambda n, k: (99, k), 2)  # no room for the notes
+    check_topk(case, 2100, 2100, torch.float32)
     for n, k in ((1, 1), (33, 40), (4097, 41)):
         check_chunks(case, n, k)
     for n in (1, 5001):
@@ -147,7 +153,7 @@ for module, names in kernels.items():
 
 def run(script: str, **env: str) -> None:
     subprocess.run(
-        [sys.executable, "-c", script], check=True, env={**os.environ, **env}, timeout=170
+        [sys.executable, "-c", script], check=True, env={**os.environ, **env}, timeout=580
     )
 
 
