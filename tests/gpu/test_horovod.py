@@ -111,6 +111,22 @@ def collectives(rank: int, size: int) -> None:
     for _ in range(100):
         assert hvd.allreduce(small * (rank + 1), name="small", op=hvd.Sum).eq(3).all()
     assert STATE.engine.frozen()[1] > 0
+    # On the stream of the caller, behind what is still in it, and before what follows.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for turn in range(30):
+            slow = torch.full((1 << 24,), 1.0, device=device)
+            for _ in range(10):
+                slow = slow * 1
+            late = slow[:16] * (rank + turn)
+            assert hvd.allreduce_(late, name="late", op=hvd.Sum).add(0).eq(2 * turn + 1).all()
+    half = torch.tensor([33.0], dtype=torch.float16, device=device)
+    factor = float(torch.tensor(0.3, dtype=torch.float16))  # rounded first, as upstream's kernel
+    scaled = hvd.allreduce(half, op=hvd.Max, prescale_factor=0.3)
+    assert torch.equal(scaled, half * factor)
+    with pytest.raises(hvd.HorovodInternalError, match="of a group are on cpu, cuda"):
+        hvd.grouped_allreduce([half, half.cpu()])
     if rank == 0:
         assert hvd.allreduce(small, name="small", op=hvd.Sum).eq(1).all()
     assert hvd.join(rank) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -77,6 +78,24 @@ def steady(rank: int, size: int) -> None:
 def test_a_steady_sequence_is_frozen_and_left_unharmed(shape: list[int]) -> None:
     # On one machine the flag goes through shared memory, otherwise through the collective.
     worlds.run(shape, steady, env={"EVENER_FREEZE_AFTER": "3"}, timeout=150)
+
+
+def threads(rank: int, size: int) -> None:
+    hvd.init()
+
+    def work(number: int) -> int:
+        value = torch.full((3,), float(number + rank))
+        for _ in range(150):
+            assert hvd.allreduce(value, name=f"t{number}", op=hvd.Sum).eq(2 * number + 1).all()
+        return number
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, range(3))) == [0, 1, 2]
+    assert size == 2
+
+
+def test_threads_wait_at_the_same_time() -> None:
+    worlds.run([2], threads, env={"EVENER_FREEZE_AFTER": "3"}, timeout=150)
 
 
 def never(rank: int, size: int) -> None:

@@ -46,12 +46,26 @@ def same(model: nn.Module, want: nn.Module, tolerance: float) -> None:
         torch.testing.assert_close(have.double(), expected, rtol=tolerance, atol=tolerance / 10)
 
 
+class Flat:
+    """A user's own: another dtype and another shape on the wire."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.double().flatten() / 4, (tensor.dtype, tensor.shape)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return (tensor * 4).to(ctx[0]).view(ctx[1])
+
+
 CASES: list[dict[str, Any]] = [
     {},
     {"op": hvd.Sum},
     {"gradient_predivide_factor": 2.0},
     {"backward_passes_per_step": 2},
     {"num_groups": 2, "compression": hvd.Compression.fp16},
+    {"compression": Flat, "op": hvd.Sum},
+    {"compression": Flat, "gradient_predivide_factor": 2.0, "backward_passes_per_step": 2},
 ]
 
 
@@ -160,15 +174,17 @@ def refusals(rank: int, size: int) -> str:
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "op != Average"),
         ({"groups": -1}, "non-negative"),
         ({"groups": [[1]]}, r"torch\.Tensor"),
+        ({"compression": object}, "has no compress and decompress"),
     ):
         with pytest.raises(ValueError, match=text):
             wrap(inner, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="planned"):
-        wrap(inner, named, compression=object)  # type: ignore[arg-type]
     by_adasum = wrap(inner, named, op=hvd.Adasum)
     with pytest.raises(AssertionError, match="skip_synchronize"), by_adasum.skip_synchronize():
         pass
     other = model_of() if rank == 0 else nn.Sequential(nn.Linear(6, 9))
+    inner = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(hvd.HorovodInternalError, match="has other parameters"):
+        wrap(inner, other.named_parameters(), compression=Flat)  # type: ignore[arg-type]
     with pytest.raises(hvd.HorovodInternalError) as refused:
         wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
     return refused.value.problem
@@ -256,6 +272,39 @@ def test_lightccs_variables_are_honoured() -> None:
     }
     for first, last in worlds.run([1, 1], learns, env=env):
         assert last < first / 4
+
+
+def modes(rank: int, size: int) -> None:
+    """Evener's own arguments choose the form between nodes; the largest entries are sent first."""
+    hvd.init()
+    for given in ({"mode": "bf16"}, {"mode": "topk", "ratio": 0.25}):
+        model = nn.Linear(512, 1024, bias=False)  # 2 MB: more than what goes dense in any mode
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **given)
+        for _ in range(2):  # what keeps a residual sends the first step exactly
+            optimizer.zero_grad()
+            (model.weight * torch.rand(1024, 512)).sum().backward()
+            optimizer.step()
+        gradient = model.weight.grad
+        assert gradient is not None
+        if given["mode"] == "bf16":
+            assert torch.equal(gradient, gradient.bfloat16().float())
+        else:
+            assert 0.2 < (gradient != 0).float().mean() < 0.5
+        assert torch.equal(*hvd.allgather(gradient[None]))
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for wrong in (
+        {"mode": "auto"},
+        {"mode": "int8", "compression": hvd.Compression.fp16},
+        {"mode": "int8", "op": hvd.Adasum},
+    ):
+        with pytest.raises(ValueError, match="mode="):
+            hvd.DistributedOptimizer(plain, **wrong)
+
+
+def test_the_mode_of_an_optimizer() -> None:
+    worlds.run([1, 1], modes)
 
 
 def sparse(rank: int, size: int) -> None:

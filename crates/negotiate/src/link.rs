@@ -686,10 +686,7 @@ impl Shared {
 
 fn lock(shared: &Shared) -> MutexGuard<'_, Core> {
     // A thread that panicked inside left no half-made state that matters more than going on.
-    shared
-        .core
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
+    shared.core.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn wait<'a>(

@@ -193,10 +193,13 @@ class Engine:
             settings.HOROVOD_CYCLE_TIME.get() / 1e3,
             timeout,
         )
+        self.timeline = Timeline(self._negotiator.now)
+        path = settings.HOROVOD_TIMELINE.get()
+        if path and path != "DYNAMIC":  # before any rank can announce anything
+            self.start_timeline(path, settings.HOROVOD_TIMELINE_MARK_CYCLES.get())
         self.homogeneous = self._connect()
         # Whether the frozen schedule's flag is reduced in shared memory.
         self._gated = self._open_gate()
-        self.timeline = Timeline(self._negotiator.now)
         self._handles: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
         self._counters: dict[str, itertools.count[int]] = {}
@@ -209,9 +212,6 @@ class Engine:
         self._news_lock = threading.Lock()
         self._driver = 0
         self._executor = Executor(self)
-        path = settings.HOROVOD_TIMELINE.get()
-        if path and path != "DYNAMIC":
-            self.start_timeline(path, settings.HOROVOD_TIMELINE_MARK_CYCLES.get())
         self._thread = threading.Thread(target=self._work, name="evener-horovod", daemon=True)
         self._thread.start()
 
@@ -327,7 +327,8 @@ class Engine:
     @staticmethod
     def _in_flight(name: str) -> ValueError:
         return ValueError(
-            f"{name!r} is still in flight; synchronize it first, or give the second one another name"
+            f"{name!r} is still in flight; synchronize it first, or give the second one another "
+            "name"
         )
 
     def _register(self, entry: Entry) -> int:

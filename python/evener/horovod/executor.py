@@ -1,7 +1,7 @@
 """Moves the data of what was agreed: one call of torch.distributed, or a few, a fused answer.
 
-All functions run under the engine's drive lock, in the same order on every rank. A rank that has joined
-takes part with zeros (its entry is None); the answer says how many and of what kind.
+All functions run under the engine's drive lock, in the same order on every rank. A rank that has
+joined takes part with zeros (its entry is None); the answer says how many and of what kind.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Executor:
             _average(output, len(made.ranks))
 
     def frozen(self, answers: list[Answer], entries: Sequence[Entry | None], flag: bool) -> bool:
-        """A step of the frozen schedule with the flag in the collective. flag: raise ours. Gives whether any rank raised its flag:
-        nothing was written to the outputs then.
+        """A step of the frozen schedule with the flag in the collective. flag: raise ours. Gives
+        whether any rank raised its flag: nothing was written to the outputs then.
 
         The buffer with the flag's place is kept, so that a step is a copy in, a reduction, a copy
         out.
