@@ -24,6 +24,7 @@ from typing import Any
 
 SIZES = (1, 1024, 65536)  # float32 values
 BURST = 32
+WARM = 100
 
 
 def work(out: Path, calls: int) -> None:
@@ -62,11 +63,11 @@ def work(out: Path, calls: int) -> None:
     found = {}
     for name, call in cases.items():
         times = []
-        for number in range(calls + 200):
+        for number in range(calls + WARM):
             began = time.perf_counter()
             call(number)
             times.append(time.perf_counter() - began)
-        found[name] = statistics.median(times[200:]) * 1e6
+        found[name] = statistics.median(times[WARM:]) * 1e6
     if hvd.rank() == 0:
         out.write_text(json.dumps(found))
     hvd.barrier()
