@@ -315,8 +315,6 @@ def main() -> None:
         print(f"built in {time.monotonic() - began:.0f} s", flush=True)
     if given.build_only:
         return
-    import torch
-
     given.pin = neighbours()
     runs: list[dict[str, dict[str, Rows]]] = []
     left_out: dict[str, str] = {}
@@ -333,18 +331,26 @@ def main() -> None:
             print(f"repeat {number}: {str(error)[-1000:]}", file=sys.stderr, flush=True)
         longest = max(longest, time.monotonic() - start)
         print(f"repeat {number}: {time.monotonic() - began:.0f} s", flush=True)
-        document = {
-            "command": "python benchmarks/against_nccl_tests.py "
-            + " ".join(Path(one).name if one.startswith("/") else one for one in sys.argv[1:]),
-            "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, "
-            f"{platform.machine()}, {os.cpu_count()} processors, {len(given.pin)} of them used",
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "rows": _rows(runs, given),
-            "left_out": left_out,
-        }
-        given.out.write_text(json.dumps(document, indent=1) + "\n")
+        _write(runs, left_out, given)
+    _write(runs, left_out, given)
     print(table(_rows(runs, given)), flush=True)
+
+
+def _write(runs: list[dict[str, dict[str, Rows]]], left_out: dict[str, str], given: Given) -> None:
+    """All that is known, into --out."""
+    import torch
+
+    document = {
+        "command": "python benchmarks/against_nccl_tests.py "
+        + " ".join(Path(one).name if one.startswith("/") else one for one in sys.argv[1:]),
+        "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, "
+        f"{platform.machine()}, {os.cpu_count()} processors, {len(given.pin)} of them used",
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "rows": _rows(runs, given),
+        "left_out": left_out,
+    }
+    given.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _rows(runs: list[dict[str, dict[str, Rows]]], given: Given) -> list[dict[str, Any]]:

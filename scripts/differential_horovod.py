@@ -5,7 +5,7 @@
 UPSTREAM_PYTHON: the interpreter of an environment in which upstream's horovod is built for torch,
 with Gloo; its `horovodrun` stands beside it. Both run this file's `work` on two ranks. What each
 operation gave on each rank is written as bytes, and compared: dtype, shape and every bit. With two
-ranks a sum has one order only, so nothing is allowed to differ.
+ranks a sum has one order only, so nothing may differ but what `KNOWN` names.
 
 Given the interpreter that runs this, it compares Evener with itself, which shows that the
 comparison runs; it says so.
@@ -28,6 +28,11 @@ from typing import Any
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("uint8", "int8", "int32", "int64")
 REFUSED = "refused: "
+# What is meant to differ, and why.
+KNOWN = {
+    "allreduce.float16.scaled": "upstream rounds to float16 after each factor and after the sum, "
+    "Evener computes in float32 and rounds once",
+}
 SHAPES = ((), (0,), (1,), (17,), (3, 5, 7), (70000,))
 
 
@@ -166,6 +171,8 @@ def main() -> int:
     for row in different:
         print(f"rank {row['rank']} {row['name']}")
         print(f"   ours   {row['ours']}\n   theirs {row['theirs']}")
+        if row["name"] in KNOWN:
+            print(f"   known: {KNOWN[row['name']]}")
     print(f"ours {versions[0]}\ntheirs {versions[1]}")
     print(f"{len(compared)} operations compared on 2 ranks, {len(different)} results differ")
     print(f"{len(refused)} operations upstream refuses:")
@@ -176,10 +183,11 @@ def main() -> int:
             "versions": [version.partition(" (")[0] for version in versions],
             "compared": len(compared),
             "different": different,
+            "known": KNOWN,
             "refused_upstream": {name: theirs[0][name] for name in refused},
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if different else 0
+    return 0 if all(row["name"] in KNOWN for row in different) else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from evener import settings
 from evener.comm import wires
 from evener.comm.exchange import Exchange
 from evener.comm.options import Options
@@ -377,6 +379,49 @@ def test_the_guard_falls_back_step_by_step_and_loses_nothing(tmp_path: Path) -> 
 
 def test_the_guard_leaves_alone_what_is_within_limits() -> None:
     assert worlds.run([1, 1], guarded, -0.5) == [["topk"] * 9] * 2
+
+
+def replanned(rank: int, size: int) -> None:
+    """The guard lowers the weight from top-k to INT8; then a planner decides again."""
+    run = Run(rank, "topk", guard_steps=2, guard_cosine=0.9999999)
+    for step in range(2):
+        run.step(step)
+    reducer, index = run.reducer, run.exchange("weight").bucket.index
+    assert run.exchange("weight").wire.name == "int8"
+    allowed = {form: reducer.permitted(index, form) for form in wires.names()}
+    assert allowed == {form: not form.startswith("topk") for form in wires.names()}
+    for choice, form in (("topk", "int8"), ("bf16", "bf16"), ("int8", "int8"), ("topk", "int8")):
+        reducer.adopt([("flat", choice)] * len(reducer.buckets), reducer.sequence)
+        assert run.exchange("weight").wire.name == form, choice
+    run.check(run.owed(), 1e-5)
+    reducer.close()
+
+
+def test_a_new_plan_does_not_raise_what_the_guard_has_lowered() -> None:
+    worlds.run([1, 1], replanned)
+
+
+def two_at_once(rank: int, size: int) -> tuple[int, set[str], set[str]]:
+    run, other = (Run(rank, "topk", guard_steps=2) for _ in range(2))
+    for step in range(2):
+        run.step(step)
+        other.step(step)
+    other.reducer.close()
+    run.reducer.close()
+    directory = Path(settings.EVENER_STATS_DIR.get())
+    found = {path.name for path in directory.glob(f"*-{os.getpid()}*")}
+    last = Run(rank, "topk")
+    last.step(0)
+    last.reducer.close()
+    return os.getpid(), found, {path.name for path in directory.glob(f"*-{os.getpid()}*")}
+
+
+def test_two_reducers_of_a_process_write_files_of_their_own(tmp_path: Path) -> None:
+    found = worlds.run([1, 1], two_at_once, env={"EVENER_STATS_DIR": str(tmp_path)})
+    for rank, (pid, names, later) in enumerate(found):
+        want = {f"comm-{pid}.json", f"comm-{pid}-2.json"}
+        want |= {f"guard-{pid}.csv", f"guard-{pid}-2.csv"} if rank == 0 else set()
+        assert names == want == later
 
 
 # --- the door ---

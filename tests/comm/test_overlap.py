@@ -452,3 +452,20 @@ def test_the_bucket_needed_first_leaves_first(
 
 def test_callers_are_named() -> None:
     assert overlap_step._caller().startswith(__file__)
+
+
+def test_a_stream_that_waits_for_another_waits_for_the_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rule alone, without a GPU; tests/gpu/test_overlap.py has what it is for."""
+
+    class Live:
+        def updated_for(self, stream: Any) -> Any:
+            return None if stream == "that of step()" else "updates"
+
+    waited: list[Any] = []
+    monkeypatch.setattr(interpose, "_LIVE", [Live()])
+    wait = interpose._for_updates(lambda event, stream=None: waited.append((event, stream)))
+    wait("event", "side")  # type: ignore[arg-type]
+    wait("event", "that of step()")  # type: ignore[arg-type]
+    assert waited == [("event", "side"), ("updates", "side"), ("event", "that of step()")]

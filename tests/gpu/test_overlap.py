@@ -61,8 +61,15 @@ def train(rank: int, overlapped: bool, act: str) -> tuple[list[bytes], int]:
         generator = torch.Generator().manual_seed(100 * step + rank)
         x = torch.randn(256, 1024, generator=generator).to(device)
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        if act == "side stream, ordered early" and step:
+            # Behind the last step, as this stream waited then; the forward has used it already.
+            with torch.cuda.stream(side), torch.no_grad():
+                seen.append(models.raw(net[3].weight + 0))
+        loss.backward()
         optimizer.step()
+        if act == "side stream, ordered early":
+            side.wait_stream(torch.cuda.current_stream(device))
         if overlapped:
             deferred += model.evener_steps.overlap.state is State.DEFERRED
         if act == "graph" and step == 6:
@@ -93,7 +100,7 @@ def both(rank: int, size: int, act: str) -> tuple[list[int], int]:
     return [i for i, (one, other) in enumerate(pairs) if one != other], deferred
 
 
-@pytest.mark.parametrize("act", ["plain", "graph", "side stream"])
+@pytest.mark.parametrize("act", ["plain", "graph", "side stream", "side stream, ordered early"])
 def test_large_buckets_over_sockets(act: str) -> None:
     for different, deferred in worlds.run([1, 1], both, act, gpu=True, env=ENV):
         assert not different and deferred >= 6

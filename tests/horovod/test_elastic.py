@@ -149,7 +149,16 @@ def states(rank: int, size: int) -> None:
     state.restore()  # a second time: what is kept was not written to
     assert torch.equal(model.weight, kept)
     assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0] * 2] * 2
-    # A new world, as after a change: the same optimizer reduces in it.
+    # A new world, as after a change: the same optimizers reduce in it.
+    point = torch.nn.Parameter(torch.zeros(2))
+    adasum = hvd.DistributedOptimizer(torch.optim.SGD([point], lr=1.0), op=hvd.Adasum)
+
+    def adasum_step() -> None:
+        adasum.zero_grad()
+        (point * torch.tensor([1.0, 0.0] if rank else [0.0, 1.0])).sum().backward()
+        adasum.step()
+
+    adasum_step()
     hvd.shutdown()
     hvd.init()
     state.on_reset()
@@ -157,6 +166,8 @@ def states(rank: int, size: int) -> None:
     model(torch.full((1, 2), float(rank))).sum().backward()
     optimizer.step()
     assert model.weight.grad.tolist() == [[sum(range(size)) / size] * 2] * 2
+    adasum_step()  # gradients at right angles: their sum
+    assert point.tolist() == ([-2.0, -2.0] if size == 2 else [0.0, -2.0])
     words(torch.tensor([0, 1 + rank])).sum().backward()
     bag.step()
     assert words.weight.grad.to_dense()[0].item() == 1.0

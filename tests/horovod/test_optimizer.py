@@ -274,6 +274,39 @@ def test_lightccs_variables_are_honoured() -> None:
         assert last < first / 4
 
 
+def modes(rank: int, size: int) -> None:
+    """Evener's own arguments choose the form between nodes; the largest entries are sent first."""
+    hvd.init()
+    for given in ({"mode": "bf16"}, {"mode": "topk", "ratio": 0.25}):
+        model = nn.Linear(512, 1024, bias=False)  # 2 MB: more than what goes dense in any mode
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **given)
+        for _ in range(2):  # what keeps a residual sends the first step exactly
+            optimizer.zero_grad()
+            (model.weight * torch.rand(1024, 512)).sum().backward()
+            optimizer.step()
+        gradient = model.weight.grad
+        assert gradient is not None
+        if given["mode"] == "bf16":
+            assert torch.equal(gradient, gradient.bfloat16().float())
+        else:
+            assert 0.2 < (gradient != 0).float().mean() < 0.5
+        assert torch.equal(*hvd.allgather(gradient[None]))
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for wrong in (
+        {"mode": "auto"},
+        {"mode": "int8", "compression": hvd.Compression.fp16},
+        {"mode": "int8", "op": hvd.Adasum},
+    ):
+        with pytest.raises(ValueError, match="mode="):
+            hvd.DistributedOptimizer(plain, **wrong)
+
+
+def test_the_mode_of_an_optimizer() -> None:
+    worlds.run([1, 1], modes)
+
+
 def sparse(rank: int, size: int) -> None:
     hvd.init()
     for as_dense in (False, True):

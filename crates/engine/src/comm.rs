@@ -9,6 +9,7 @@ use evener_proto::{Side, Why};
 use crate::hello::ProcessId;
 use crate::link::Link;
 use crate::slots::Slots;
+use crate::stats::Latencies;
 
 /// A process, as this one sees it. `mirror`: this very process, seen from the accepting end of a
 /// connection to itself.
@@ -43,8 +44,10 @@ pub struct Peer {
     pub comms: AtomicUsize,
     /// Connections.
     pub connections: AtomicUsize,
-    /// Bytes of requests that are taken and not finished.
-    pub under_way: AtomicU64,
+    /// Bytes of requests that are taken and not finished: of messages, and of buffers for them.
+    pub under_way: [AtomicU64; 2],
+    /// How long messages took from their posting's being seen to their acknowledgement.
+    pub took: Latencies,
     /// What became of the flows that were tried out.
     pub placement: Placement,
     /// The protocol between it and us.

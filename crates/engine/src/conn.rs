@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use evener_proto::PathId;
 use evener_proto::path::unsent_room;
@@ -18,7 +19,11 @@ use crate::stats::PathStats;
 use crate::sys::{self, Memory, TcpInfo};
 
 /// Bytes of the buffer that headers (and what follows them) are read into.
-const STAGING: usize = 32 << 10;
+///
+/// Payload that lands here is copied once more, so it is small.
+const STAGING: usize = 8 << 10;
+/// See [`Conn::is_stuck`].
+const STUCK: Duration = Duration::from_millis(10);
 
 /// A chunk whose bytes are arriving.
 #[derive(Debug, Clone, Copy)]
@@ -91,6 +96,12 @@ pub struct Conn {
     /// Segments that were sent again at the last look.
     resent: u32,
     low_water: u32,
+    /// When something arrived, or nothing was on its way, as of the last look.
+    moved: Duration,
+    /// The shortest round trip of late; zero where unknown.
+    pub least_rtt: Duration,
+    /// When the kernel was last asked about it.
+    pub asked: Duration,
     paced: bool,
     /// The chunk that is arriving.
     pub arriving: Option<Arriving>,
@@ -133,6 +144,9 @@ impl Conn {
             acknowledged: 0,
             resent: 0,
             low_water: 0,
+            moved: Duration::ZERO,
+            least_rtt: Duration::ZERO,
+            asked: Duration::ZERO,
             paced: false,
             arriving: None,
             staging: vec![0; STAGING].into_boxed_slice(),
@@ -145,9 +159,10 @@ impl Conn {
         }
     }
 
-    /// Adapts to what the kernel says: room for about 2 ms of what the path delivers, and no bursts
-    /// once it has lost something.
+    /// Adapts to what the kernel says: unsent bytes for about half a millisecond of what the path
+    /// delivers, and no bursts once it has lost something.
     pub fn adapt(&mut self, info: &TcpInfo) {
+        self.least_rtt = Duration::from_micros(info.least_rtt_us.into());
         let fd = self.fd.as_raw_fd();
         if info.delivery_rate > 0 {
             let wanted = unsent_room(info.delivery_rate);
@@ -239,11 +254,22 @@ impl Conn {
         (self.queued + self.in_kernel) as u64
     }
 
-    /// Asks the kernel what is on its way, where anything was.
-    pub fn look(&mut self) {
-        if self.in_kernel > 0 {
+    /// Asks the kernel what is on its way, where anything was: bytes that have arrived since.
+    pub fn look(&mut self, now: Duration) -> usize {
+        let before = self.in_kernel;
+        if before > 0 {
             self.in_kernel = sys::unacknowledged(self.fd.as_raw_fd());
         }
+        let arrived = before.saturating_sub(self.in_kernel);
+        if before == 0 || arrived > 0 {
+            self.moved = now;
+        }
+        arrived
+    }
+
+    /// Whether nothing has arrived for so long that what is on its way may not.
+    pub fn is_stuck(&self, now: Duration) -> bool {
+        now >= self.moved + STUCK
     }
 
     /// Frames that are queued here.

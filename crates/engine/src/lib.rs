@@ -215,7 +215,8 @@ impl Shared {
                     addresses: Mutex::new(addresses.to_vec()),
                     comms: AtomicUsize::new(0),
                     connections: AtomicUsize::new(0),
-                    under_way: AtomicU64::new(0),
+                    under_way: Default::default(),
+                    took: Default::default(),
                     placement: Placement::default(),
                     link: Mutex::new(Link::new(&self.config, self.started.elapsed())),
                 })
@@ -282,7 +283,7 @@ impl Engine {
         token.copy_from_slice(&secret[16..]);
         let processors = sys::processors();
         let workers = match config.workers {
-            0 => (processors / 8).clamp(1, 4),
+            0 => (processors / 8).clamp(1, 8),
             given => given.min(16),
         };
         let handles: Result<Vec<_>, _> = (0..workers).map(|_| worker::Handle::new()).collect();
@@ -345,6 +346,7 @@ impl Engine {
         let shared = self.shared.clone();
         let thread = name_thread(name, move || {
             sys::block_signals();
+            sys::set_exact_timers();
             let body = std::panic::AssertUnwindSafe(body);
             if std::panic::catch_unwind(body).is_err() {
                 shared.broken.store(true, Ordering::SeqCst);

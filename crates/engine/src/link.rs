@@ -64,6 +64,8 @@ struct End {
     ending: bool,
     pins: [u16; SLOTS],
     over: [Option<Over>; SLOTS],
+    /// When each request was taken.
+    taken: [Duration; SLOTS],
 }
 
 impl End {
@@ -82,7 +84,7 @@ impl End {
     }
 
     fn less(&self, bytes: u64) {
-        self.comm.peer.under_way.fetch_sub(bytes, Ordering::Relaxed);
+        self.comm.peer.under_way[self.comm.side as usize].fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Ends a taken request, at once or with its last pin. Whether at once.
@@ -185,6 +187,7 @@ impl Link {
             ending: false,
             pins: [0; SLOTS],
             over: [None; SLOTS],
+            taken: [Duration::ZERO; SLOTS],
         };
         self.ends.insert((comm.side, comm.id), end);
         comm.registered.store(true, Ordering::Release);
@@ -243,7 +246,8 @@ impl Link {
                 return;
             };
             end.next += 1;
-            peer.under_way.fetch_add(length as u64, Ordering::Relaxed);
+            end.taken[(end.next - 1) as usize % SLOTS] = shared.started.elapsed();
+            peer.under_way[side as usize].fetch_add(length as u64, Ordering::Relaxed);
             let taken = match side {
                 Side::Send => self.lane.send(id, length as u64),
                 Side::Receive => self.lane.post(id, length as u64),
@@ -327,7 +331,14 @@ impl Link {
                     comm,
                     message,
                     length,
-                } => self.finish(Side::Send, comm, message, length),
+                } => {
+                    if let Some(end) = self.ends.get(&(Side::Send, comm)) {
+                        let since = end.taken[message as usize % SLOTS];
+                        peer.took
+                            .count(shared.started.elapsed().saturating_sub(since));
+                    }
+                    self.finish(Side::Send, comm, message, length);
+                }
                 Event::Received {
                     comm,
                     message,

@@ -62,16 +62,17 @@ pub fn json(shared: &Shared) -> String {
         .map(|peer| {
             format!(
                 "{{\"peer\":{},\"connections\":{},\"comms\":{},\"under_way\":{},\"trials\":{},\
-                 \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{}}}",
+                 \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{},\"took_us_log2\":{}}}",
                 text(&peer.name()),
                 peer.connections.load(Relaxed),
                 peer.comms.load(Relaxed),
-                peer.under_way.load(Relaxed),
+                peer.under_way[0].load(Relaxed) + peer.under_way[1].load(Relaxed),
                 peer.placement.trials.load(Relaxed),
                 peer.placement.gains.load(Relaxed),
                 peer.placement.rerolls.load(Relaxed),
                 peer.placement.best.load(Relaxed),
                 lock(&peer.link).lane.late(),
+                peer.took.json(),
             )
         })
         .collect();
@@ -95,11 +96,17 @@ pub fn json(shared: &Shared) -> String {
             )
         })
         .collect();
+    let workers: Vec<String> = shared
+        .workers
+        .iter()
+        .map(|worker| worker.counts.json())
+        .collect();
     let _ = write!(
         out,
-        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
+        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),
+        workers.join(","),
         peers.join(","),
         paths.join(",")
     );

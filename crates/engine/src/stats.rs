@@ -1,6 +1,7 @@
-//! What each path did, kept by its worker and read by everybody.
+//! What each path and each worker did, kept by the worker and read by everybody.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use crate::sys::TcpInfo;
 
@@ -107,5 +108,116 @@ impl PathStats {
             suspect: self.suspect.load(Relaxed) == 1,
             heals: self.heals.load(Relaxed),
         }
+    }
+}
+
+/// What a worker did since it was started. Times in nanoseconds.
+#[derive(Debug, Default)]
+pub struct WorkerStats {
+    /// Turns of the loop that moved something, and those that did not.
+    pub turns: [AtomicU64; 2],
+    /// How long they took.
+    pub working: AtomicU64,
+    /// Looking for something to do.
+    pub spinning: AtomicU64,
+    /// Naps, and their time.
+    pub naps: [AtomicU64; 2],
+    /// Sleeps, and their time.
+    pub sleeps: [AtomicU64; 2],
+    /// Calls that read, their bytes.
+    pub reads: [AtomicU64; 2],
+    /// Calls that wrote, their bytes.
+    pub writes: [AtomicU64; 2],
+    /// Calls that asked how much is in flight, or about the connection.
+    pub looks: AtomicU64,
+    /// Times that others told it to pull. The one counter that several threads write.
+    pub nudges: AtomicU64,
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl WorkerStats {
+    /// Adds to a counter. Not a locked instruction: a count that is lost does not matter.
+    pub fn add(counter: &AtomicU64, more: u64) {
+        PathStats::add(counter, more);
+    }
+
+    fn add_both(counters: &[AtomicU64; 2], more: u64) {
+        PathStats::add(&counters[0], 1);
+        PathStats::add(&counters[1], more);
+    }
+
+    /// A turn of the loop.
+    pub fn turn(&self, time: Duration, active: bool) {
+        PathStats::add(&self.turns[usize::from(!active)], 1);
+        let counter = if active {
+            &self.working
+        } else {
+            &self.spinning
+        };
+        PathStats::add(counter, nanoseconds(time));
+    }
+
+    /// A nap.
+    pub fn napped(&self, time: Duration) {
+        WorkerStats::add_both(&self.naps, nanoseconds(time));
+    }
+
+    /// A sleep.
+    pub fn slept(&self, time: Duration) {
+        WorkerStats::add_both(&self.sleeps, nanoseconds(time));
+    }
+
+    /// A call that read.
+    pub fn read(&self, bytes: usize) {
+        WorkerStats::add_both(&self.reads, bytes as u64);
+    }
+
+    /// A call that wrote.
+    pub fn wrote(&self, bytes: usize) {
+        WorkerStats::add_both(&self.writes, bytes as u64);
+    }
+
+    /// As JSON.
+    pub fn json(&self) -> String {
+        let all = |counters: &[AtomicU64; 2]| counters.each_ref().map(|one| one.load(Relaxed));
+        let ([turns, empty], [naps, napped]) = (all(&self.turns), all(&self.naps));
+        let ([sleeps, slept], [reads, read]) = (all(&self.sleeps), all(&self.reads));
+        let [writes, written] = all(&self.writes);
+        let ms = |nanoseconds: u64| nanoseconds / 1_000_000;
+        format!(
+            "{{\"turns\":{turns},\"working_ms\":{},\"empty_turns\":{empty},\"spinning_ms\":{},\
+             \"naps\":{naps},\"napping_ms\":{},\"sleeps\":{sleeps},\"sleeping_ms\":{},\
+             \"reads\":{reads},\"bytes_read\":{read},\"writes\":{writes},\
+             \"bytes_written\":{written},\"looks\":{},\"nudges\":{}}}",
+            ms(self.working.load(Relaxed)),
+            ms(self.spinning.load(Relaxed)),
+            ms(napped),
+            ms(slept),
+            self.looks.load(Relaxed),
+            self.nudges.load(Relaxed),
+        )
+    }
+}
+
+/// How many messages took so long: place `n` counts those of less than 2^n microseconds that are not
+/// in an earlier one; the last counts all longer ones.
+#[derive(Debug, Default)]
+pub struct Latencies([AtomicU64; 24]);
+
+impl Latencies {
+    /// One message. Under the peer's lock.
+    pub fn count(&self, time: Duration) {
+        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let place = (u64::BITS - us.leading_zeros()) as usize;
+        PathStats::add(&self.0[place.min(self.0.len() - 1)], 1);
+    }
+
+    /// As JSON.
+    pub fn json(&self) -> String {
+        let counts = self.0.each_ref().map(|one| one.load(Relaxed).to_string());
+        format!("[{}]", counts.join(","))
     }
 }

@@ -388,6 +388,8 @@ pub struct TcpInfo {
     pub delivery_rate: u64,
     /// Microseconds in which something was in flight.
     pub busy_us: u64,
+    /// The shortest round trip of late, microseconds; 0 where the kernel does not tell.
+    pub least_rtt_us: u32,
 }
 
 /// See [`TcpInfo`].
@@ -414,9 +416,26 @@ pub fn tcp_info(fd: RawFd) -> io::Result<TcpInfo> {
         retransmits: u32_at(100),
         bytes_acknowledged: u64_at(120),
         unsent: u32_at(144),
+        least_rtt_us: u32_at(148),
         delivery_rate: u64_at(160),
         busy_us: u64_at(168),
     })
+}
+
+/// Sleeps for so long, whatever happens meanwhile.
+pub fn nap(time: Duration) {
+    let time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: libc::c_long::from(time.subsec_nanos()),
+    };
+    // SAFETY: `time` lives through the call. Where a signal ends it early, nothing is lost.
+    unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) };
+}
+
+/// Has this thread's short sleeps end when they should, and not up to 50 us later.
+pub fn set_exact_timers() {
+    // SAFETY: no memory is passed. Where it fails, naps are longer.
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000 as libc::c_ulong) };
 }
 
 /// One address of one interface.

@@ -7,9 +7,11 @@
 //! core can, it hands half of them to a worker with less ([`spreading`]).
 //!
 //! # When to sleep
-//! With nothing to do for [`SPIN`], a worker sleeps until a socket, a caller or a deadline wakes
-//! it. While much is under way ([`BULK`]) a wake costs nothing that matters, for the next bytes are
-//! queued behind these; then it sleeps almost at once and leaves the core to others.
+//! With nothing to do for [`SPIN`] ([`SPIN_WAITED`] while a request waits), a worker sleeps until a
+//! socket, a caller or a deadline wakes it. While much is under way ([`BULK`]) time is not what
+//! counts but what a byte costs: after a turn that moved little it naps for [`NAP`] and nothing
+//! wakes it, so that the next turn moves much at once. On one core or many, that also makes the time
+//! in which a worker works a true measure of what it could still take ([`spreading`]).
 
 mod pulling;
 mod reading;
@@ -29,18 +31,28 @@ use crate::conn::Conn;
 use crate::control::News;
 use crate::doorbell::{BITS, Doorbell};
 use crate::link::Chore;
-use crate::stats::PathStats;
+use crate::stats::{PathStats, WorkerStats};
 use crate::sync::{AtomicBool, AtomicU64, Ordering as SyncOrdering};
 use crate::sys::{self, Epoll, Ready, Waker};
 use crate::{Level, Shared};
+use pulling::Flow;
 use spreading::Load;
 
 /// Idle for this long, a worker sleeps.
 const SPIN: Duration = Duration::from_micros(50);
-/// And for this long while [`BULK`] bytes are under way.
-const SPIN_BULK: Duration = Duration::from_micros(5);
-/// So many bytes under way keep a network busy for longer than a wake takes.
-const BULK: u64 = 3 << 20;
+/// And for this long while a request waits: NCCL's own thread looks on all the time then, and the
+/// next step of a ring is often farther away than [`SPIN`].
+const SPIN_WAITED: Duration = Duration::from_micros(300);
+/// No event says that something has arrived at a peer: so long a sleep may be while that matters.
+const FULL_LOOK: Duration = Duration::from_millis(1);
+/// With fewer processors than this nobody looks on for long: others need them.
+const ROOMY: usize = 8;
+/// So many bytes being sent keep a network busy for longer than a wake takes.
+const BULK: u64 = 2 << 20;
+/// A turn that moved less, while [`BULK`] is under way, was hardly worth it ...
+const LIGHT: usize = 128 << 10;
+/// ... and there will be more to move after this.
+const NAP: Duration = Duration::from_micros(25);
 /// Timers are looked at this often where the loop is busy.
 const TICK: Duration = Duration::from_millis(2);
 const WAKER: u64 = u64::MAX;
@@ -92,6 +104,10 @@ pub struct Handle {
     has_tasks: AtomicBool,
     /// There is something to pull, and another worker's connections are full.
     nudged: AtomicBool,
+    /// Some of its connections had room when there was nothing to pull.
+    hungry: AtomicBool,
+    /// What it did.
+    pub counts: WorkerStats,
     /// How much of its time it works, in thousandths.
     load: AtomicU64,
 }
@@ -105,6 +121,8 @@ impl Handle {
             tasks: Mutex::new(Vec::new()),
             has_tasks: AtomicBool::new(false),
             nudged: AtomicBool::new(false),
+            hungry: AtomicBool::new(true),
+            counts: WorkerStats::default(),
             load: AtomicU64::new(0),
         })
     }
@@ -125,8 +143,13 @@ impl Handle {
         }
     }
 
-    /// Says that there is something to pull.
+    /// Says that there is something to pull. Where all its connections are full, the kernel will
+    /// tell the worker when one is not.
     fn nudge(&self) {
+        if !self.hungry.swap(false, SyncOrdering::SeqCst) {
+            return;
+        }
+        WorkerStats::add(&self.counts.nudges, 1);
         if !self.nudged.swap(true, SyncOrdering::SeqCst) && self.bell.must_wake() {
             self.waker.wake();
         }
@@ -156,6 +179,10 @@ struct Mine {
     conns: Vec<usize>,
     /// Something may be ready to send.
     dirty: bool,
+    /// When the kernel was last asked what is on its way.
+    looked: Duration,
+    /// What its connections here deliver.
+    flow: Flow,
 }
 
 /// See the module.
@@ -219,8 +246,9 @@ impl Worker {
         let mut ready: Vec<Ready> = Vec::new();
         let (mut idle_since, mut timers_at) = (self.now(), Duration::ZERO);
         let mut turn = idle_since;
+        let roomy = sys::processors() >= ROOMY;
         while !self.stopped {
-            let mut active = false;
+            let (mut active, mut moved) = (false, 0);
             if handle.has_tasks.swap(false, SyncOrdering::SeqCst) {
                 let tasks = std::mem::take(&mut *lock(&handle.tasks));
                 for task in tasks {
@@ -238,14 +266,16 @@ impl Worker {
                 }
             }
             // Requests first: what they put on the wire travels while the rest is looked at.
-            active |= self.pump_dirty();
+            moved += self.pump_dirty();
             if self.epoll.wait(&mut ready, Some(Duration::ZERO)).is_ok() {
                 active |= self.note(&ready);
             }
-            active |= self.read_hot();
-            active |= self.pump_dirty();
+            moved += self.read_hot();
+            moved += self.pump_dirty();
+            active |= moved > 0;
             let now = self.now();
             self.load.count(now - turn, active);
+            handle.counts.turn(now - turn, active);
             turn = now;
             if now >= timers_at {
                 timers_at = self.timers(now).min(now + TICK);
@@ -253,8 +283,24 @@ impl Worker {
             }
             if active {
                 idle_since = now;
-            } else if now - idle_since >= self.patience() {
-                let until = self.timers(now);
+            }
+            let (sending, waited) = self.under_way();
+            let spin = if waited > 0 && roomy {
+                SPIN_WAITED
+            } else {
+                SPIN
+            };
+            let bulk = sending >= BULK || self.links.iter().flatten().any(|mine| mine.flow.full);
+            if bulk && moved < LIGHT && now - idle_since < spin {
+                sys::nap(NAP);
+                turn = self.now();
+                self.load.count(turn - now, false);
+                handle.counts.napped(turn - now);
+            } else if !active && now - idle_since >= spin {
+                let mut until = self.timers(now);
+                if self.links.iter().flatten().any(|mine| mine.flow.full) {
+                    until = until.min(now + FULL_LOOK);
+                }
                 handle.bell.sleep();
                 if !handle.has_news() {
                     let timeout = until.saturating_sub(self.now());
@@ -268,19 +314,22 @@ impl Worker {
                 }
                 idle_since = self.now();
                 self.load.count(idle_since - turn, false);
+                handle.counts.slept(idle_since - turn);
                 turn = idle_since;
                 timers_at = timers_at.min(idle_since + TICK);
             }
         }
     }
 
-    /// How long to look for news before sleeping.
-    fn patience(&self) -> Duration {
-        let links = self.links.iter().flatten();
-        let under_way: u64 = links
-            .map(|mine| mine.peer.under_way.load(Ordering::Relaxed))
-            .sum();
-        if under_way >= BULK { SPIN_BULK } else { SPIN }
+    /// Bytes of requests that are not finished: to be sent, and in all.
+    fn under_way(&self) -> (u64, u64) {
+        let peers = self.links.iter().flatten().map(|mine| &mine.peer);
+        peers.fold((0, 0), |(sending, all), peer| {
+            let [send, receive] = &peer.under_way;
+            let send = send.load(Ordering::Relaxed);
+            let receive = receive.load(Ordering::Relaxed);
+            (sending + send, all + send + receive)
+        })
     }
 
     fn note(&mut self, ready: &[Ready]) -> bool {
@@ -319,6 +368,8 @@ impl Worker {
                 peer: peer.clone(),
                 conns: Vec::new(),
                 dirty: false,
+                looked: Duration::ZERO,
+                flow: Flow::default(),
             };
             place_in(&mut self.links, mine)
         })

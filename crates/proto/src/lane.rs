@@ -17,7 +17,7 @@ use std::time::Duration;
 
 pub use event::{Event, LaneConfig, Side, Why};
 
-use crate::path::{Change, Path, PathId, PathState, Report};
+use crate::path::{Change, LATE, Path, PathId, PathState, Report};
 use crate::receive::{Outcome, ReceiveComm};
 use crate::send::SendComm;
 use crate::wire::Frame;
@@ -262,9 +262,13 @@ impl Lane {
 
     /// Of what the path was given, `outstanding` bytes have not reached the peer, queued ones
     /// included.
-    pub fn delivered(&mut self, id: PathId, outstanding: u64) {
+    pub fn delivered(&mut self, id: PathId, outstanding: u64, now: Duration) {
         if let Some(path) = self.paths.get_mut(&id) {
-            path.confirmed = path.confirmed.max(path.given.saturating_sub(outstanding));
+            let confirmed = path.given.saturating_sub(outstanding);
+            if confirmed > path.confirmed {
+                path.confirmed = confirmed;
+                path.moved = now;
+            }
         }
     }
 
@@ -380,7 +384,11 @@ impl Lane {
             return;
         }
         let paths = &self.paths;
-        let confirmed = |id: PathId| paths.get(&id).map_or(u64::MAX, |path| path.confirmed);
+        // A path that moves is slow and not stuck: what waits on it will come.
+        let confirmed = |id: PathId| {
+            let stuck = paths.get(&id).filter(|path| now >= path.moved + LATE);
+            stuck.map_or(u64::MAX, |path| path.confirmed)
+        };
         for (comm, send) in &mut self.sends {
             let base = send.base;
             for (index, message) in send.messages.iter_mut().enumerate() {

@@ -45,7 +45,7 @@ const SUSPECT: Duration = Duration::from_millis(60);
 /// A piece that has not arrived for this long, three times what it should take, and four round trips
 /// more, goes over another path as well: a lost tail holds up one piece for a timeout of the
 /// kernel's (200 ms), and without this everything behind it.
-const LATE: Duration = Duration::from_millis(10);
+pub(crate) const LATE: Duration = Duration::from_millis(10);
 /// Suspect for this long, and sixteen round trips: dead.
 const DEAD: Duration = Duration::from_millis(1000);
 /// A chunk should keep its path busy for about this long, seconds.
@@ -68,6 +68,8 @@ pub(crate) struct Path {
     /// Bytes, headers included, that it was given, and that are known to have arrived.
     pub given: u64,
     pub confirmed: u64,
+    /// When that grew last.
+    pub moved: Duration,
     /// Bytes a second that it delivers while it has something to deliver; 0 where unknown.
     pub rate: f64,
     /// Frames that belong to this path and no other.
@@ -94,6 +96,7 @@ impl Path {
             rtt: Duration::ZERO,
             given: 0,
             confirmed: 0,
+            moved: now,
             rate: 0.0,
             own: VecDeque::new(),
             owes: None,

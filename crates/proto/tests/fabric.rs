@@ -167,7 +167,7 @@ impl Fabric {
                     self.lanes[0].report(PathId(index as u64), &report, self.now);
                 }
                 for (index, flow) in self.flows.iter().enumerate() {
-                    self.lanes[0].delivered(PathId(index as u64), flow.held as u64);
+                    self.lanes[0].delivered(PathId(index as u64), flow.held as u64, self.now);
                 }
                 for lane in &mut self.lanes {
                     lane.on_time(self.now);

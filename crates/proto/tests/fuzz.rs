@@ -193,7 +193,7 @@ impl Node {
                     rate: Some(bytes as f64),
                 };
                 self.lane.report(PathId(path), &report, self.now);
-                self.lane.delivered(PathId(path), bytes);
+                self.lane.delivered(PathId(path), bytes, self.now);
                 let _ = self.lane.wait(PathId(path), bytes);
             }
             Act::Pull(path) => {

@@ -1,12 +1,15 @@
 """What the collectives write for others to read: docs/records.md. This module owns both formats.
 
 With EVENER_STATS_DIR set, each process rewrites `comm-<pid>.json` there, by rename, at most once a
-second, when a step ends; and rank 0 appends the guard's figures to `guard-<pid>.csv`.
+second, when a step ends; and rank 0 appends the guard's figures to `guard-<pid>.csv`. A second
+reducer of the process writes `comm-<pid>-2.json` and `guard-<pid>-2.csv`, and so on; who comes
+after one was closed takes its names.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -32,6 +35,8 @@ GUARD_FIELDS = (
     "falls_to",
 )
 _EVERY = 1.0  # seconds
+# Numbers of the reducers of this process that write.
+_TAKEN: set[int] = set()
 
 
 class Records:
@@ -40,6 +45,9 @@ class Records:
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory, self.rank = directory, rank
         directory.mkdir(parents=True, exist_ok=True)
+        self._number = next(i for i in itertools.count(1) if i not in _TAKEN)
+        _TAKEN.add(self._number)
+        self._owner = f"{os.getpid()}-{self._number}" if self._number > 1 else f"{os.getpid()}"
         self._verdicts: dict[int, Verdict] = {}
         self._written = -math.inf
         self._last = (0, time.monotonic())
@@ -49,6 +57,12 @@ class Records:
         """By EVENER_STATS_DIR."""
         text = settings.EVENER_STATS_DIR.get()
         return cls(Path(text), rank) if text else None
+
+    def close(self) -> None:
+        """Nothing more is written; the names are free. May be called twice, but not to write on."""
+        if self._number:
+            _TAKEN.discard(self._number)
+            self._number = 0
 
     def step(self, steps: int, exchanges: Sequence[Exchange], verdicts: Sequence[Verdict]) -> None:
         """A step has ended, the `steps`-th."""
@@ -74,9 +88,9 @@ class Records:
                 "buckets": [self._bucket(exchange) for exchange in exchanges],
             },
         }
-        part = self.directory / f".comm-{os.getpid()}.json"
+        part = self.directory / f".comm-{self._owner}.json"
         part.write_text(json.dumps(record), encoding="utf-8")
-        part.replace(self.directory / f"comm-{os.getpid()}.json")
+        part.replace(self.directory / f"comm-{self._owner}.json")
 
     def _bucket(self, exchange: Exchange) -> dict[str, Any]:
         start, end = exchange.place()
@@ -96,7 +110,7 @@ class Records:
         }
 
     def _append(self, verdicts: Sequence[Verdict]) -> None:
-        path = self.directory / f"guard-{os.getpid()}.csv"
+        path = self.directory / f"guard-{self._owner}.csv"
         new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)

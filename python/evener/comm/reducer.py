@@ -155,8 +155,14 @@ class Reducer:
         self.resequence(sequence)
 
     def permitted(self, index: int, form: str) -> bool:
-        """Whether a planner may send this bucket in `form`: not norms, not small shards."""
+        """Whether a planner may send this bucket in `form`.
+
+        Not norms, not small shards, and not what the guard has fallen back from.
+        """
         exchange = self.exchanges[index]
+        fallen = self._fallen.get(index)
+        if fallen is not None and wires.milder(form, fallen) != form:
+            return False
         options = dataclasses.replace(self.options, wire=form)
         return choose(options, exchange.route, exchange.bucket) == form
 
@@ -176,12 +182,13 @@ class Reducer:
             self.exchanges.append(Exchange(bucket, route, wire, self.options, names))
 
     def _form(self, bucket: Bucket, route: Route) -> str:
-        """The guard's verdict, else the planner's choice, else what was asked for."""
-        if bucket.index in self._fallen:
-            return self._fallen[bucket.index]
+        """The planner's choice, else what was asked for; never harsher than the guard's verdict."""
         if self._choices is not None and route.levels.nodes > 1:
-            return wires.suitable(self._choices[bucket.index][1], bucket)
-        return choose(self.options, route, bucket)
+            form = wires.suitable(self._choices[bucket.index][1], bucket)
+        else:
+            form = choose(self.options, route, bucket)
+        fallen = self._fallen.get(bucket.index)
+        return form if fallen is None else wires.milder(fallen, form)
 
     def _first_form(self, route: Route, bucket: Bucket) -> str:
         form = self._form(bucket, route)
@@ -415,7 +422,7 @@ class Reducer:
         return verdicts
 
     def use(self, bucket: int, form: str) -> None:
-        """From the next step on, exchange `bucket` in `form`, whatever a planner may choose.
+        """From the next step on, exchange `bucket` in `form`, or what a planner finds milder.
 
         Between steps, on all ranks alike.
         """
@@ -539,6 +546,8 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._lanes.close()
+        if self._records is not None:
+            self._records.close()
 
     def close(self) -> None:
         """`detach`, and give the groups to the next reducer: in the same order on all ranks."""

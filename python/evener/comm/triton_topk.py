@@ -1,4 +1,4 @@
-"""Exact top-k with error feedback on a GPU, in Triton: one pass over memory, and a search in little.
+"""Exact top-k with error feedback on a GPU, in Triton: one pass, and a search in a few entries.
 
 1. `_sample` looks at 16,384 entries of gradient + residual, each at a hashed place of its stretch,
    and takes as `guess` the magnitude that safely more than k of all entries reach: six standard

@@ -19,10 +19,11 @@ from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
 from evener.zero.host import HostMemory
+from evener.zero.hyper import Rule
 from evener.zero.planner import Machine, Plan, Work
 from evener.zero.planner import plan as pure_plan
 from evener.zero.probe import probe
-from evener.zero.ranks import join, meet, world_size
+from evener.zero.ranks import Ranks, join, meet, world_size
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Spans
 from evener.zero.store import Formats, Source, build, group_numbers
@@ -90,17 +91,13 @@ def plan_units(
 
 
 def _budget(config: Config, device: torch.device, ranks_here: int) -> budgets.Budget:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    if not free and device.type == "cpu":
-        # The simulated accelerator is host memory: half of it each.
-        half = int(budgets.host_free() * budgets.KEEP) // (2 * ranks_here)
-        given = config.budget if isinstance(config.budget, Mapping) else {}
-        return budgets.resolve(
-            {"gpu": given.get("gpu", half), "host": given.get("host", half)}
-            if isinstance(config.budget, Mapping) or config.budget == "auto"
-            else config.budget
-        )
-    return budgets.resolve(config.budget, gpu_free=free, ranks_here=ranks_here)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return budgets.resolve(config.budget, gpu_free=free, ranks_here=ranks_here)
+    # The simulated accelerator is host memory: half of it each.
+    shares = 2 * ranks_here
+    half = int(budgets.host_free() * budgets.KEEP) // shares
+    return budgets.resolve(config.budget, gpu_free=half, ranks_here=shares)
 
 
 def plan(
@@ -167,8 +164,6 @@ def _groups(
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    from evener.zero.hyper import Rule
-
     kind = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}.get(type(optimizer).__name__)
     if kind is None:
         raise UsageError(
@@ -227,41 +222,21 @@ def initialize(
             )
     numbers = group_numbers([group["params"] for group in groups])
     units = cut(model, numbers, small=settings.small)
-    formats = formats_of(settings)
-    made = None
     if resident is None and machine is None:
         machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
     ranks = join(device.device)  # after the probe: what it found beside the allocator is without it
+    made = None
     if resident is None:
         assert machine is not None
         tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
-        budget = _budget(settings, device.device, ranks.world)
-        if ranks.world > 1:
-            # One plan for all: ranks that recompute or gather otherwise would wait for ever.
-            reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
-            machine = replace(machine, reserve=reserve, network=ranks.network)
-            machine, budget = ranks.agree((machine, budget))
-        made = plan_units(units, settings, machine, budget, tokens, ranks.world)
-        if not made.fits:
-            raise NoFitError(made)
+        made = _planned(units, settings, machine, device, tokens, ranks)
         resident, streaming = made.resident, made.streaming
-        logger.info(
-            "%.2f GB on %s, %.2f GB on the host; activations: %s; optimizer: %s; bound by %s",
-            made.gpu_bytes / 1e9,
-            device.device,
-            made.host_bytes / 1e9,
-            made.checkpointing,
-            "the cores and the streaming lane" if streaming else "the cores",
-            made.bound,
-        )
-        if isinstance(settings.budget, Mapping) and "gpu" in settings.budget:
-            device.limit(budget.gpu - made.gpu_reserve)
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))
     store = build(
         model,
         units,
-        formats,
+        formats_of(settings),
         settings.rule,
         device,
         resident=resident,
@@ -299,6 +274,38 @@ def initialize(
         scheduler = schedule.make(front, *settings.scheduler)
     engine.scheduler = scheduler
     return engine, front, None, scheduler
+
+
+def _planned(
+    units: list[Unit],
+    config: Config,
+    machine: Machine,
+    device: devices.Device,
+    tokens: int,
+    ranks: Ranks,
+) -> Plan:
+    """A plan that fits, the same on all ranks, and a limit on the allocator by it."""
+    budget = _budget(config, device.device, ranks.world)
+    if ranks.world > 1:
+        # Ranks that recompute or gather otherwise would wait for ever.
+        reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
+        machine = replace(machine, reserve=reserve, network=ranks.network)
+        machine, budget = ranks.agree((machine, budget))
+    made = plan_units(units, config, machine, budget, tokens, ranks.world)
+    if not made.fits:
+        raise NoFitError(made)
+    logger.info(
+        "%.2f GB on %s, %.2f GB on the host; activations: %s; optimizer: %s; bound by %s",
+        made.gpu_bytes / 1e9,
+        device.device,
+        made.host_bytes / 1e9,
+        made.checkpointing,
+        "the cores and the streaming lane" if made.streaming else "the cores",
+        made.bound,
+    )
+    if isinstance(config.budget, Mapping) and "gpu" in config.budget:
+        device.limit(budget.gpu - made.gpu_reserve)
+    return made
 
 
 def _leave_meta(model: nn.Module) -> None:

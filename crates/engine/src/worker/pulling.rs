@@ -9,38 +9,86 @@ use std::time::Duration;
 
 use evener_proto::{Frame, Side};
 
-use super::Worker;
+use super::{Mine, Worker};
 use crate::comm::lock;
 use crate::conn::Conn;
 use crate::link::Link;
+use crate::stats::WorkerStats;
+use crate::sync::Ordering as SyncOrdering;
 use crate::sys;
 
 /// A connection holds at most this much that the kernel has not taken.
 const PULL: usize = 64 << 10;
+/// The kernel is asked this often what is on its way. Between two looks only what was added is
+/// known, which makes no path seem quicker than it is.
+const LOOK: Duration = Duration::from_micros(100);
+/// A worker's connections to a peer have at most this much on its way, in time, and two round trips
+/// more ...
+const AHEAD: Duration = Duration::from_micros(1200);
+/// ... or so many bytes.
+const AHEAD_LEAST: u64 = 512 << 10;
+/// What they deliver is counted over this time.
+const WINDOW: Duration = Duration::from_millis(2);
 /// Turns that the connections to a peer get before the worker looks at other things.
 const TURNS: usize = 8;
 
+/// What a worker's connections to a peer deliver, and whether they may have more.
+///
+/// What is on its way beyond a round trip waits in the fabric's queues: until they drop something,
+/// and with every acknowledgement and credit of the other direction behind it. NCCL keeps a fixed
+/// number of bytes in flight, so what they wait is what it loses. What is not sent yet waits here, and
+/// the next connection with room takes it.
+#[derive(Debug, Default)]
+pub(super) struct Flow {
+    /// Bytes that arrived since `since`.
+    delivered: u64,
+    since: Duration,
+    /// Bytes a second, the best of late.
+    rate: f64,
+    /// There is no room for a chunk until something arrives.
+    pub full: bool,
+}
+
+impl Flow {
+    /// So much has arrived.
+    pub fn count(&mut self, delivered: u64, now: Duration) {
+        self.delivered += delivered;
+        let passed = now.saturating_sub(self.since);
+        if passed >= WINDOW {
+            let rate = self.delivered as f64 / passed.as_secs_f64();
+            self.rate = rate.max(self.rate * 0.95);
+            (self.delivered, self.since) = (0, now);
+        }
+    }
+
+    fn limit(&self, round_trip: Duration) -> u64 {
+        let bytes = self.rate * (AHEAD + round_trip * 2).as_secs_f64();
+        (bytes as u64).max(AHEAD_LEAST)
+    }
+}
+
 impl Worker {
-    /// Lets the connections of every peer with something to send pull. Whether anything moved.
-    pub(super) fn pump_dirty(&mut self) -> bool {
-        let mut any = false;
+    /// Lets the connections of every peer with something to send pull: bytes that were written.
+    pub(super) fn pump_dirty(&mut self) -> usize {
+        let mut any = 0;
         for index in 0..self.links.len() {
             if let Some(Some(mine)) = self.links.get_mut(index)
                 && std::mem::take(&mut mine.dirty)
             {
-                any |= self.pump(index);
+                any += self.pump(index);
             }
         }
         any
     }
 
-    fn pump(&mut self, index: usize) -> bool {
+    fn pump(&mut self, index: usize) -> usize {
         let Some(Some(mine)) = self.links.get_mut(index) else {
-            return false;
+            return 0;
         };
+        let handle = &self.shared.workers[self.index];
         let peer = mine.peer.clone();
         let now = self.shared.started.elapsed();
-        let (mut any, mut left, mut broken) = (false, false, Vec::new());
+        let (mut any, mut left, mut broken) = (0, false, Vec::new());
         for turn in 0..=TURNS {
             let mut moved = false;
             for number in &mine.conns {
@@ -54,6 +102,8 @@ impl Worker {
                 match conn.flush() {
                     Ok(bytes) => {
                         moved = true;
+                        any += bytes;
+                        handle.counts.wrote(bytes);
                         conn.writable = bytes == want || conn.frames() > sys::PIECES / 2;
                     }
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
@@ -65,7 +115,6 @@ impl Worker {
                     }
                 }
             }
-            any |= moved;
             let mut link = lock(&peer.link);
             for number in &mine.conns {
                 if let Some(Some(conn)) = self.conns.get_mut(*number) {
@@ -77,9 +126,16 @@ impl Worker {
             if turn == TURNS {
                 mine.dirty |= moved;
             } else if turn == 0 || moved {
-                pull(&mut link, &mine.conns, &mut self.conns, now);
+                pull(&mut link, mine, &mut self.conns, now, &handle.counts);
             }
             left = link.lane.has_frames();
+            mine.flow.full &= left;
+            // Nothing tells us when there is room again.
+            mine.dirty |= mine.flow.full;
+            if !left {
+                // Under the lock: who has something for us later sees this.
+                handle.hungry.store(true, SyncOrdering::SeqCst);
+            }
             if turn > 0 && !moved {
                 break;
             }
@@ -102,9 +158,15 @@ fn has_room(conn: &Conn) -> bool {
 }
 
 /// Queues what there is to send, each frame where it waits the shortest.
-fn pull(link: &mut Link, mine: &[usize], conns: &mut [Option<Box<Conn>>], now: Duration) {
-    let mut open: Vec<usize> = Vec::with_capacity(mine.len());
-    for number in mine {
+fn pull(
+    link: &mut Link,
+    mine: &mut Mine,
+    conns: &mut [Option<Box<Conn>>],
+    now: Duration,
+    counts: &WorkerStats,
+) {
+    let mut open: Vec<usize> = Vec::with_capacity(mine.conns.len());
+    for number in &mine.conns {
         let Some(Some(conn)) = conns.get_mut(*number) else {
             continue;
         };
@@ -120,13 +182,32 @@ fn pull(link: &mut Link, mine: &[usize], conns: &mut [Option<Box<Conn>>], now: D
     if !link.lane.has_frames() {
         return;
     }
-    if open.len() > 1 {
-        for number in &open {
+    if now >= mine.looked + LOOK {
+        mine.looked = now;
+        WorkerStats::add(&counts.looks, open.len() as u64);
+        let mut delivered = 0;
+        for number in &mine.conns {
             if let Some(Some(conn)) = conns.get_mut(*number) {
-                conn.look();
+                delivered += conn.look(now) as u64;
             }
         }
+        mine.flow.count(delivered, now);
     }
+    let here = mine.conns.iter();
+    let here = here.filter_map(|number| conns.get(*number).and_then(Option::as_ref));
+    // Where no round trip is known yet, nothing is limited.
+    let (mut ahead, mut round_trip) = (0, Duration::from_secs(1));
+    for conn in here {
+        // What is stuck on a path that is gone must not keep the others from carrying.
+        if !conn.is_stuck(now) {
+            ahead += conn.outstanding();
+        }
+        if !conn.least_rtt.is_zero() {
+            round_trip = round_trip.min(conn.least_rtt);
+        }
+    }
+    let limit = mine.flow.limit(round_trip);
+    mine.flow.full = false;
     while link.lane.has_frames() {
         let wait = |place: &usize| {
             let conn = conns.get(open[*place]).and_then(Option::as_ref);
@@ -140,8 +221,18 @@ fn pull(link: &mut Link, mine: &[usize], conns: &mut [Option<Box<Conn>>], now: D
         let Some(Some(conn)) = conns.get_mut(open[place]) else {
             return;
         };
-        let taken = match link.lane.transmit(conn.path, now) {
+        mine.flow.full = ahead >= limit;
+        if mine.flow.full && !link.lane.has_control() {
+            return;
+        }
+        let frame = if mine.flow.full {
+            link.lane.transmit_control(conn.path, now)
+        } else {
+            link.lane.transmit(conn.path, now)
+        };
+        let taken = match frame {
             Some(frame) => {
+                ahead += u64::from(frame.payload());
                 queue(link, conn, frame);
                 true
             }

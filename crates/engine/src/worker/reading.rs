@@ -14,9 +14,9 @@ use crate::sys::Memory;
 const READ_TURN: usize = 2 << 20;
 
 impl Worker {
-    /// Lets every connection that may have something read. Whether any had.
-    pub(super) fn read_hot(&mut self) -> bool {
-        let mut any = false;
+    /// Lets every connection that may have something read: bytes that were.
+    pub(super) fn read_hot(&mut self) -> usize {
+        let mut any = 0;
         for index in std::mem::take(&mut self.hot) {
             // Out of the table while it reads: nobody else looks for it there meanwhile.
             let Some(mut conn) = self.conns.get_mut(index).and_then(Option::take) else {
@@ -33,7 +33,7 @@ impl Worker {
             }
             self.conns[index] = Some(conn);
             match result {
-                Ok(bytes) => any |= bytes > 0,
+                Ok(bytes) => any += bytes,
                 Err(why) => self.lose(index, &why),
             }
             let chores = lock(&peer.link).chores();
@@ -81,7 +81,10 @@ impl Worker {
             };
             match result {
                 Ok(0) => return Err("the peer closed it".into()),
-                Ok(bytes) => total += bytes,
+                Ok(bytes) => {
+                    total += bytes;
+                    self.shared.workers[self.index].counts.read(bytes);
+                }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                     conn.readable = false;
                     return Ok(total);

@@ -11,14 +11,14 @@ use crate::comm::lock;
 use crate::sync::Ordering;
 
 /// Between two looks.
-const EVERY: Duration = Duration::from_millis(100);
+const EVERY: Duration = Duration::from_millis(20);
 /// In thousandths: above, a worker has too much to do.
-const FULL: u64 = 850;
+const FULL: u64 = 800;
 /// Below, it can take more.
 const SPARE: u64 = 500;
 /// Below, for a while, what it has goes home.
 const QUIET: u64 = 30;
-const QUIET_LOOKS: u32 = 30;
+const QUIET_LOOKS: u32 = 150;
 
 /// How much of its time a worker works.
 #[derive(Debug, Default)]

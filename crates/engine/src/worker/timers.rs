@@ -8,12 +8,18 @@ use evener_proto::path::Report;
 
 use super::Worker;
 use crate::comm::lock;
+use crate::stats::WorkerStats;
 use crate::sys;
+
+/// A connection is asked about at most this often: it is a call that takes the socket's lock.
+const ASK: Duration = Duration::from_millis(4);
 
 impl Worker {
     /// Does what is due; when it is next needed.
     pub(super) fn timers(&mut self, now: Duration) -> Duration {
         let mut next = now + Duration::from_secs(1);
+        let shared = self.shared.clone();
+        let counts = &shared.workers[self.index].counts;
         for index in 0..self.links.len() {
             let Some(Some(mine)) = self.links.get_mut(index) else {
                 continue;
@@ -30,7 +36,7 @@ impl Worker {
                 }
                 let owes = |number: &usize| {
                     let conn = self.conns.get(*number).and_then(Option::as_ref);
-                    conn.is_some_and(|conn| link.lane.owes(conn.path))
+                    conn.is_some_and(|conn| link.lane.owes(conn.path) && now >= conn.asked + ASK)
                 };
                 mine.conns.iter().copied().filter(owes).collect()
             };
@@ -39,6 +45,8 @@ impl Worker {
                 let Some(Some(conn)) = self.conns.get_mut(number) else {
                     continue;
                 };
+                conn.asked = now;
+                WorkerStats::add(&counts.looks, 1);
                 let Ok(info) = sys::tcp_info(conn.fd.as_raw_fd()) else {
                     continue;
                 };
@@ -51,14 +59,14 @@ impl Worker {
                     rate: (info.delivery_rate > 0).then_some(info.delivery_rate as f64),
                 };
                 conn.acknowledged = info.bytes_acknowledged;
-                conn.look();
+                mine.flow.count(conn.look(now) as u64, now);
                 reports.push((conn.path, report, conn.outstanding()));
             }
             let chores = {
                 let mut link = lock(&peer.link);
                 for (path, report, outstanding) in reports {
                     link.lane.report(path, &report, now);
-                    link.lane.delivered(path, outstanding);
+                    link.lane.delivered(path, outstanding, now);
                 }
                 let rtt = |number: &usize| {
                     let conn = self.conns.get(*number).and_then(Option::as_ref);

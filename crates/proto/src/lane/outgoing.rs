@@ -29,6 +29,21 @@ impl Lane {
         Some(path.on_sent(frame, now))
     }
 
+    /// The next frame for a path that must not have chunks now.
+    pub fn transmit_control(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
+        if self.path_state(id)? != PathState::Live {
+            return None;
+        }
+        let frame = self.next_control()?;
+        let path = self.paths.get_mut(&id)?;
+        Some(path.on_sent(frame, now))
+    }
+
+    /// Whether there is anything to be said, chunks left aside.
+    pub fn has_control(&self) -> bool {
+        !self.control.is_empty()
+    }
+
     /// The next frame that belongs to this path and no other.
     pub fn transmit_own(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
         let path = self.paths.get_mut(&id)?;

@@ -98,9 +98,10 @@ def run(options: Options, processes: Processes, report: Report, device: torch.de
                 f"{number(row['alg_bw'], 6)}  {number(row['bus_bw'], 6)}  {wrong:>6}  {gain:>10}"
             )
         # What it came down to: a wire is used only where something crosses a network.
-        report.put(
-            f"#   {text} at {report.algorithms[-1]['size']}: {report.algorithms[-1]['detail']}"
-        )
+        last = report.algorithms[-1]
+        report.put(f"#   {text} at {last['size']}: {last['detail']}")
+        if last["wire"] != parse(text)[1]:
+            report.put(f"#   {text} was sent as {last['wire']}: no other form is of use here")
 
 
 def _measure(
@@ -165,6 +166,7 @@ def _measure(
         "alg_bw": algbw,
         "bus_bw": busbw,
         "nwrong": bad,
+        "wire": detail.rpartition("1 ")[2],  # of the one bucket
         "detail": detail,
     }
 

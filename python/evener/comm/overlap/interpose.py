@@ -2,6 +2,10 @@
 graph (it reads parameters by address), and destroying the process groups (a peer may still need
 what is on its way from here). The first overlap of a process wraps them; there is no hook for
 either. A process that ends without them waits in `atexit`.
+
+And one that must wait for more than it says: a stream that is made to wait for the stream of
+`optimizer.step()` may read all parameters from then on. Updates run on another stream, so it waits
+for them too.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ def watch(overlap: StepOverlap) -> None:
             ("capture_begin", "a CUDA graph is captured"),
         ):
             setattr(graph, name, _first(getattr(graph, name), reason))
+        event = torch.cuda.Event
+        event.wait = _for_updates(event.wait)  # type: ignore[method-assign]
         atexit.register(_at_exit)
 
 
@@ -46,6 +52,20 @@ def _first(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         for overlap in list(_LIVE):
             overlap.finish(reason, on_host=True)
         return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _for_updates(wait: Callable[..., None]) -> Callable[..., None]:
+    """`torch.cuda.Event.wait`, through which `wait_event` and `wait_stream` go."""
+
+    @functools.wraps(wait)
+    def wrapped(event: torch.cuda.Event, stream: Any = None) -> None:
+        wait(event, stream)
+        for overlap in list(_LIVE):
+            updated = overlap.updated_for(stream)
+            if updated is not None:
+                wait(updated, stream)
 
     return wrapped
 

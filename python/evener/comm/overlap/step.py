@@ -71,6 +71,7 @@ class StepOverlap:
         self._groups: dict[int, list[optimizers.Group]] = {}
         self._dropped: set[int] = set()
         self._events: dict[int, torch.cuda.Event] = {}
+        self._updated: torch.cuda.Event | None = None  # the last step's last update
         self._told: set[str] = set()
         gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device, priority=-1) if gpu else None
@@ -165,6 +166,7 @@ class StepOverlap:
                     self.reducer.wait(bucket)
                     optimizers.update(self.optimizer, self._groups.get(bucket, []))
                     self._events[bucket] = self._stream.record_event()
+                self._updated = self._stream.record_event()
                 # Here, on the stream that waits for all of them: it may look at what they measured.
                 self.reducer.end_step()
             self._groups.clear()
@@ -231,6 +233,9 @@ class StepOverlap:
         `on_host`: also wait for it on a GPU. Raises CommError where a reduction failed.
         """
         with self._lock:
+            if on_host and self._updated is not None:
+                self._updated.synchronize()
+                self._updated = None
             if self.state is State.IDLE:
                 return
             if reason and self.state is not State.TRACING:
@@ -259,6 +264,19 @@ class StepOverlap:
             with torch.cuda.stream(self._step_stream):
                 for bucket in self.reducer.sequence:
                     self.reducer.wait(bucket)
+
+    def updated_for(self, stream: Any) -> torch.cuda.Event | None:
+        """What `stream` (None: the current one) must wait for where it waits for something else.
+
+        None for the streams that know: step()'s, which waits bucket by bucket, and the updates'.
+        """
+        updated = self._updated
+        if updated is None:
+            return None
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device)
+        knows = stream in (self._step_stream, self._stream) or stream.device != self.device
+        return None if knows else updated
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:

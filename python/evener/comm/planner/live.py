@@ -34,14 +34,6 @@ _STRIKES = 2
 Measure = Callable[[StepProfile], Costs]
 
 
-def ladder(floor: str) -> tuple[str, ...]:
-    """The forms from "exact" to `floor`: what each falls back to, the other way round."""
-    found = [floor]
-    while found[-1] != "exact":
-        found.append(wires.get(found[-1]).milder)
-    return tuple(reversed(found))
-
-
 class Planner:
     """Decides for one reducer. `decision` is the one in force, `costs` what it was made from."""
 
@@ -55,7 +47,7 @@ class Planner:
     ) -> None:
         """`measure`: in place of the probe, for tests; collective as the probe is."""
         self.reducer, self.overlap = reducer, overlap
-        self.forms = ladder(reducer.options.floor)
+        self.forms = wires.ladder(reducer.options.floor)
         self.decision: Decision | None = None
         self.costs: Costs | None = None
         self.measured_ms: float | None = None

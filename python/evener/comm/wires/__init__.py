@@ -4,6 +4,26 @@ Read `base` first: it says what a form is and how to add one.
 """
 
 from evener.comm.wires import dense, int8, topk  # noqa: F401 - they register themselves
-from evener.comm.wires.base import Limits, Wire, choose, get, names, register, suitable
+from evener.comm.wires.base import (
+    Limits,
+    Wire,
+    choose,
+    get,
+    ladder,
+    milder,
+    names,
+    register,
+    suitable,
+)
 
-__all__ = ["Limits", "Wire", "choose", "get", "names", "register", "suitable"]
+__all__ = [
+    "Limits",
+    "Wire",
+    "choose",
+    "get",
+    "ladder",
+    "milder",
+    "names",
+    "register",
+    "suitable",
+]

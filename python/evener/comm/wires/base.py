@@ -112,6 +112,19 @@ def get(name: str) -> type[Wire]:
     return _FORMS[name]
 
 
+def ladder(form: str) -> tuple[str, ...]:
+    """The forms from "exact" to `form`: what each falls back to, the other way round."""
+    found = [form]
+    while found[-1] != "exact":
+        found.append(get(found[-1]).milder)
+    return tuple(reversed(found))
+
+
+def milder(one: str, other: str) -> str:
+    """Which of the two forms is fewer falls away from "exact"; `one` where they are as many."""
+    return min((one, other), key=lambda form: len(ladder(form)))
+
+
 def choose(options: Options, route: Route, bucket: Bucket) -> str:
     """Which form a bucket's shard is sent in. The same on every rank: it looks at sizes only."""
     numel = bucket.buffer.numel() // route.shards

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from evener import settings
-from evener.comm import elastic, rendezvous
+from evener.comm import elastic, rendezvous, wires
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.reducer import Reducer
@@ -61,6 +61,10 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: Any = global_process_set,
+    *,
+    mode: str | None = None,
+    ratio: float | None = None,
+    warmup_steps: int | None = None,
 ) -> Any:
     """`optimizer`, with gradients reduced over all ranks before each step. Collective.
 
@@ -74,6 +78,9 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     or with sparse_as_dense reduced as dense ones. process_set: gradients are reduced over its
     ranks; the others' optimizers step by themselves.
 
+    Evener's own, by name only: mode, the form on the wire between nodes, as of
+    `evener.ddp.accelerate` but for "auto"; ratio and warmup_steps of top-k. LIGHT_* win over them.
+
     Raises ValueError for what upstream refuses, HorovodInternalError where the ranks' parameters
     differ.
     """
@@ -83,6 +90,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         raise ValueError("backward_passes_per_step must be > 0")
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"DistributedOptimizer(op={op}): gradients are averaged, summed or Adasum")
+    _check_mode(mode, compression, op)
     if op == Adasum and size() > 1:
         return adasum_optimizer(
             optimizer,
@@ -113,8 +121,17 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     reduced = [(n, p) for n, p in named if id(p) in mine and p.requires_grad]
     made.process_set, made.sparse_as_dense = process_set, sparse_as_dense
-    made._make_reducer = partial(
-        _reducer, reduced, compression, op, gradient_predivide_factor, process_set
+    made._make_reducer = (
+        partial(
+            _reducer,
+            reduced,
+            _options(compression, op, gradient_predivide_factor, mode, ratio, warmup_steps),
+            process_set,
+        )
+        if compression in (NoneCompressor, FP16Compressor)
+        else partial(
+            _own_compression, reduced, compression, op, gradient_predivide_factor, process_set
+        )
     )
     made._sparse = {}
     made._reduces, made._generation = bool(reduced), -1
@@ -268,24 +285,52 @@ class _Distributed:
             self._reducer.set_passes(passes)
 
 
-def _reducer(
-    named: Named, compression: type[Compressor], op: int, predivide: float, process_set: Any
-) -> Reducer | OwnCompression:
-    named = list(named)
-    if compression not in (NoneCompressor, FP16Compressor):
-        info0(
-            "DistributedOptimizer(compression=%s): a class of the script's own, so gradients are "
-            "reduced one by one, and LIGHT_* does not apply",
-            getattr(compression, "__name__", compression),
+def _check_mode(mode: str | None, compression: type[Compressor], op: int) -> None:
+    if mode is None:
+        return
+    if mode not in wires.names():
+        raise ValueError(
+            f"mode={mode!r} cannot be: choose one of {', '.join(wires.names())} "
+            "(auto is a mode of evener.ddp.accelerate)"
         )
-        _replace_reducers(parameter for _, parameter in named)
-        own = OwnCompression(named, compression, op, predivide, process_set)
-        _REDUCERS.add(own)
-        return own
+    if compression is not NoneCompressor or op == Adasum:
+        name = getattr(compression, "__name__", compression)
+        other = "op=Adasum" if op == Adasum else f"compression={name}"
+        raise ValueError(f"mode={mode!r} and {other} both say what crosses: give one of them")
+
+
+def _own_compression(
+    named: list[tuple[str, torch.nn.Parameter]],
+    compression: type[Compressor],
+    op: int,
+    predivide: float,
+    process_set: Any,
+) -> OwnCompression:
+    info0(
+        "DistributedOptimizer(compression=%s): a class of the script's own, so gradients are "
+        "reduced one by one, and LIGHT_* does not apply",
+        getattr(compression, "__name__", compression),
+    )
+    _replace_reducers(parameter for _, parameter in named)
+    own = OwnCompression(named, compression, op, predivide, process_set)
+    _REDUCERS.add(own)
+    return own
+
+
+def _options(
+    compression: type[Compressor],
+    op: int,
+    predivide: float,
+    mode: str | None,
+    ratio: float | None,
+    warmup_steps: int | None,
+) -> Options:
     half = compression is FP16Compressor
     topk = settings.LIGHT_TOPK_ALLREDUCE.get()
     options = Options.resolve(
-        wire="fp16" if half and not topk else None,
+        wire="fp16" if half and not topk else mode,
+        ratio=ratio,
+        warmup_steps=warmup_steps,
         bucket_bytes=settings.HOROVOD_FUSION_THRESHOLD.get(),
         average=op == Average,
         predivide=predivide,
@@ -294,6 +339,12 @@ def _reducer(
     if half and topk:
         info0("LIGHT_TOPK_ALLREDUCE with Compression.fp16: top-k sends its values as FP16")
         options = dataclasses.replace(options, topk_fp16=True)
+    return options
+
+
+def _reducer(
+    named: list[tuple[str, torch.nn.Parameter]], options: Options, process_set: Any
+) -> Reducer:
     _replace_reducers(parameter for _, parameter in named)
     try:
         group = STATE.engine.set_of(process_set.process_set_id).cpu
