@@ -128,6 +128,7 @@ def rank_main(environment: dict[str, str], alias: str, log: str, node: str, send
     for name in [n for n in os.environ if n.startswith(("HOROVOD_", "OMPI_", "PMI_"))]:
         del os.environ[name]
     os.environ.update(environment)
+    sys.pycache_prefix = environment["PYTHONPYCACHEPREFIX"]  # this interpreter has started already
     sys.path.insert(0, alias)
     listener = _Listener()
     try:
