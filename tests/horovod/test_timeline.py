@@ -72,3 +72,35 @@ def test_timeline(tmp_path: Path) -> None:
     assert set(open_events.values()) == {0}
     second, _ = read(tmp_path / "second.0")
     assert not any(event.get("name") == "CYCLE_START" for event in second)
+
+
+def trains(_rank: int, _size: int, path: str) -> None:
+    hvd.init()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    for step in range(4):
+        if step == 1:
+            hvd.start_timeline(path, mark_cycles=False)
+        if step == 3:
+            hvd.stop_timeline()
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    hvd.shutdown()
+
+
+def test_gradient_buckets_are_on_the_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    worlds.run([2, 2], trains, str(path), env={"LIGHT_2D_ALLREDUCE": "1"})
+    events, by_name = read(path)
+    (bucket,) = (name for name in by_name if name.startswith("bucket 0"))
+    stages = ["GLOO_REDUCESCATTER", "GLOO_ALLREDUCE", "GLOO_ALLGATHER"]
+    # Recording begins with the step after the timeline's start.
+    assert [name for name in by_name[bucket] if name != "QUEUE"] == ["ALLREDUCE", *stages]
+    (end,) = (e["args"] for e in events if e["ph"] == "E" and "form" in e.get("args", {}))
+    numel = 8 * 16 + 16 + 16 * 4 + 4
+    assert end["bytes"] >= 4 * numel
+    assert (end["algorithm"], end["form"], end["bucket"]) == ("2d", "exact", 0)
+    times = [e["ts"] for e in events if e.get("name") in stages]
+    assert times == sorted(times)

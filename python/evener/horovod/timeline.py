@@ -4,7 +4,8 @@ Rank 0 writes it. As upstream's, each tensor is a process of the trace: NEGOTIAT
 first rank's announcement to the last's, with a mark for each rank, then <OP> with what was done
 inside: QUEUE, MEMCPY_IN_FUSION_BUFFER, NCCL_ or GLOO_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER. The end
 of <OP> carries dtype, shape, bytes, the bucket (the operations that went together) and the
-algorithm. Cycles are CYCLE_START. An operation of a frozen schedule has no negotiation.
+algorithm. Cycles are CYCLE_START. An operation of a frozen schedule has no negotiation, and neither
+has a gradient bucket of DistributedOptimizer, which is a process of its own (`bucket`).
 
 The file is a JSON array; it is complete after `stop`, and what is there before can be opened too.
 """
@@ -29,7 +30,7 @@ class Timeline:
 
     def __init__(self, now: Callable[[], float]) -> None:
         """now(): seconds on the negotiator's clock."""
-        self._now = now
+        self.now = now
         self._lock = threading.RLock()
         self._file: IO[str] | None = None
         self._pids: dict[str, int] = {}
@@ -47,7 +48,7 @@ class Timeline:
             self._file.write("[\n")
             self._pids, self._doing, self._mark_cycles = {}, {}, mark_cycles
             self._depth.clear()
-            epoch = int((time.time() - self._now()) * 1e6)
+            epoch = int((time.time() - self.now()) * 1e6)
             self._write(
                 name="process_name",
                 ph="M",
@@ -131,6 +132,26 @@ class Timeline:
                 self._write(ph="E", pid=self._pid(answer.name), args=args)
             self._flush()
 
+    def bucket(
+        self, name: str, ready: float, parts: Sequence[tuple[str, float, float]], args: Any
+    ) -> None:
+        """A gradient bucket that has landed: `parts` are (what, begin, end), one after the other.
+
+        Seconds on the clock that `now` reads. `ready`: when its last gradient was there.
+        """
+        with self._lock:
+            pid, last = self._pid(name), ready
+            self._write(name="ALLREDUCE", ph="B", pid=pid, ts=ready * 1e6)
+            for what, begin, end in parts:
+                if begin > last:
+                    self._write(name="QUEUE", ph="B", pid=pid, ts=last * 1e6)
+                    self._write(ph="E", pid=pid, ts=begin * 1e6)
+                self._write(name=what, ph="B", pid=pid, ts=begin * 1e6)
+                self._write(ph="E", pid=pid, ts=end * 1e6)
+                last = end
+            self._write(ph="E", pid=pid, ts=last * 1e6, args=args)
+            self._flush()
+
     def _pid(self, name: str) -> int:
         pid = self._pids.get(name)
         if pid is None:
@@ -146,7 +167,7 @@ class Timeline:
                 if depth < 0:  # it began before this file
                     return
                 self._depth[fields["pid"]] = depth
-            fields.setdefault("ts", self._now() * 1e6)
+            fields.setdefault("ts", self.now() * 1e6)
             self._file.write(json.dumps(fields) + ",\n")
 
     def _flush(self) -> None:

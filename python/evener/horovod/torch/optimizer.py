@@ -27,6 +27,7 @@ from evener.comm.options import Options
 from evener.comm.reducer import Reducer
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.state import STATE
+from evener.horovod.torch import bucket_trace
 from evener.horovod.torch.adasum_optimizer import adasum_optimizer
 from evener.horovod.torch.compression import (
     Compression,
@@ -171,6 +172,8 @@ class _Distributed:
         self._reducer = reducer = self._make_reducer()
         reducer.set_passes(self.backward_passes_per_step)
         reducer.densifies = self.sparse_as_dense
+        if isinstance(reducer, Reducer):
+            bucket_trace.watch(reducer, STATE.engine.timeline)
         # Ranks collect garbage at different moments, so neither may give groups back: the next
         # reducer could get another one on another rank. They go with the default group.
         weakref.finalize(self, reducer.detach)
@@ -225,11 +228,25 @@ class _Distributed:
                 if armed:
                     self._reducer.catch_up()
                 self._reducer.flush()
-                self._reducer.apply()
+                self._apply()
                 self._finish_sparse()
             except CommError as error:
                 raise HorovodInternalError(error.problem, error.fix) from error
         self._synchronized = True
+
+    def _apply(self) -> None:
+        reducer = self._reducer
+        assert reducer is not None
+        if not isinstance(reducer, Reducer):
+            reducer.apply()
+            return
+        # The first step's end lays the buckets out anew.
+        recorder, exchanges = reducer.recorder, reducer.exchanges
+        reducer.apply()
+        timeline = STATE.engine.timeline
+        if recorder is not None and timeline.active:
+            bucket_trace.write(timeline, recorder, exchanges)
+        bucket_trace.watch(reducer, timeline)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
