@@ -10,7 +10,8 @@
 //! - [`check`]: whether the ranks' requests fit together; the error text where they do not.
 //! - [`coordinator`]: counts announcements, answers, fuses, keeps the cache, decides to freeze.
 //! - [`worker`]: one rank: what it has submitted, what it must launch, the frozen schedule.
-//! - [`link`]: threads and sockets that carry the messages. The only part that does I/O.
+//! - [`link`]: threads and sockets that carry the messages. It alone does I/O, with `stream`.
+//! - `stream`: how a connection begins, and where a message on it ends.
 //! - [`gate`]: the frozen schedule's flag, where all ranks share a machine.
 //!
 //! # The cache
@@ -35,6 +36,7 @@ pub mod check;
 pub mod coordinator;
 pub mod gate;
 pub mod link;
+mod stream;
 mod sys;
 pub mod wire;
 pub mod worker;

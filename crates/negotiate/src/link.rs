@@ -6,18 +6,17 @@
 //! itself for a while, so that what one rank says reaches the other's caller without a change of
 //! threads; after that, and when nobody waits, threads of their own read. Frames are small; a peer
 //! that does not read them for the whole timeout is lost.
-//!
-//! A frame is its length (u32, little-endian) and its bytes. A connection begins with 4 bytes that
-//! name the protocol, the job's token and the rank; a stranger is dropped.
+//! How a connection begins, and what separates messages on it, is in [`crate::stream`].
 
 use crate::coordinator::{Coordinator, Event, Policy};
 use crate::gate::Gate;
+use crate::stream::{frames, greet, invalid, knock, listen, whole};
 use crate::sys;
 use crate::wire::{Down, Request, Up};
 use crate::worker::{Action, Worker};
 use std::collections::HashMap;
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::io::{self, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -25,9 +24,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-const MAGIC: [u8; 4] = *b"EvN1";
-/// No message of a sane job is longer.
-const LONGEST_FRAME: usize = 64 << 20;
 /// So long a caller that waits reads the connections itself, the first part without giving its core
 /// to others. Beyond it the wait is for a rank that is late, and a change of threads does not matter.
 const EAGER: Duration = Duration::from_micros(300);
@@ -708,15 +704,6 @@ fn spawn(what: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
         .map(drop)
 }
 
-fn frames(messages: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
-    let mut all = Vec::new();
-    for message in messages {
-        all.extend_from_slice(&(message.len() as u32).to_le_bytes());
-        all.extend_from_slice(&message);
-    }
-    all
-}
-
 fn read_loop(shared: &Shared, index: usize) {
     let inboxes = shared.inboxes.get().map_or(&[][..], Vec::as_slice);
     let Some(inbox) = inboxes.get(index) else {
@@ -742,22 +729,6 @@ fn read_loop(shared: &Shared, index: usize) {
     }
     shared.pump(&mut core);
     shared.ready.notify_all();
-}
-
-fn invalid(problem: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, problem)
-}
-
-/// The length of the frame that `bytes` begin with, without its 4 bytes; None where it is not whole.
-fn whole(bytes: &[u8]) -> io::Result<Option<usize>> {
-    let Some(first) = bytes.first_chunk() else {
-        return Ok(None);
-    };
-    let length = u32::from_le_bytes(*first) as usize;
-    if length > LONGEST_FRAME {
-        return Err(invalid(format!("a frame of {length} bytes")));
-    }
-    Ok((bytes.len() >= 4 + length).then_some(length))
 }
 
 fn clock_loop(shared: &Shared) {
@@ -788,58 +759,4 @@ fn clock_loop(shared: &Shared) {
         }
         shared.pump(&mut core);
     }
-}
-
-fn listen() -> io::Result<TcpListener> {
-    TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))
-}
-
-/// Rank 0's side of the first words.
-fn greet(mut stream: TcpStream, token: &str) -> io::Result<(u32, TcpStream)> {
-    stream.set_nonblocking(false)?;
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-    let mut said = vec![0; MAGIC.len() + token.len() + 4];
-    stream.read_exact(&mut said)?;
-    let (magic, rest) = said.split_at(MAGIC.len());
-    let (theirs, rank) = rest.split_at(token.len());
-    if magic != MAGIC || theirs != token.as_bytes() {
-        return Err(io::Error::new(
-            io::ErrorKind::PermissionDenied,
-            "a stranger",
-        ));
-    }
-    let mut number = [0; 4];
-    number.copy_from_slice(rank);
-    stream.write_all(&MAGIC)?;
-    stream.set_read_timeout(None)?;
-    Ok((u32::from_le_bytes(number), stream))
-}
-
-/// Another rank's side.
-fn knock(address: &str, port: u16, token: &str, rank: u32) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, address.to_owned());
-    for place in (address, port).to_socket_addrs()? {
-        let mut stream = match TcpStream::connect_timeout(&place, Duration::from_secs(2)) {
-            Ok(stream) => stream,
-            Err(error) => {
-                last = error;
-                continue;
-            }
-        };
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-        let mut words = MAGIC.to_vec();
-        words.extend_from_slice(token.as_bytes());
-        words.extend_from_slice(&rank.to_le_bytes());
-        stream.write_all(&words)?;
-        let mut answer = [0; 4];
-        stream.read_exact(&mut answer)?;
-        if answer != MAGIC {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "a stranger"));
-        }
-        stream.set_read_timeout(None)?;
-        return Ok(stream);
-    }
-    Err(last)
 }
