@@ -3,8 +3,10 @@
     python benchmarks/net_gpu.py --quick          # one hash seed, about four minutes on 4 GPUs
     python benchmarks/net_gpu.py                  # five hash seeds, all networks
     python benchmarks/net_gpu.py --networks four-paths --variants sockets,evener
+    python benchmarks/net_gpu.py --slots 1        # on 2 GPUs: nodes of one
+    python benchmarks/net_gpu.py --variants evener,other --plugin other=/path/libnccl-net-evener.so
 
-Needs 4 GPUs, the rights that `evener lab` needs, and the plug-in (`make setup`). Each cell is a job
+Needs 4 GPUs (2 with --slots 1; four-nodes always 4), the rights that `evener lab` needs, and the plug-in (`make setup`). Each cell is a job
 of its own in a lab of its own; one table at the end, all samples in --json. A cell that fails says
 why and the rest goes on.
 """
@@ -190,22 +192,35 @@ def main() -> int:
     parser.add_argument("--sizes", help="MiB, separated by commas: 1,64,256")
     parser.add_argument("--timeout", type=float, default=60, help="seconds a job")
     parser.add_argument("--algo", help="fix NCCL_ALGO for all, for instance Ring")
+    parser.add_argument("--slots", type=int, choices=(1, 2), default=2, help="GPUs a node")
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="another build of the plug-in, as a variant NAME",
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/net-gpu.json"))
     options = parser.parse_args()
     sizes = [size for size in SIZES if not (options.quick and size == 64 << 20)]
     if options.sizes:
         sizes = [int(size) << 20 for size in options.sizes.split(",")]
     seeds = 1 if options.quick else options.seeds
+    builds = dict(one.split("=", 1) for one in options.plugin)
+    for name in builds:
+        VARIANTS[name] = VARIANTS["evener"]
     cells = []
     began = time.time()
     for network in options.networks.split(","):
         numbers = range(1, (seeds if network in SEEDED else 1) + 1)
         for seed in [options.only_seed] if options.only_seed else numbers:
-            spec = NETWORKS[network] + (f",seed={seed}" if seed > 1 else "")
+            spec = NETWORKS[network].replace("2x2", f"2x{options.slots}")
+            spec += f",seed={seed}" if seed > 1 else ""
             for name in options.variants.split(","):
                 variant = dict(VARIANTS[name])
-                if name == "evener":
-                    variant["NCCL_NET_PLUGIN"] = str(plugin_path())
+                if variant["NCCL_NET"] == NCCL_NAME:
+                    build = Path(builds[name]).resolve() if name in builds else plugin_path()
+                    variant["NCCL_NET_PLUGIN"] = str(build)
                 if name.startswith("fastsocket"):
                     variant["NCCL_NET_PLUGIN"] = str(options.fastsocket.resolve())
                 if options.algo:

@@ -24,6 +24,11 @@ fn text(value: &str) -> String {
     out
 }
 
+fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().to_string()
+}
+
 fn first_set(names: &[&str]) -> String {
     names
         .iter()
@@ -34,7 +39,6 @@ fn first_set(names: &[&str]) -> String {
 /// The record as JSON.
 pub fn json(shared: &Shared) -> String {
     let mut out = String::new();
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let time = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(0.0, |time| time.as_secs_f64());
@@ -43,7 +47,7 @@ pub fn json(shared: &Shared) -> String {
         out,
         "{{\"version\":1,\"pid\":{},\"rank\":{rank},\"host\":{},\"time\":{time:.3},\"net\":{{",
         std::process::id(),
-        text(host.trim()),
+        text(&host()),
     );
     let devices: Vec<String> = shared
         .nics
@@ -114,13 +118,14 @@ pub fn json(shared: &Shared) -> String {
     out
 }
 
-/// Writes `directory/net-<pid>.json`.
+/// Writes `directory/net-<host>-<pid>.json`: nodes may share the directory, and process ids.
 ///
 /// # Errors
 /// The directory cannot be made or written.
 pub fn write(shared: &Shared, directory: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
-    let name = format!("net-{}.json", std::process::id());
+    let host = host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
+    let name = format!("net-{host}-{}.json", std::process::id());
     let part = directory.join(format!(".{name}.part"));
     std::fs::write(&part, json(shared))?;
     std::fs::rename(&part, directory.join(name))
