@@ -14,7 +14,6 @@ from evener.errors import UsageError
 from evener.lab import Lab, Spec
 from evener.net import plugin_path
 
-
 _SIZES = {"steady": "8,65536,1048576", "ring": "1048576,67108864"}
 
 

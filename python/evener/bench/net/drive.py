@@ -48,7 +48,8 @@ def command(job: Job) -> list[str]:
 def merge(lines: list[str]) -> Rows:
     """One row a size from the two sides' answers: the slower figures, both sides' processor time.
 
-    `cpu_per_gb` counts the bytes of all messages, or of the data that all-reduces summed. Raises BenchError where a side gave no answer.
+    `cpu_per_gb` counts the bytes of all messages, or of the data that all-reduces summed.
+    Raises BenchError where a side gave no answer.
     """
     answers = []
     for line in lines:
