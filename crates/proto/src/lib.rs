@@ -41,7 +41,6 @@ pub mod path;
 pub mod ranges;
 pub mod receive;
 pub mod send;
-pub mod teams;
 pub mod wire;
 
 pub use lane::{Event, Lane, LaneConfig, Side, Transmit, Why};

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use evener_proto::ahead::Ahead;
 use evener_proto::path::Report;
-use evener_proto::teams::EPOCH;
 use evener_proto::{Event, Frame, Lane, LaneConfig, PathId};
 
 const STEP: Duration = Duration::from_micros(5);
@@ -65,7 +64,6 @@ struct Worker {
     looked: Duration,
     seen: f64,
     next: Duration,
-    asked: u128,
 }
 
 /// What the GPU does with a slice.
@@ -141,7 +139,6 @@ fn rank(network: Network, channels: usize, seed: &mut u64, which: u64) -> Rank {
         looked: Duration::ZERO,
         seen: 0.0,
         next: network.turn * index as u32 / network.workers as u32,
-        asked: 0,
     };
     Rank {
         lane,
@@ -327,19 +324,13 @@ impl Ring {
                 rank.lane.delivered(PathId(*flow as u64), held, now);
             }
         }
-        let epoch = now.as_nanos() / EPOCH.as_nanos();
-        if epoch != state.asked {
-            state.asked = epoch;
-            for flow in &own {
-                rank.lane.ask(PathId(*flow as u64));
-            }
-        }
         for flow in &own {
             let id = PathId(*flow as u64);
             while let Some(frame) = rank.lane.transmit_own(id, now) {
                 rank.flows[*flow].held += 48.0;
                 let path = rank.flows[*flow].path;
-                self.queues[which][path].push_back((frame, *flow, 48.0));
+                let frame = (frame, *flow, 48.0);
+                self.queues[which][path].push_back(frame);
             }
         }
         let limit = state.ahead.limit(Some(LATENCY * 2), self.network.workers) as f64;
@@ -421,14 +412,10 @@ impl Ring {
 /// The share of the network's sum that all-reduces of this size get, after some to warm up.
 fn share(network: Network, bytes: u64, seed: u64) -> f64 {
     let mut ring = Ring::new(network, 2, seed);
-    for _ in 0..12 {
+    for _ in 0..24 {
         ring.all_reduce(16 << 20);
     }
     let speed: f64 = (0..3).map(|_| ring.all_reduce(bytes)).sum::<f64>() / 3.0;
-    let way = |id: &PathId| ring.ranks[0].flows[id.0 as usize].path;
-    let teams = ring.ranks[0].lane.teams();
-    let teams: Vec<Vec<usize>> = teams.map(|team| team.iter().map(way).collect()).collect();
-    println!("teams of {teams:?}");
     speed / (network.rate * network.paths as f64)
 }
 
@@ -454,17 +441,17 @@ fn a_ring_keeps_one_path_busy() {
             turn: Duration::from_micros(turn),
             ..ONE
         };
-        let share = share(network, 64 << 20, 1);
+        let share = share(network, 32 << 20, 1);
         println!("{workers} workers, {turn} us: {share:.3}");
-        assert!(share > 0.9, "{workers} workers, {turn} us: {share:.3}");
+        assert!(share > 0.85, "{workers} workers, {turn} us: {share:.3}");
     }
 }
 
+/// First-in-first-out queues are the hardest case: what waits on a way waits in front of all flows
+/// that share it, and a flow that was given nothing looks quick.
 #[test]
-fn a_ring_keeps_four_hidden_paths_busy() {
-    for seed in 1..=5 {
-        let share = share(FOUR, 64 << 20, seed);
-        println!("seed {seed}: {share:.3}");
-        assert!(share > 0.05, "seed {seed}: {share:.3}");
-    }
+fn a_ring_gets_most_of_four_hidden_paths() {
+    let shares: Vec<f64> = (1..=5).map(|seed| share(FOUR, 32 << 20, seed)).collect();
+    println!("{shares:.3?}");
+    assert!(shares.iter().all(|share| *share > 0.65), "{shares:.3?}");
 }

@@ -8,7 +8,6 @@
 use std::time::Duration;
 
 use evener_proto::ahead::Ahead;
-use evener_proto::teams::EPOCH;
 use evener_proto::{Frame, Side};
 
 use super::{Mine, Worker};
@@ -145,16 +144,6 @@ fn pull(
     counts: &WorkerStats,
 ) -> bool {
     let mut any = false;
-    // Which connections share a way of the fabric shows where much is sent, and only there matters.
-    let epoch = (now.as_nanos() / EPOCH.as_nanos()) as u64;
-    if epoch != mine.asked && link.lane.backlog() >= BITE {
-        mine.asked = epoch;
-        for number in &mine.conns {
-            if let Some(Some(conn)) = conns.get(*number) {
-                link.lane.ask(conn.path);
-            }
-        }
-    }
     let mut open: Vec<usize> = Vec::with_capacity(mine.conns.len());
     for number in &mine.conns {
         let Some(Some(conn)) = conns.get_mut(*number) else {
@@ -180,7 +169,6 @@ fn pull(
         for number in &mine.conns {
             if let Some(Some(conn)) = conns.get_mut(*number) {
                 delivered += conn.look(now) as u64;
-                link.lane.delivered(conn.path, conn.outstanding(), now);
             }
         }
         mine.flow.ahead.count(delivered, now);
@@ -201,16 +189,20 @@ fn pull(
     }
     let limit = mine.flow.ahead.limit(round_trip, link.workers().count());
     mine.flow.full = false;
+    // How long a chunk waits on each; only what gets one changes.
+    let mut open: Vec<(Duration, usize)> = open
+        .into_iter()
+        .filter_map(|number| {
+            let conn = conns.get(number)?.as_ref()?;
+            Some((link.lane.wait(conn.path, conn.outstanding()), number))
+        })
+        .collect();
     let mut bite = 0;
     while link.lane.has_frames() && bite < BITE {
-        let wait = |place: &usize| {
-            let conn = conns.get(open[*place])?.as_ref()?;
-            Some(link.lane.wait(conn.path, conn.outstanding()))
-        };
-        let Some(place) = (0..open.len()).min_by_key(wait) else {
+        let Some(place) = (0..open.len()).min_by_key(|place| open[*place].0) else {
             return any;
         };
-        let Some(Some(conn)) = conns.get_mut(open[place]) else {
+        let Some(Some(conn)) = conns.get_mut(open[place].1) else {
             return any;
         };
         mine.flow.full = ahead >= limit;
@@ -232,7 +224,9 @@ fn pull(
             }
             None => false,
         };
-        if !taken || !has_room(conn) {
+        if taken && has_room(conn) {
+            open[place].0 = link.lane.wait(conn.path, conn.outstanding());
+        } else {
             open.remove(place);
         }
     }
