@@ -225,6 +225,8 @@ class Network:
         try:
             for nic, uplink in touched:
                 self._fault_one(nic, uplink, target, action)
+            if target.node is not None and target.path is None:
+                self._plug({nic for nic, _ in touched}, action)
             if action.kind in ("down", "up", "heal"):
                 self._route_around({nic for nic, _ in touched})
         except NetlinkError as error:
@@ -259,6 +261,15 @@ class Network:
             for realm, device in (up, down):
                 realm.tc.undrop(realm.find(device))
                 self._let_out(realm, device, self.plan.shape)
+
+    def _plug(self, nics: set[Nic], action: Action) -> None:
+        """What happens to all of a NIC's paths happens to its own cable: the node sees its carrier."""
+        for nic in nics:
+            leaf = self.leaves[nic.leaf]
+            if action.kind == "down":
+                leaf.down("node")
+            elif action.kind in ("up", "heal"):
+                leaf.up("node")
 
     def _route_around(self, nics: set[Nic]) -> None:
         """Tell the other leaves which paths still lead to `nics`, as a routing protocol would.
