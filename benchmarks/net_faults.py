@@ -12,7 +12,8 @@ scenario. Each scenario has three parts, in all of which the ranks go on:
   with those of the undisturbed scenario: each of its steps depends on all before it.
 - *Stall*: the engine counts for each quarter of a second the longest time in which a communicator
   had a buffer posted and no byte was placed (docs/records.md, `silences_us`). The longest of the
-  all-reduces from the fault on, less the median of those of the undisturbed scenario; the worse rank.
+  all-reduces from the fault on, less the median of those of the undisturbed scenario; the worse
+  rank.
 - *Rates*: bytes over time of the all-reduces alone, a second after the fault or the repair and
   later, over the rate of the undisturbed scenario in the same lab, and over the part of the network
   that is left.
@@ -90,7 +91,7 @@ data = torch.empty(elements, device=device)
 go = torch.ones(1, device=device)
 
 def reduce_for(seconds):
-    "For so long by rank 0's clock: [end, duration] of each all-reduce, and how many numbers differ."
+    "For so long by rank 0's clock: [end, duration] of each all-reduce; how many numbers differ."
     steps, wrong = [], torch.zeros((), dtype=torch.long, device=device)
     until = time.time() + seconds
     go.fill_(1.0)
@@ -315,15 +316,23 @@ def show(name: str, row: dict) -> str:
         return form.format(row[key]) if row.get(key) is not None else "-"
 
     failed = [what for what, ok in row.get("ok", {}).items() if not ok]
-    return (
-        f"{name:13s} {row['steps']:5d} steps, {number('before_GBps')} / {number('during_GBps')} / "
-        f"{number('after_GBps')} GB/s before/during/after, of what is left "
-        f"{number('share_of_what_is_left')}, after repair {number('share_after_repair')}; stall "
-        f"{number('stall_ms', '{:.0f}')} ms (silence {number('longest_silence_ms', '{:.1f}')}, usual "
-        f"{number('usual_silence_ms', '{:.1f}')}; longest step {number('longest_step_ms', '{:.0f}')}, "
-        f"median {number('median_step_ms', '{:.1f}')}); wrong {row['wrong']}, bit-equal "
-        f"{row['bit_equal']} {'FAILED: ' + ', '.join(failed) if failed else ''} {row['notes']}"
+    rates = " / ".join(number(key) for key in ("before_GBps", "during_GBps", "after_GBps"))
+    parts = (
+        f"{name:13s} {row['steps']:5d} steps",
+        f"{rates} GB/s before/during/after",
+        f"of what is left {number('share_of_what_is_left')}",
+        f"after repair {number('share_after_repair')}",
+        f"stall {number('stall_ms', '{:.0f}')} ms",
+        f"silence {number('longest_silence_ms', '{:.1f}')}",
+        f"usual {number('usual_silence_ms', '{:.1f}')}",
+        f"longest step {number('longest_step_ms', '{:.0f}')}",
+        f"median {number('median_step_ms', '{:.1f}')}",
+        f"wrong {row['wrong']}",
+        f"bit-equal {row['bit_equal']}",
+        *(["FAILED: " + ", ".join(failed)] if failed else []),
+        *row["notes"],
     )
+    return "; ".join(parts)
 
 
 def run_lab(
@@ -361,6 +370,8 @@ def run_lab(
         told = {**env, "EVENER_STATS_DIR": str(directory.resolve())}
         result = lab.launch(argv, env=told, timeout=timeout, on_line=on_line)
         faults.wait()
+    if result.status:
+        print(f"{spec}: the job ended with status {result.status}: {errors[:5]}", flush=True)
     stats = read_stats(directory)
     rows: dict[str, dict] = {}
     base: dict | None = None

@@ -263,7 +263,7 @@ class Network:
                 self._let_out(realm, device, self.plan.shape)
 
     def _plug(self, nics: set[Nic], action: Action) -> None:
-        """What happens to all of a NIC's paths happens to its own cable: the node sees its carrier."""
+        """What happens to all of a NIC's paths happens to its own cable, as the node sees."""
         for nic in nics:
             leaf = self.leaves[nic.leaf]
             if action.kind == "down":
