@@ -129,6 +129,8 @@ class Network:
                 self._cable(realm, nic.device, leaf, "node")
                 realm.address(nic.device, nic.address, 24)
                 leaf.address("node", nic.gateway, 24)
+                # While the node is unplugged, what comes for it must not go round in circles.
+                leaf.routes.route("add", dst=nic.network, type="blackhole", priority=1000)
                 for uplink in nic.uplinks:
                     self._uplink(leaf, uplink)
                 self._spread(leaf, nic.uplinks, "default")
@@ -223,10 +225,10 @@ class Network:
             if target.includes(nic.node, nic.index, uplink.path)
         ]
         try:
-            for nic, uplink in touched:
-                self._fault_one(nic, uplink, target, action)
             if target.node is not None and target.path is None:
                 self._plug({nic for nic, _ in touched}, action)
+            for nic, uplink in touched:
+                self._fault_one(nic, uplink, target, action)
             if action.kind in ("down", "up", "heal"):
                 self._route_around({nic for nic, _ in touched})
         except NetlinkError as error:
