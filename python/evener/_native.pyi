@@ -21,6 +21,7 @@ def net_bench(
     rank: int,
     control: str,
     plugin: str,
+    pattern: str,
     comms: int,
     depth: int,
     sizes: list[int],
