@@ -27,7 +27,7 @@ def net_bench(
     sizes: list[int],
     seconds: float,
     verify: bool,
-) -> list[tuple[int, int, float, float, float, float, float]]: ...
+) -> list[tuple[int, int, float, float, float, float, float, float | None]]: ...
 
 _Tensor = tuple[str, int]
 _How = tuple[int, str | None, int, int, int]
