@@ -21,12 +21,13 @@ def net_bench(
     rank: int,
     control: str,
     plugin: str,
+    pattern: str,
     comms: int,
     depth: int,
     sizes: list[int],
     seconds: float,
     verify: bool,
-) -> list[tuple[int, int, float, float, float, float, float]]: ...
+) -> list[tuple[int, int, float, float, float, float, float, float | None]]: ...
 
 _Tensor = tuple[str, int]
 _How = tuple[int, str | None, int, int, int]

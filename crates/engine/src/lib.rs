@@ -50,7 +50,7 @@ use hello::{HANDLE, Handle, ProcessId};
 use link::Link;
 use nics::{Family, Nic};
 pub use slots::{Slot, Status};
-use stats::PathStats;
+use stats::{PathStats, Silences};
 pub use sys::Memory;
 use worker::{Task, Worker};
 
@@ -160,6 +160,7 @@ pub struct Shared {
     next: AtomicU64,
     next_home: AtomicUsize,
     started: Instant,
+    silences: Arc<Silences>,
     broken: AtomicBool,
     log: Log,
 }
@@ -218,7 +219,11 @@ impl Shared {
                     under_way: Default::default(),
                     took: Default::default(),
                     placement: Placement::default(),
-                    link: Mutex::new(Link::new(&self.config, self.started.elapsed())),
+                    link: Mutex::new(Link::new(
+                        &self.config,
+                        self.silences.clone(),
+                        self.started.elapsed(),
+                    )),
                 })
             })
             .clone()
@@ -306,6 +311,7 @@ impl Engine {
             next: AtomicU64::new(1),
             next_home: AtomicUsize::new(0),
             started: Instant::now(),
+            silences: Arc::default(),
             broken: AtomicBool::new(false),
             log,
         });

@@ -64,6 +64,7 @@ pub fn json(shared: &Shared) -> String {
     let peers: Vec<String> = lock(&shared.peers)
         .values()
         .map(|peer| {
+            lock(&peer.link).note_silences();
             format!(
                 "{{\"peer\":{},\"connections\":{},\"comms\":{},\"under_way\":{},\"trials\":{},\
                  \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{},\"took_us_log2\":{}}}",
@@ -107,9 +108,10 @@ pub fn json(shared: &Shared) -> String {
         .collect();
     let _ = write!(
         out,
-        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
+        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),
+        shared.silences.json(),
         workers.join(","),
         peers.join(","),
         paths.join(",")
