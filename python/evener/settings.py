@@ -428,7 +428,7 @@ EVENER_NET_WORKERS = _number(
     _NET,
     "EVENER_NET_WORKERS",
     0,
-    "Worker threads of a process. 0: one for every eight processors it may use, 1 to 8.",
+    "Worker threads of a process. 0: one for every four processors it may use, 1 to 8.",
     high=16,
 )
 EVENER_NET_FLOWS = _number(

@@ -288,7 +288,7 @@ impl Engine {
         token.copy_from_slice(&secret[16..]);
         let processors = sys::processors();
         let workers = match config.workers {
-            0 => (processors / 8).clamp(1, 8),
+            0 => (processors / 4).clamp(1, 8),
             given => given.min(16),
         };
         let handles: Result<Vec<_>, _> = (0..workers).map(|_| worker::Handle::new()).collect();
