@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,18 @@ class Block(nn.Module):
         """[batch, time, width] to the same."""
         if self.pre_norm:
             x = x + self._attend(self.norm(x))
-            return x + self.mlp(self.norm2(x))
-        x = self.norm(x + self._attend(x))
-        return self.norm2(x + self.mlp(x))
+            x = x + self.mlp(self.norm2(x))
+        else:
+            x = self.norm(x + self._attend(x))
+            x = self.norm2(x + self.mlp(x))
+        return x
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:2], self.heads, -1)
         q, k, v = (t.view(shape).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         mixed = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        result: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
 
 
 class GPT(nn.Module):
@@ -69,13 +72,16 @@ class GPT(nn.Module):
             *(Block(shape, causal=True, pre_norm=True) for _ in range(shape.layers))
         )
         self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, shape.symbols, bias=False)
+        self.output.weight = self.embed.weight
         _start(self)
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         """int64 [batch, time] to logits [batch, time, symbols]."""
         places = torch.arange(symbols.shape[1], device=symbols.device)
         x = self.blocks(self.embed(symbols) + self.place(places))
-        return linear(self.norm(x), self.embed.weight)
+        logits: torch.Tensor = self.output(self.norm(x))
+        return logits
 
 
 class Bert(nn.Module):
@@ -92,14 +98,16 @@ class Bert(nn.Module):
             *(Block(shape, causal=False, pre_norm=False) for _ in range(shape.layers))
         )
         self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
-        self.bias = nn.Parameter(torch.zeros(shape.symbols))
+        self.output = nn.Linear(width, shape.symbols)
+        self.output.weight = self.embed.weight
         _start(self)
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         """int64 [batch, time], all of the first segment, to logits [batch, time, symbols]."""
         places = torch.arange(symbols.shape[1], device=symbols.device)
         x = self.embed(symbols) + self.place(places) + self.segment(torch.zeros_like(symbols))
-        return linear(self.head(self.blocks(self.norm(x))), self.embed.weight, self.bias)
+        logits: torch.Tensor = self.output(self.head(self.blocks(self.norm(x))))
+        return logits
 
 
 def _start(model: nn.Module) -> None:
@@ -107,5 +115,5 @@ def _start(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
