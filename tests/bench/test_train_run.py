@@ -236,7 +236,7 @@ def test_it_draws_again_from_a_file(tmp_path: Path) -> None:
     )  # fmt: skip
     taken = results.begin(todo, command="x", cluster={"kind": "loopback", "nodes": 1, "slots": 2})
     rank = {
-        "status": "ok", "group": 0, "steps": 1, "images": 10, "elapsed_s": 1.0, "device": "cpu",
+        "status": "ok", "group": 0, "steps": 1, "samples": 10, "elapsed_s": 1.0, "device": "cpu",
         "checksum": "a", "gradient_bytes": 4,
     }  # fmt: skip
     results.add(taken, todo, todo.runs[0], [rank, rank], 1.0)
