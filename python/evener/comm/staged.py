@@ -106,6 +106,13 @@ def _failed(why: str) -> CommError:
     )
 
 
+def unavailable(device: torch.device) -> str | None:
+    """Why there is no such transport for `device`; None where `connect` may be tried."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "streams are made to wait by CUDA's driver, and this torch is for ROCm"
+    return None if device.type in ("cpu", "cuda") else f"there is none for {device.type}"
+
+
 def connect(
     rank: int, size: int, control: dist.ProcessGroup, device: torch.device, timeout: float
 ) -> StagedTransport:
