@@ -1,4 +1,4 @@
-"""The staged transport on GPUs: copy engines, streams that wait for words, and what training sees."""
+"""The staged transport on GPUs: copy engines, streams that wait, and what training sees."""
 
 from __future__ import annotations
 

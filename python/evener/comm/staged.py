@@ -51,7 +51,7 @@ class StagedTransport:
         self._run(False, received, payload, payload.nbytes)
 
     def all_to_all(self, received: torch.Tensor, payload: torch.Tensor) -> None:
-        """`received` [size * n], by rank, of each rank's part for this one; `payload` [size * n]."""
+        """Part r of `payload` [size * n] goes to rank r; part r of `received` came from there."""
         self._run(True, received, payload, payload.nbytes // self.size)
 
     def _run(self, parts: bool, received: torch.Tensor, payload: torch.Tensor, size: int) -> None:
