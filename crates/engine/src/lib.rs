@@ -123,6 +123,8 @@ pub struct Config {
     pub eager_bytes: u64,
     /// Where statistics are written.
     pub stats_dir: Option<PathBuf>,
+    /// What tells this engine's statistics from those of another in the process: a suffix.
+    pub label: &'static str,
 }
 
 impl Default for Config {
@@ -138,6 +140,7 @@ impl Default for Config {
             eager_slots: 4,
             eager_bytes: 16 << 10,
             stats_dir: None,
+            label: "",
         }
     }
 }
