@@ -58,7 +58,7 @@ class Exchange:
     @property
     def title(self) -> str:
         """For logs and records."""
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else self.bucket.part
         return f"bucket {self.bucket.index} ({self.names[0]}{more})"
 
     def place(self) -> tuple[int, int]:

@@ -91,6 +91,8 @@ class Reducer:
         self.densified: set[int] = set()
         self.track_unused = track_unused
         self.recorder: Recorder | None = None
+        # Nothing is issued before `flush`: backward is then seen without communication beside it.
+        self.holds = False
         # Brings in what a front door has left on its way between steps.
         self.finish: Callable[[], None] = lambda: None
         self.communicators = Communicators(options, self.device, group)
@@ -122,7 +124,14 @@ class Reducer:
         dense = frozenset[int]()
         if any(wires.get(form).lossy for form in (self.options.wire, self.options.floor)):
             dense = frozenset(i for i, p in enumerate(self.parameters) if p.dim() <= 1)
-        self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size, dense)
+        self.buckets = Buckets(
+            self.parameters,
+            list(order),
+            self.options.bucket_bytes,
+            size,
+            dense,
+            self.options.partition_bytes,
+        )
         self._fallen: dict[int, str] = {}
         self._make_exchanges()
         self.sequence = tuple(range(len(self.buckets)))
@@ -211,6 +220,7 @@ class Reducer:
         self._passes_left = [self.passes] * len(self.parameters)
         self._missing = [len(bucket.slots) for bucket in self.buckets]
         self._here = [False] * len(self.parameters)
+        self._packed: set[int] = set()
         self._order: list[int] = []
         self._next = 0
         self._tickets: dict[int, Ticket] = {}
@@ -255,13 +265,10 @@ class Reducer:
                 "(no_sync(), backward_passes_per_step)",
             )
         self._here[index] = True
-        bucket = self.buckets.bucket_of[index]
         if sparse:
             assert self.on_sparse is not None
             self.sparse.add(index)
             self.on_sparse(index)
-            if bucket < 0:
-                return
         elif index in self.sparse:
             raise CommError(
                 f"the gradient of {self.names[index]} is dense, and was sparse before",
@@ -269,10 +276,12 @@ class Reducer:
             )
         else:
             self._order.append(index)
-        self._missing[bucket] -= 1
-        if self.recorder is not None and not self._missing[bucket]:
-            self.recorder.complete(bucket)
-        self._issue_complete()
+        for bucket in self.buckets.buckets_of[index]:
+            self._missing[bucket] -= 1
+            if self.recorder is not None and not self._missing[bucket]:
+                self.recorder.complete(bucket)
+        if not self.holds:
+            self._issue_complete()
 
     def catch_up(self) -> None:
         """Take the gradients that are there as this step's: they came before this reducer."""
@@ -292,7 +301,8 @@ class Reducer:
                 f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
             )
         exchange = self.exchanges[index]
-        self._pack(exchange.bucket, exchange.route)
+        if exchange.bucket.slots[0].index not in self._packed:
+            self._pack(exchange.bucket, exchange.route)
         if self._next == 0:
             self._step = self._begin_step()
         name = f"bucket {index} ({exchange.names[0]} ...)"
@@ -330,6 +340,8 @@ class Reducer:
             parameter = self.parameters[slot.index]
             if parameter.grad is not None and slot.index not in self.sparse:
                 parameter.grad = self.buckets.views[slot.index]
+        if not bucket.whole:  # the first part of a tensor brings all of it
+            self._packed.add(bucket.slots[0].index)
 
     def _stages(self, exchange: Exchange, step: Step) -> tuple[Stage | None, Stage, Stage | None]:
         route, whole = exchange.route, exchange.bucket.buffer
@@ -508,13 +520,14 @@ class Reducer:
             f"{total:.1f} MB of gradients in {len(self.buckets)} buckets: {counts}"
         )
 
-    def residuals(self) -> dict[str, tuple[int, torch.Tensor]]:
-        """What compression has not sent yet: parameter name to (first element, float32 [n]).
+    def residuals(self) -> dict[str, list[tuple[int, torch.Tensor]]]:
+        """What compression has not sent yet: parameter name to parts (first element, float32 [n]).
 
-        Only the part that falls into this rank's shard; views, not copies.
+        Only what falls into this rank's shards, in the order of the parameter's memory; views, not
+        copies.
         """
         self.finish()
-        found = {}
+        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for exchange in self.exchanges:
             residual = exchange.state.residual
             if residual is None:
@@ -524,7 +537,8 @@ class Reducer:
                 low, high = max(slot.offset, start), min(slot.offset + slot.numel, end)
                 if low < high:
                     part = residual[low - start : high - start]
-                    found[self.names[slot.index]] = (low - slot.offset, part)
+                    first = slot.start + low - slot.offset
+                    found.setdefault(self.names[slot.index], []).append((first, part))
         return found
 
     def follow(self, scaler: GradScaler) -> None:
