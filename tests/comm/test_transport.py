@@ -18,6 +18,7 @@ from evener.comm.options import Options
 from evener.comm.reducer import Reducer
 from tests import worlds
 from tests.comm.test_compression import TOLERANCE, Run
+from tests.comm.test_staged import ENV as LOOPBACK
 
 # Forms whose bytes are the same whatever carries them; of the others sums are rounded elsewhere.
 CARRIED = [name for name in wires.names() if wires.get(name).feedback]
@@ -141,9 +142,12 @@ def test_a_sum_sends_no_more_than_it_must(ranks: int) -> None:
 # --- wires ---
 
 
-def every_form(rank: int, size: int, dtype: str) -> list[tuple[str, int]]:
-    """Each form without and with a transport: what arrives, and that nothing is lost."""
-    provided = provide()
+def every_form(rank: int, size: int, dtype: str, real: bool) -> list[tuple[str, int]]:
+    """Each form without and with a transport: what arrives, and that nothing is lost.
+
+    `real`: Evener's own, over loopback.
+    """
+    provided = Provides() if real else provide()
     kind = getattr(torch, dtype)
     for form in wires.names():
         plain, carried = Run(rank, form, kind), Run(rank, form, kind, outer="staged")
@@ -166,6 +170,9 @@ def every_form(rank: int, size: int, dtype: str) -> list[tuple[str, int]]:
             carried.check(carried.owed(), TOLERANCE[kind])
         for run in (plain, carried):
             run.reducer.close()
+    if real:
+        assert [type(made).__name__ for made in transport.live()] == ["StagedTransport"]
+        return [("all", size)]
     assert len(provided.made) == 1  # one after the other, all had the same
     return provided.made[0].calls
 
@@ -183,8 +190,12 @@ def every_form(rank: int, size: int, dtype: str) -> list[tuple[str, int]]:
     ids=str,
 )
 def test_every_form_as_without(shape: list[int], dtype: str) -> None:
-    calls = worlds.run(shape, every_form, dtype)
+    calls = worlds.run(shape, every_form, dtype, False)
     assert calls[0] and all(other == calls[0] for other in calls)  # one order on all ranks
+
+
+def test_every_form_over_the_staged_transport() -> None:
+    worlds.run([1, 1, 1], every_form, "float32", True, env=LOOPBACK)
 
 
 # --- the decision ---

@@ -14,14 +14,13 @@ with the process.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -110,7 +109,9 @@ class Carrier:
 
 def provider() -> Provider:
     """Raises ImportError where this build has none."""
-    return cast(Provider, importlib.import_module("evener.comm.staged"))
+    from evener.comm import staged  # only where it may be used: it loads the native part
+
+    return staged
 
 
 def connect(
