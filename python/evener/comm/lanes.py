@@ -61,17 +61,20 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.scatter, self.gather, *self.outer = (
-            torch.cuda.Stream(device, priority=-1) for _ in range(2 + OUTER_STREAMS)
-        )
+        # Made when first used: the device has few queues, and streams that share one wait for each
+        # other.
+        self.streams: dict[str, torch.cuda.Stream] = {}
 
     def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
         del name  # a kernel that fails is reported by CUDA, not here
         done = torch.cuda.current_stream(self.device).record_event()
-        streams = (self.scatter, self.outer[outer % OUTER_STREAMS], self.gather)
-        for stream, stage in zip(streams, stages, strict=True):
+        lanes = ("scatter", f"outer {outer % OUTER_STREAMS}", "gather")
+        for lane, stage in zip(lanes, stages, strict=True):
             if stage is None:
                 continue
+            if lane not in self.streams:
+                self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
+            stream = self.streams[lane]
             with torch.cuda.stream(stream):
                 stream.wait_event(done)
                 stage()
@@ -79,7 +82,7 @@ class StreamLanes(Lanes):
         return _EventTicket(self.device, done)
 
     def close(self) -> None:
-        for stream in (self.scatter, *self.outer, self.gather):
+        for stream in self.streams.values():
             stream.synchronize()
 
 
