@@ -273,7 +273,7 @@ def test_a_network_that_drifts_is_planned_again() -> None:
 
 
 def test_the_real_probe_on_two_levels() -> None:
-    found = worlds.run([2, 2], planned, [], 4, True)
+    found = worlds.run([2, 2], planned, [], 6, True)
     first = found[0][2][0]
     assert all(ranks[2][0] == first for ranks in found)
     assert all(sum(choice.stages_ms) > 0 for choice in first.choices)

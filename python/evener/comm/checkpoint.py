@@ -47,9 +47,7 @@ def collect(reducer: Reducer) -> dict[str, Any]:
             if (before := found["forms"].get(name, "exact")) != "exact":
                 form = before if form == "exact" else wires.milder(form, before)
             found["forms"][name] = form
-            found["compressed_steps"][name] = max(
-                steps, found["compressed_steps"].get(name, 0)
-            )
+            found["compressed_steps"][name] = max(steps, found["compressed_steps"].get(name, 0))
     for key in ("residual", "velocity"):
         found[key] = _shaped(reducer, found[key])
     return found

@@ -49,12 +49,17 @@ class BucketProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A step without its communication: forward, backward, and the rest (optimizer, input)."""
+    """A step without its communication: forward, backward, and the rest (optimizer, input).
+
+    `drag`: the share of computing that is lost while an exchange is under way, because the
+    collective holds multiprocessors (on a CPU: cores); 0 where it was not measured.
+    """
 
     forward_ms: float
     backward_ms: float
     rest_ms: float
     buckets: tuple[BucketProfile, ...]
+    drag: float = 0.0
 
     @property
     def compute_ms(self) -> float:
@@ -68,7 +73,8 @@ class StepProfile:
             dataclasses.replace(b, ready_ms=k * b.ready_ms, need_ms=k * b.need_ms)
             for b in self.buckets
         )
-        return StepProfile(k * self.forward_ms, k * self.backward_ms, k * self.rest_ms, buckets)
+        forward, backward, rest = k * self.forward_ms, k * self.backward_ms, k * self.rest_ms
+        return StepProfile(forward, backward, rest, buckets, self.drag)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -86,7 +92,8 @@ class StepProfile:
             buckets = tuple(
                 BucketProfile(**{**b, "stages_ms": tuple(b["stages_ms"])}) for b in raw["buckets"]
             )
-            return StepProfile(raw["forward_ms"], raw["backward_ms"], raw["rest_ms"], buckets)
+            drag = float(raw.get("drag", 0.0))
+            return StepProfile(raw["forward_ms"], raw["backward_ms"], raw["rest_ms"], buckets, drag)
         except (KeyError, TypeError) as error:
             raise UsageError(
                 f"this is not a step's profile: {error!r}",
@@ -177,6 +184,19 @@ class Recorder:
         """Whether every mark of a step was taken."""
         wanted = {"begin", "forward_ended", "backward_ended", "landed", "end"}
         return wanted <= set(self.marks) and bool(self.ready)
+
+    def drag(self, backward_ms: float) -> float:
+        """The share of computing that exchanges beside this step's backward took from it.
+
+        `backward_ms`: how long it takes without them. `profile` was called: the device is done.
+        """
+        ms, begin, end = self.clock.ms, self.marks["forward_ended"], self.marks["backward_ended"]
+        took = ms(begin, end)
+        beside = 0.0
+        for (_, place), (start, stop) in self.stages.items():
+            if place == 1:  # between nodes
+                beside += max(0.0, min(ms(begin, stop), took) - max(ms(begin, start), 0.0))
+        return min(max(0.0, took - backward_ms) / beside, 1.0) if beside > 0 else 0.0
 
     def profile(self, buckets: Sequence[tuple[str, int, int]]) -> StepProfile:
         """`buckets[i]`: name, entries and bytes an entry of bucket i. Waits for the device.

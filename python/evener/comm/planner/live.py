@@ -163,6 +163,7 @@ class Planner:
         assert made is not None and costs is not None
         for line in probe.describe(costs):
             logger.info("probe: %s", line)
+        logger.info("profile: %.0f%% of computing is lost beside an exchange", 100 * profile.drag)
         state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"
         logger.info(
             "plan: step %.1f ms expected, compute %.1f ms, communication %s; all exact %.1f ms",
