@@ -50,6 +50,8 @@ class Planner:
         self.forms = wires.ladder(reducer.options.floor)
         self.decision: Decision | None = None
         self.costs: Costs | None = None
+        # On rank 0: the step that each form alone would give.
+        self.forced_ms: dict[str, float] = {}
         self.measured_ms: float | None = None
         self._measure = self._probe if measure is None else measure
         self._every = watch_every
@@ -71,7 +73,10 @@ class Planner:
         self.costs = self._measure(agreed)
         box = [None]
         if self.reducer.communicators.rank == 0:
-            box = [self._choose(agreed, self.costs)]
+            box = [self._choose(agreed, self.costs, self.forms)]
+            self.forced_ms = {
+                form: self._choose(agreed, self.costs, [form]).step_ms for form in self.forms
+            }
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.decision = box[0]
         assert self.decision is not None
@@ -87,11 +92,11 @@ class Planner:
         if self.reducer.communicators.rank == 0:
             self._log(agreed)
 
-    def _choose(self, profile: StepProfile, costs: Costs) -> Decision:
+    def _choose(self, profile: StepProfile, costs: Costs, forms: Sequence[str]) -> Decision:
         return choose.choose(
             profile,
             costs,
-            self.forms,
+            forms,
             overlap=self.overlap,
             algorithm=self.reducer.options.algorithm,
             allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
@@ -166,11 +171,11 @@ class Planner:
         logger.info("profile: %.0f%% of computing is lost beside an exchange", 100 * profile.drag)
         state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"
         logger.info(
-            "plan: step %.1f ms expected, compute %.1f ms, communication %s; all exact %.1f ms",
+            "plan: step %.1f ms expected, compute %.1f ms, communication %s; forced: %s",
             made.step_ms,
             made.compute_ms,
             state,
-            made.exact_ms,
+            ", ".join(f"{form} {step:.1f} ms" for form, step in self.forced_ms.items()),
         )
         for line in table(profile, made):
             logger.info("plan: %s", line)
