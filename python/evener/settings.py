@@ -342,6 +342,16 @@ EVENER_TIMEOUT = _real(
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )
+OUTER = ("auto", "nccl", "staged")
+EVENER_OUTER = _choice(
+    _COMM,
+    "EVENER_OUTER",
+    "auto",
+    OUTER,
+    "What carries the exchange between nodes. `nccl`: the collective library (Gloo on CPUs). "
+    "`staged`: Evener's own transport by way of host memory, which uses none of the GPU's SMs. "
+    "`auto`: on GPUs of several hosts both are measured, else `nccl` (docs/comm.md).",
+)
 EVENER_PROFILE = _text(
     _COMM,
     "EVENER_PROFILE",
@@ -435,7 +445,7 @@ EVENER_NET_WORKERS = _number(
     _NET,
     "EVENER_NET_WORKERS",
     0,
-    "Worker threads of a process. 0: one for every eight processors it may use, 1 to 8.",
+    "Worker threads of a process. 0: one for every four processors it may use, 1 to 8.",
     high=16,
 )
 EVENER_NET_FLOWS = _number(

@@ -32,7 +32,8 @@ class Options:
     stand for each form's own limits. Sizes are bytes; `bucket_bytes` 0 means one bucket a tensor.
     A tensor of more than `partition_bytes` goes in parts; 0: in one.
     `average`: divide by the world size. `predivide`: gradients are divided by it before they are
-    summed, and the sum by world size / predivide (both only where `average`).
+    summed, and the sum by world size / predivide (both only where `average`). `outer`: what carries
+    the exchange between nodes (`evener.comm.transport`).
     """
 
     algorithm: Algorithm = "auto"
@@ -53,6 +54,7 @@ class Options:
     average: bool = True
     predivide: float = 1.0
     timeout: float = 300.0
+    outer: str = "auto"
 
     def __post_init__(self) -> None:
         _one_of("algorithm", self.algorithm, get_args(Algorithm))
@@ -60,6 +62,7 @@ class Options:
 
         _one_of("wire", self.wire, wires.names())
         _one_of("floor", self.floor, wires.names())
+        _one_of("outer", self.outer, settings.OUTER)
         _require("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps")
         _require("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
         _require("ratio", self.ratio, 0 < self.ratio <= 1, "a number above 0 and at most 1")
@@ -136,6 +139,7 @@ class Options:
             average=average,
             predivide=predivide,
             timeout=settings.EVENER_TIMEOUT.get(env),
+            outer=settings.EVENER_OUTER.get(env),
         )
 
 

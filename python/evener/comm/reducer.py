@@ -21,9 +21,10 @@ What happens to a bucket between nodes is `evener.comm.exchange`'s; what the com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -308,7 +309,11 @@ class Reducer:
         stages = self._stages(exchange, self._step)
         if self.recorder is not None:
             stages = self.recorder.submitted(index, stages)
-        self._tickets[index] = self._lanes.issue(name, stages)
+        # A profiled step shows each exchange alone.
+        turns = exchange.route.outer.transport is not None and self.recorder is None
+        with self._failing():
+            exchange.route.outer.check()
+            self._tickets[index] = self._lanes.issue(name, stages, self._next if turns else 0)
         self._next += 1
 
     def _begin_step(self) -> Step:
@@ -359,8 +364,19 @@ class Reducer:
 
     # --- the end of a step ---
 
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After a CommError the groups' state is unknown: they are not lent again."""
+        try:
+            yield
+        except CommError:
+            self._failed = True
+            raise
+
     def flush(self) -> None:
         """Submit every bucket that is still open. What has no gradient counts as zeros."""
+        with self._failing():
+            self.communicators.check()
         while self._next < len(self.sequence):
             self.submit(self.sequence[self._next])
 
@@ -384,6 +400,8 @@ class Reducer:
 
     def wait(self, index: int) -> None:
         """Wait for one bucket that was submitted; as `apply`, on the current stream."""
+        with self._failing():
+            self.exchanges[index].route.outer.check()
         try:
             self._tickets[index].wait()
         except Exception as error:
@@ -409,6 +427,8 @@ class Reducer:
 
     def end_step(self) -> None:
         """All buckets were waited for: expect the next step's gradients."""
+        with self._failing():
+            self.communicators.check()
         order, first_step, self._measuring = self._order, self._measuring, False
         self.steps += 1
         self._reset()
@@ -494,8 +514,9 @@ class Reducer:
         forms = [self._form(e.bucket, e.route) for e in self.exchanges]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
+        staged = ", staged between nodes" if route.outer.transport is not None else ""
         return (
-            f"{self.communicators.size} ranks, {kind} all-reduce ({route.levels.reason}); "
+            f"{self.communicators.size} ranks, {kind} all-reduce ({route.levels.reason}){staged}; "
             f"{total:.1f} MB of gradients in {len(self.buckets)} buckets: {counts}"
         )
 

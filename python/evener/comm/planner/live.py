@@ -166,6 +166,8 @@ class Planner:
     def _log(self, profile: StepProfile) -> None:
         made, costs = self.decision, self.costs
         assert made is not None and costs is not None
+        carrier = self.reducer.communicators.route.carrier
+        logger.info("probe: the exchange between nodes goes by %s", carrier.name)
         for line in probe.describe(costs):
             logger.info("probe: %s", line)
         logger.info("profile: %.0f%% of computing is lost beside an exchange", 100 * profile.drag)
