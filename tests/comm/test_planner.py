@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from evener.comm import steps
 from evener.comm.planner import choose, live
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Curve, Link, of_network, paper_forms
 from evener.comm.planner.live import Planner
 from evener.comm.planner.sequence import best_sequence, first_sequence
 from evener.comm.planner.simulate import play
-from evener.comm.profile import BucketProfile, StepProfile
+from evener.comm.profile import BucketProfile, Recorder, StepProfile
 from evener.comm.reducer import Reducer
 from evener.ddp import accelerate
 from evener.errors import UsageError
@@ -217,6 +218,34 @@ def test_curves_are_straight_between_points_and_beyond() -> None:
     assert Curve(((10.0, 2.0),))(20) == 4
     assert Curve.line(1.0, 0.5)(10) == pytest.approx(6)
     assert Curve(((10.0, 3.0), (20.0, 2.0)))(30) == 3, "noise must not make a larger one cheaper"
+    assert Curve(((10.0, 1.0), (20.0, 9.0)))(5) == 0.5, "nor a small one free"
+
+
+def test_exchanges_that_are_under_way_together_pass_one_after_the_other() -> None:
+    recorder = Recorder(torch.device("cpu"))
+    recorder.marks = {"begin": 1.0, "forward_ended": 1.01, "backward_ended": 1.05}
+    # Seconds: three streams; the second waits for the first, the third comes late.
+    recorder.ready = {0: 1.01, 1: 1.01, 2: 1.03}
+    recorder.stages = {(0, 1): (1.01, 1.02), (1, 1): (1.01, 1.028), (2, 1): (1.03, 1.06)}
+    took = recorder.occupied(1)
+    assert [took[b] for b in range(3)] == pytest.approx([10, 8, 30])
+    assert recorder.occupied(0) == {}
+    # Of 40 ms backward 18 + 20 were beside an exchange, and 9.5 more than it takes alone.
+    assert recorder.drag(30.5) == pytest.approx(9.5 / 38)
+
+
+def test_the_order_does_not_follow_a_wait_for_peers() -> None:
+    """The first bucket's own time holds it; what its bytes take at the others' rate counts."""
+    sizes = [16.0, 32.0, 32.0, 32.0, 1.0]
+    times = [21.0, 12.0, 12.0, 12.0, 0.5]
+    profile = step_of(sizes)
+    buckets = tuple(
+        dataclasses.replace(b, stages_ms=(0.0, t, 0.0))
+        for b, t in zip(profile.buckets, times, strict=True)
+    )
+    evened = steps._evened(dataclasses.replace(profile, buckets=buckets), 1)
+    assert evened == pytest.approx([6.0, 12.0, 12.0, 12.0, 0.5])
+    assert steps._evened(profile, 1) == [0.0] * 5
 
 
 def test_profiles_are_kept_in_files(tmp_path: Path) -> None:

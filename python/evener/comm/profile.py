@@ -190,13 +190,39 @@ class Recorder:
 
         `backward_ms`: how long it takes without them. `profile` was called: the device is done.
         """
-        ms, begin, end = self.clock.ms, self.marks["forward_ended"], self.marks["backward_ended"]
-        took = ms(begin, end)
-        beside = 0.0
-        for (_, place), (start, stop) in self.stages.items():
-            if place == 1:  # between nodes
-                beside += max(0.0, min(ms(begin, stop), took) - max(ms(begin, start), 0.0))
+        begin = self.marks["forward_ended"]
+        took = self.clock.ms(begin, self.marks["backward_ended"])
+        beside = done = 0.0
+        for start, end in sorted(self._spans(1, begin).values()):  # between nodes
+            start, end = max(start, done), min(end, took)
+            beside += max(0.0, end - start)
+            done = max(done, end)
         return min(max(0.0, took - backward_ms) / beside, 1.0) if beside > 0 else 0.0
+
+    def _spans(self, place: int, since: Any) -> dict[int, tuple[float, float]]:
+        """When each bucket was in this stage, in milliseconds since that mark."""
+        return {
+            bucket: (self.clock.ms(since, start), self.clock.ms(since, end))
+            for (bucket, at), (start, end) in self.stages.items()
+            if at == place
+        }
+
+    def occupied(self, place: int) -> dict[int, float]:
+        """For how long each bucket occupied this stage.
+
+        Where several are on their way at once, they pass one after the other: from the end of the
+        one before, or from its own start.
+        """
+        if not self.stages:
+            return {}
+        # Whatever came before all of them.
+        since = self.marks.get("begin", next(iter(self.ready.values())))
+        spans = self._spans(place, since)
+        times, done = {}, float("-inf")
+        for bucket, (start, end) in sorted(spans.items(), key=lambda item: item[1][1]):
+            times[bucket] = end - max(start, min(done, end))
+            done = end
+        return times
 
     def profile(self, buckets: Sequence[tuple[str, int, int]]) -> StepProfile:
         """`buckets[i]`: name, entries and bytes an entry of bucket i. Waits for the device.
@@ -210,12 +236,10 @@ class Recorder:
         forward = ms(marks["begin"], marks["forward_ended"])
         backward = ms(marks["forward_ended"], marks["backward_ended"])
         found = []
+        occupied = [self.occupied(place) for place in range(3)]
         for index, (name, numel, itemsize) in enumerate(buckets):
             need, ready = self.need.get(index), self.ready.get(index)
-            times = [0.0, 0.0, 0.0]
-            for place in range(3):
-                if (index, place) in self.stages:
-                    times[place] = ms(*self.stages[index, place])
+            times = [occupied[place].get(index, 0.0) for place in range(3)]
             found.append(
                 BucketProfile(
                     name,

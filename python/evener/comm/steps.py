@@ -158,4 +158,25 @@ class Steps:
 
 
 def _order(profile: StepProfile) -> tuple[int, ...]:
-    return best_sequence(profile, [bucket.stages_ms for bucket in profile.buckets], overlap=True)
+    """By the median rate of each stage: the first bucket's own time holds the wait for peers."""
+    places = [_evened(profile, place) for place in range(3)]
+    stages = [(a, b, c) for a, b, c in zip(*places, strict=True)]
+    return best_sequence(profile, stages, overlap=True)
+
+
+def _evened(profile: StepProfile, place: int) -> list[float]:
+    """What the stage should take for each bucket: the least of all, and its bytes at the median of
+    what bytes took, by bytes."""
+    sizes = [bucket.bytes for bucket in profile.buckets]
+    times = [bucket.stages_ms[place] for bucket in profile.buckets]
+    taken = sorted((t / size, size) for t, size in zip(times, sizes, strict=True) if t and size)
+    if not taken:
+        return times
+    half, rate = sum(size for _, size in taken) / 2, 0.0
+    for each, size in taken:
+        rate = each
+        half -= size
+        if half <= 0:
+            break
+    least = min(t for t in times if t)
+    return [max(least, rate * size) if t else 0.0 for t, size in zip(times, sizes, strict=True)]

@@ -33,7 +33,9 @@ class Curve:
         place = min(max(place, 1), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[place - 1], self.points[place]
         slope = max(0.0, (y1 - y0) / (x1 - x0))
-        return max(0.0, y0 + (size - x0) * slope)
+        # Below the first point noise must not make it nothing: latency is never negative.
+        least = y0 * size / x0 if size < x0 else 0.0
+        return max(least, y0 + (size - x0) * slope)
 
     @staticmethod
     def line(fixed_ms: float, ms_a_byte: float) -> Curve:

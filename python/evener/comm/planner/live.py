@@ -108,7 +108,7 @@ class Planner:
         # One node: nothing crosses a network.
         forms = self.forms if communicators.route.levels.nodes > 1 else ("exact",)
         made = {form: wires.get(form)(communicators.route, options) for form in forms}
-        return probe.Probe(communicators).costs(
+        return probe.Probe(communicators, self.reducer.lanes).costs(
             made, (min(sizes), max(sizes)), flat=options.algorithm != "2d"
         )
 
@@ -131,12 +131,12 @@ class Planner:
     def _compare(self, recorder: Recorder) -> bool:
         assert self.decision is not None
         expected = measured = 0.0
+        occupied = [recorder.occupied(place) for place in range(3)]
         for index, choice in enumerate(self.decision.choices):
             for place, took in enumerate(choice.stages_ms):
-                marks = recorder.stages.get((index, place))
-                if marks is not None and max(choice.stages_ms) == took > 0:
+                if index in occupied[place] and max(choice.stages_ms) == took > 0:
                     expected += took
-                    measured += recorder.clock.ms(*marks)
+                    measured += occupied[place][index]
         now = time.perf_counter()
         if self._since is not None:
             self.measured_ms = (now - self._since) * 1e3 / self._every
