@@ -8,9 +8,8 @@ timing: that is what keeps collectives from waiting for each other in a circle.
   waits, and whoever completes a bucket (autograd's thread, or the caller of flush) enqueues it.
   Where a transport of Evener's own carries the exchange between nodes, buckets take several outer
   streams in turn: while one waits for its peers' bytes the next is encoded and put on its way, and
-  the transport keeps the order. A bucket has the same stream in every step, but where one is
-  profiled or the order changes. With NCCL there is one: its kernels would only stand in each
-  other's way.
+  the transport keeps the order. A bucket has the same stream in every step, but where the order
+  changes. With NCCL there is one: its kernels would only stand in each other's way.
 - On a CPU collectives block, so a lane is a thread with a queue.
 
 A stage that raises fails its ticket; on a CPU the lanes then refuse all that comes after it,
