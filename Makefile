@@ -54,10 +54,16 @@ setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need
 
 # 6.4 MB of gradients over 300 Mb/s: on two cores the network costs what it costs VGG16 on fast GPUs
 # over 25 Gb/s. docs/bench-train.md has the arithmetic.
+DEMO_NET := --sizes 65536 --seconds 0.8
 demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster, show what the network costs
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \
 		--columns ddp,horovod,exact,fp16,topk --seconds 1.5 --warmup 2 \
 		--json demo/results.json --html demo/index.html
+	@echo; echo "The network alone: a TCP stream a communicator, as NCCL has by default, beside Evener."
+	@echo "Each flow capped at a fifth of the link, as clouds do it:"
+	@$(BIN)/evener bench net --lab 2x1@200mbit,cap=40mbit,queue=20ms $(DEMO_NET) --json demo/net-flow-cap.json
+	@echo "Four equal paths behind two routers, which nobody can see:"
+	@$(BIN)/evener bench net --lab 2x1@200mbit,paths=4,queue=20ms $(DEMO_NET) --json demo/net-four-paths.json
 
 test: lint test-rust test-python ## all checks and tests that need no GPU
 

@@ -21,12 +21,13 @@ def net_bench(
     rank: int,
     control: str,
     plugin: str,
+    pattern: str,
     comms: int,
     depth: int,
     sizes: list[int],
     seconds: float,
     verify: bool,
-) -> list[tuple[int, int, float, float, float, float, float]]: ...
+) -> list[tuple[int, int, float, float, float, float, float, float | None]]: ...
 
 _Tensor = tuple[str, int]
 _How = tuple[int, str | None, int, int, int]
@@ -163,3 +164,32 @@ class Negotiator:
     def news(self) -> tuple[list[tuple[float, str, int, int, int]], list[str]]: ...
     def shutdown(self) -> None: ...
     def close(self, linger: float) -> None: ...
+
+class StagedExchange:
+    WORDS: int
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        send: int,
+        receive: int,
+        words: int,
+        slot: int,
+        slots: int,
+        patience: float,
+    ) -> None: ...
+    def handle(self) -> bytes: ...
+    def connect(self, handles: list[bytes], limit: float) -> None: ...
+    def try_device(self, stream: int) -> None: ...
+    def enqueue(
+        self,
+        parts: bool,
+        bytes: int,
+        payload: int,
+        received: int,
+        out: int,
+        back: int,
+    ) -> None: ...
+    def run_on_host(self, parts: bool, bytes: int, payload: int, received: int) -> None: ...
+    def failure(self) -> str | None: ...
+    def close(self) -> None: ...

@@ -2,16 +2,27 @@
 //! direction, some messages in flight, both directions at once (a ring sends and receives).
 //!
 //! The two agree over a control connection that is open before and after each run and silent
-//! within. First the round trip of one message at a time, then so many messages that the run takes
-//! about the time asked for, which the first rank decides from a short trial.
+//! within. *Steady*: first the round trip of one message at a time, then so many messages that the
+//! run takes about the time asked for, which the first rank decides from a short trial. *Ring*: as
+//! many all-reduces ([`ring`](crate::ring)) as fit into that time, each timed by itself.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::stream::Stream;
-use crate::{DriveError, NULL, Object, Plugin};
+use crate::DriveError;
+use crate::net::Net;
+use crate::ring;
+
+/// What is sent when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pattern {
+    /// Messages of one size without end.
+    Steady,
+    /// All-reduces, as NCCL's ring of two ranks does them.
+    Ring,
+}
 
 /// What to measure.
 #[derive(Debug, Clone)]
@@ -26,9 +37,11 @@ pub struct Scenario {
     pub version: u32,
     /// Comms in each direction.
     pub comms: usize,
-    /// Messages in flight on each.
+    /// What is sent when.
+    pub pattern: Pattern,
+    /// Messages in flight on each. A ring has its own.
     pub depth: usize,
-    /// Bytes of a message, one run each.
+    /// Bytes of a message, or of an all-reduce; one run each.
     pub sizes: Vec<usize>,
     /// About how long a run takes, seconds.
     pub seconds: f64,
@@ -36,53 +49,55 @@ pub struct Scenario {
     pub verify: bool,
 }
 
-/// What was measured with one message size.
+/// What was measured with one size.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
-    /// Bytes of a message.
+    /// Bytes of a message, or of an all-reduce.
     pub size: usize,
-    /// Messages in each direction.
+    /// Messages in each direction, or all-reduces.
     pub messages: usize,
     /// How long they took, seconds.
     pub seconds: f64,
-    /// Bytes a second in each direction.
+    /// Bytes a second in each direction; of a ring, what is reduced in a second by the median.
     pub bandwidth: f64,
-    /// Half the round trip of one message, microseconds: the median.
+    /// Microseconds, the median: half the round trip of one message, or one all-reduce.
     pub latency_us: f64,
     /// Processor time of this process, seconds.
     pub cpu_seconds: f64,
     /// Longest time without a message, seconds.
     pub stall: f64,
+    /// Of a steady run: how evenly the comms shared the network, see [`fairness`].
+    pub fairness: Option<f64>,
 }
 
-const LIMIT: Duration = Duration::from_secs(120);
-
-enum Net {
-    Plugin {
-        plugin: Plugin,
-        sends: Vec<Object>,
-        receives: Vec<Object>,
-    },
-    Streams {
-        sends: Vec<Stream>,
-        receives: Vec<Stream>,
-    },
+/// Jain's index of what several had of one thing: 1 where all had the same, 1/n where one had all
+/// (R. Jain, D. Chiu, W. Hawe: A quantitative measure of fairness, DEC TR-301, 1984).
+pub fn fairness(shares: &[f64]) -> f64 {
+    let sum: f64 = shares.iter().sum();
+    let squares: f64 = shares.iter().map(|share| share * share).sum();
+    if squares > 0.0 {
+        sum * sum / (shares.len() as f64 * squares)
+    } else {
+        1.0
+    }
 }
 
-struct Control(TcpStream);
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+
+pub(crate) struct Control(pub TcpStream);
 
 impl Control {
-    fn say(&mut self, number: u64) -> std::io::Result<()> {
+    pub fn say(&mut self, number: u64) -> std::io::Result<()> {
         self.0.write_all(&number.to_le_bytes())
     }
 
-    fn hear(&mut self) -> std::io::Result<u64> {
+    pub fn hear(&mut self) -> std::io::Result<u64> {
         let mut bytes = [0; 8];
         self.0.read_exact(&mut bytes)?;
         Ok(u64::from_le_bytes(bytes))
     }
 
-    fn meet(&mut self) -> std::io::Result<()> {
+    pub fn meet(&mut self) -> std::io::Result<()> {
         self.say(0)?;
         self.hear().map(|_| ())
     }
@@ -110,79 +125,130 @@ pub fn run(scenario: &Scenario) -> Result<Vec<Run>, DriveError> {
     let socket = connect(scenario.rank, &scenario.control)?;
     socket.set_nodelay(true)?;
     let mut control = Control(socket);
-    let mut net = match &scenario.plugin {
-        Some(path) => plugged(scenario, path, &mut control)?,
-        None => streams(scenario, &mut control)?,
-    };
-    let most = scenario.sizes.iter().copied().max().unwrap_or(0).max(1);
-    let mut memory = Memory::new(scenario, most);
+    let mut net = Net::open(scenario, &mut control)?;
+    let mut memory = Memory::new(scenario);
     let mut runs = Vec::new();
     for size in &scenario.sizes {
-        let began = Instant::now();
-        let phase = |name: &str| {
-            if std::env::var_os("EVENER_DRIVE_LOG").is_some() {
-                eprintln!("{size} bytes: {name} after {:.2?}", began.elapsed());
-            }
+        let run = match scenario.pattern {
+            Pattern::Steady => steady(scenario, &mut net, &mut memory, *size, &mut control)?,
+            Pattern::Ring => rings(scenario, &mut net, &mut memory, *size, &mut control)?,
         };
-        let latency_us = latency(scenario, &mut net, &mut memory, *size, &mut control)?;
-        phase("latency measured");
-        control.meet()?;
-        // Queues and token buckets take the first messages at once: the trial must outlast them.
-        let mut count = scenario.depth * 2;
-        let each = loop {
-            let (took, _) = measure(scenario, &mut net, &mut memory, *size, count)?;
-            let enough = if scenario.rank == 0 {
-                let enough = u64::from(took >= (scenario.seconds / 4.0).min(0.5));
-                control.say(enough)?;
-                enough
-            } else {
-                control.hear()?
-            };
-            if enough == 1 {
-                break took / count as f64;
-            }
-            count *= 3;
-        };
-        let messages = if scenario.rank == 0 {
-            let wanted = (scenario.seconds / each.max(1e-7)).clamp(8.0, 1e7) as u64;
-            control.say(wanted)?;
-            wanted
+        runs.push(run);
+    }
+    net.close(&mut control)?;
+    Ok(runs)
+}
+
+/// Messages of one size, for a while.
+fn steady(
+    scenario: &Scenario,
+    net: &mut Net,
+    memory: &mut Memory,
+    size: usize,
+    control: &mut Control,
+) -> Result<Run, DriveError> {
+    let began = Instant::now();
+    let phase = |name: &str| {
+        if std::env::var_os("EVENER_DRIVE_LOG").is_some() {
+            eprintln!("{size} bytes: {name} after {:.2?}", began.elapsed());
+        }
+    };
+    let latency_us = latency(scenario, net, memory, size, control)?;
+    phase("latency measured");
+    control.meet()?;
+    // Queues and token buckets take the first messages at once: the trial must outlast them.
+    let mut count = scenario.depth * 2;
+    let each = loop {
+        let (took, ..) = measure(scenario, net, memory, size, count)?;
+        let enough = if scenario.rank == 0 {
+            let enough = u64::from(took >= (scenario.seconds / 4.0).min(0.5));
+            control.say(enough)?;
+            enough
         } else {
             control.hear()?
         };
-        phase("trial done");
-        control.meet()?;
-        let before = cpu_seconds();
-        let (seconds, stall) = measure(scenario, &mut net, &mut memory, *size, messages as usize)?;
-        let cpu = cpu_seconds() - before;
-        control.meet()?;
-        let messages = messages as usize * scenario.comms;
-        runs.push(Run {
-            size: *size,
-            messages,
-            seconds,
-            bandwidth: (messages * size) as f64 / seconds,
-            latency_us,
-            cpu_seconds: cpu,
-            stall,
-        });
-    }
-    if let Net::Plugin {
-        mut plugin,
-        sends,
-        receives,
-    } = net
-    {
-        for comm in sends {
-            plugin.close_send(comm)?;
+        if enough == 1 {
+            break took / count as f64;
         }
-        for comm in receives {
-            plugin.close_recv(comm)?;
+        count *= 3;
+    };
+    let messages = if scenario.rank == 0 {
+        let wanted = (scenario.seconds / each.max(1e-7)).clamp(8.0, 1e7) as u64;
+        control.say(wanted)?;
+        wanted
+    } else {
+        control.hear()?
+    };
+    phase("trial done");
+    control.meet()?;
+    let before = cpu_seconds();
+    let (seconds, stall, fairness) = measure(scenario, net, memory, size, messages as usize)?;
+    let cpu = cpu_seconds() - before;
+    control.meet()?;
+    let messages = messages as usize * scenario.comms;
+    Ok(Run {
+        size,
+        messages,
+        seconds,
+        bandwidth: (messages * size) as f64 / seconds,
+        latency_us,
+        cpu_seconds: cpu,
+        stall,
+        fairness: Some(fairness),
+    })
+}
+
+/// All-reduces of one size, for a while; each begins when both sides are ready.
+fn rings(
+    scenario: &Scenario,
+    net: &mut Net,
+    memory: &mut Memory,
+    size: usize,
+    control: &mut Control,
+) -> Result<Run, DriveError> {
+    /// These find the network's windows and rates, and are not counted.
+    const WARM_UP: usize = 3;
+    const LEAST: usize = 5;
+    let mut samples = Vec::new();
+    let (mut stall, mut cpu) = (0.0f64, cpu_seconds());
+    let (mut began, mut round) = (Instant::now(), 0);
+    loop {
+        let (seconds, longest) = ring::all_reduce(scenario, net, memory, size)?;
+        round += 1;
+        if round > WARM_UP {
+            samples.push(seconds);
+            stall = stall.max(longest);
+        } else if round == WARM_UP {
+            (began, cpu) = (Instant::now(), cpu_seconds());
         }
-        control.meet()?;
-        plugin.finalize()?;
+        let enough = samples.len() >= LEAST && began.elapsed().as_secs_f64() >= scenario.seconds;
+        control.say(u64::from(enough))?;
+        let theirs = control.hear()?;
+        // The first rank decides; both have heard the other, so both are ready.
+        let over = if scenario.rank == 0 {
+            enough
+        } else {
+            theirs == 1
+        };
+        if over {
+            break;
+        }
     }
-    Ok(runs)
+    let cpu = cpu_seconds() - cpu;
+    let messages = samples.len();
+    let seconds = samples.iter().sum();
+    samples.sort_by(f64::total_cmp);
+    let median = samples[messages / 2];
+    Ok(Run {
+        size,
+        messages,
+        seconds,
+        bandwidth: size as f64 / median,
+        latency_us: median * 1e6,
+        cpu_seconds: cpu,
+        stall,
+        fairness: None,
+    })
 }
 
 fn cpu_seconds() -> f64 {
@@ -196,62 +262,8 @@ fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-fn plugged(
-    scenario: &Scenario,
-    path: &std::path::Path,
-    control: &mut Control,
-) -> Result<Net, DriveError> {
-    let mut plugin = Plugin::load(path, scenario.version)?;
-    plugin.init()?;
-    let (mut sends, mut receives) = (Vec::new(), Vec::new());
-    for _ in 0..scenario.comms {
-        let (listener, handle) = plugin.listen(0)?;
-        control.0.write_all(&handle)?;
-        let mut theirs = [0; 128];
-        control.0.read_exact(&mut theirs)?;
-        let (mut send, mut receive) = (None, None);
-        let end = Instant::now() + LIMIT;
-        // As the service thread does: all that is pending is polled in one loop.
-        while send.is_none() || receive.is_none() {
-            if send.is_none() {
-                send = plugin.connect(0, &mut theirs)?;
-            }
-            if receive.is_none() {
-                receive = plugin.accept(listener)?;
-            }
-            if Instant::now() > end {
-                return Err(DriveError::Stalled(LIMIT.as_secs()));
-            }
-            std::thread::yield_now();
-        }
-        sends.extend(send);
-        receives.extend(receive);
-        plugin.close_listen(listener)?;
-    }
-    Ok(Net::Plugin {
-        plugin,
-        sends,
-        receives,
-    })
-}
-
-fn streams(scenario: &Scenario, control: &mut Control) -> Result<Net, DriveError> {
-    let ours = control.0.local_addr()?.ip();
-    let theirs = control.0.peer_addr()?.ip();
-    let listener = TcpListener::bind((ours, 0))?;
-    control.say(listener.local_addr()?.port().into())?;
-    let port = control.hear()? as u16;
-    let (mut sends, mut receives) = (Vec::new(), Vec::new());
-    for _ in 0..scenario.comms {
-        // The backlog takes our connection before the peer accepts it.
-        sends.push(Stream::new(TcpStream::connect((theirs, port))?)?);
-        receives.push(Stream::new(listener.accept()?.0)?);
-    }
-    Ok(Net::Streams { sends, receives })
-}
-
 /// Buffers: for each comm and place in flight, one to send and one to receive.
-struct Memory {
+pub(crate) struct Memory {
     bytes: Vec<u8>,
     stride: usize,
     depth: usize,
@@ -260,19 +272,26 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(scenario: &Scenario, most: usize) -> Memory {
+    fn new(scenario: &Scenario) -> Memory {
+        let (most, depth) = match scenario.pattern {
+            Pattern::Steady => {
+                let most = scenario.sizes.iter().copied().max();
+                (most.unwrap_or(0).max(1), scenario.depth)
+            }
+            Pattern::Ring => (ring::SLICE, ring::DEPTH),
+        };
         let stride = most.next_multiple_of(4096);
-        let count = scenario.comms * scenario.depth * 2;
+        let count = scenario.comms * depth * 2;
         Memory {
             bytes: vec![0; stride * count],
             stride,
-            depth: scenario.depth,
+            depth,
             comms: scenario.comms,
             turn: 0,
         }
     }
 
-    fn at(&mut self, sending: bool, comm: usize, number: usize) -> *mut u8 {
+    pub fn at(&mut self, sending: bool, comm: usize, number: usize) -> *mut u8 {
         let place = (usize::from(sending) * self.comms + comm) * self.depth + number % self.depth;
         self.bytes[place * self.stride..].as_mut_ptr()
     }
@@ -281,7 +300,7 @@ impl Memory {
         (number * 7 + comm * 31 + 1) as u8 ^ self.turn
     }
 
-    fn write(&mut self, comm: usize, number: usize, size: usize) {
+    pub fn write(&mut self, comm: usize, number: usize, size: usize) {
         let byte = self.pattern(comm, number);
         let place = (self.comms + comm) * self.depth + number % self.depth;
         let at = place * self.stride;
@@ -290,7 +309,7 @@ impl Memory {
         }
     }
 
-    fn check(&self, comm: usize, number: usize, size: usize) -> Result<(), DriveError> {
+    pub fn check(&self, comm: usize, number: usize, size: usize) -> Result<(), DriveError> {
         let byte = self.pattern(comm, number);
         let at = (comm * self.depth + number % self.depth) * self.stride;
         let good = self.bytes[at..at + size]
@@ -310,23 +329,24 @@ impl Memory {
 struct Progress {
     posted: usize,
     done: usize,
-    flying: std::collections::VecDeque<Object>,
 }
 
-/// `count` messages on each comm in both directions; seconds, and the longest time without one.
+/// `count` messages on each comm in both directions: seconds, the longest time without one, and how
+/// evenly what arrived was shared when the first comm had all of its own.
 fn measure(
     scenario: &Scenario,
     net: &mut Net,
     memory: &mut Memory,
     size: usize,
     count: usize,
-) -> Result<(f64, f64), DriveError> {
+) -> Result<(f64, f64, f64), DriveError> {
     memory.turn = memory.turn.wrapping_add(1);
     let mut sides: Vec<[Progress; 2]> = Vec::new();
     sides.resize_with(scenario.comms, Default::default);
     let began = Instant::now();
     let (mut last, mut stall) = (began, Duration::ZERO);
     let mut left = scenario.comms * 2 * count;
+    let mut shared = None;
     while left > 0 {
         let mut moved = false;
         for (comm, pair) in sides.iter_mut().enumerate() {
@@ -337,6 +357,10 @@ fn measure(
             }
         }
         let now = Instant::now();
+        if shared.is_none() && sides.iter().any(|[receive, _]| receive.done == count) {
+            let had: Vec<f64> = sides.iter().map(|[one, _]| one.done as f64).collect();
+            shared = Some(fairness(&had));
+        }
         if moved {
             stall = stall.max(now - last);
             last = now;
@@ -347,7 +371,8 @@ fn measure(
             std::thread::yield_now();
         }
     }
-    Ok((began.elapsed().as_secs_f64(), stall.as_secs_f64()))
+    let seconds = began.elapsed().as_secs_f64();
+    Ok((seconds, stall.as_secs_f64(), shared.unwrap_or(1.0)))
 }
 
 #[allow(clippy::too_many_arguments, reason = "the state of one turn")]
@@ -368,56 +393,16 @@ fn step(
         }
         let at = memory.at(sending, comm, side.posted);
         // SAFETY: the buffers live in `memory` through the run, and each has one request at a time.
-        let posted = unsafe {
-            match net {
-                Net::Plugin {
-                    plugin,
-                    sends,
-                    receives,
-                } => {
-                    let request = if sending {
-                        plugin.isend(sends[comm], at, size, NULL)?
-                    } else {
-                        plugin.irecv(receives[comm], at, size, NULL)?
-                    };
-                    side.flying.extend(request);
-                    request.is_some()
-                }
-                Net::Streams { sends, receives } => {
-                    let stream = if sending { sends } else { receives };
-                    stream[comm].post(at, size);
-                    true
-                }
-            }
-        };
-        if !posted {
+        if !unsafe { net.post(comm, sending, at, size) }? {
             break;
         }
         side.posted += 1;
     }
-    match net {
-        Net::Plugin { plugin, .. } => {
-            // NCCL looks at the oldest step only.
-            while let Some(request) = side.flying.front() {
-                if plugin.test(*request, !sending)?.is_none() {
-                    break;
-                }
-                side.flying.pop_front();
-                if !sending && scenario.verify {
-                    memory.check(comm, side.done, size)?;
-                }
-                side.done += 1;
-            }
+    for _ in 0..net.finished(comm, sending)? {
+        if !sending && scenario.verify {
+            memory.check(comm, side.done, size)?;
         }
-        Net::Streams { sends, receives } => {
-            let stream = if sending { sends } else { receives };
-            for _ in 0..stream[comm].progress(sending)? {
-                if !sending && scenario.verify {
-                    memory.check(comm, side.done, size)?;
-                }
-                side.done += 1;
-            }
-        }
+        side.done += 1;
     }
     Ok(side.done - before)
 }
@@ -445,7 +430,7 @@ fn latency(
             loop {
                 let target = round + 1;
                 step(scenario, net, memory, 0, sending, side, size, target)?;
-                let on_its_way = sending && matches!(net, Net::Plugin { .. });
+                let on_its_way = sending && net.is_plugin();
                 if side.done == target || (on_its_way && side.posted == target) {
                     break;
                 }
@@ -464,4 +449,16 @@ fn latency(
     }
     samples.sort_by(f64::total_cmp);
     Ok(samples[samples.len() / 2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fairness;
+
+    #[test]
+    fn jain_s_index_is_one_for_equals_and_one_nth_for_one_of_many() {
+        assert!((fairness(&[3.0; 7]) - 1.0).abs() < 1e-12);
+        assert!((fairness(&[5.0, 0.0, 0.0, 0.0]) - 0.25).abs() < 1e-12);
+        assert!((fairness(&[2.0, 1.0]) - 0.9).abs() < 1e-12);
+    }
 }

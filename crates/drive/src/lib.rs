@@ -5,6 +5,8 @@
 #![allow(unsafe_code, reason = "calls through C tables that a library gave")]
 
 pub mod bench;
+mod net;
+mod ring;
 mod stream;
 
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};

@@ -50,7 +50,7 @@ use hello::{HANDLE, Handle, ProcessId};
 use link::Link;
 use nics::{Family, Nic};
 pub use slots::{Slot, Status};
-use stats::PathStats;
+use stats::{PathStats, Silences};
 pub use sys::Memory;
 use worker::{Task, Worker};
 
@@ -123,6 +123,8 @@ pub struct Config {
     pub eager_bytes: u64,
     /// Where statistics are written.
     pub stats_dir: Option<PathBuf>,
+    /// What tells this engine's statistics from those of another in the process: a suffix.
+    pub label: &'static str,
 }
 
 impl Default for Config {
@@ -138,6 +140,7 @@ impl Default for Config {
             eager_slots: 4,
             eager_bytes: 16 << 10,
             stats_dir: None,
+            label: "",
         }
     }
 }
@@ -160,6 +163,7 @@ pub struct Shared {
     next: AtomicU64,
     next_home: AtomicUsize,
     started: Instant,
+    silences: Arc<Silences>,
     broken: AtomicBool,
     log: Log,
 }
@@ -218,7 +222,11 @@ impl Shared {
                     under_way: Default::default(),
                     took: Default::default(),
                     placement: Placement::default(),
-                    link: Mutex::new(Link::new(&self.config, self.started.elapsed())),
+                    link: Mutex::new(Link::new(
+                        &self.config,
+                        self.silences.clone(),
+                        self.started.elapsed(),
+                    )),
                 })
             })
             .clone()
@@ -283,7 +291,7 @@ impl Engine {
         token.copy_from_slice(&secret[16..]);
         let processors = sys::processors();
         let workers = match config.workers {
-            0 => (processors / 8).clamp(1, 8),
+            0 => (processors / 4).clamp(1, 8),
             given => given.min(16),
         };
         let handles: Result<Vec<_>, _> = (0..workers).map(|_| worker::Handle::new()).collect();
@@ -306,6 +314,7 @@ impl Engine {
             next: AtomicU64::new(1),
             next_home: AtomicUsize::new(0),
             started: Instant::now(),
+            silences: Arc::default(),
             broken: AtomicBool::new(false),
             log,
         });

@@ -64,6 +64,7 @@ pub fn json(shared: &Shared) -> String {
     let peers: Vec<String> = lock(&shared.peers)
         .values()
         .map(|peer| {
+            lock(&peer.link).note_silences();
             format!(
                 "{{\"peer\":{},\"connections\":{},\"comms\":{},\"under_way\":{},\"trials\":{},\
                  \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{},\"took_us_log2\":{}}}",
@@ -107,9 +108,10 @@ pub fn json(shared: &Shared) -> String {
         .collect();
     let _ = write!(
         out,
-        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
+        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),
+        shared.silences.json(),
         workers.join(","),
         peers.join(","),
         paths.join(",")
@@ -125,7 +127,8 @@ pub fn json(shared: &Shared) -> String {
 pub fn write(shared: &Shared, directory: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     let host = host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
-    let name = format!("net-{host}-{}.json", std::process::id());
+    let label = shared.config.label;
+    let name = format!("net-{host}-{}{label}.json", std::process::id());
     let part = directory.join(format!(".{name}.part"));
     std::fs::write(&part, json(shared))?;
     std::fs::rename(&part, directory.join(name))

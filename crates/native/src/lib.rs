@@ -15,8 +15,9 @@ mod compress;
 mod launch;
 mod negotiate;
 mod optimizer;
+mod staging;
 
-use evener_drive::bench::{self, Scenario};
+use evener_drive::bench::{self, Pattern, Scenario};
 use evener_kernels::topk;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -80,9 +81,9 @@ fn topk_with_feedback(
     .map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-/// One side of a network measurement; see `evener_drive::bench`. For each size: (bytes, messages,
-/// seconds, bytes a second in each direction, half round trip in us, processor seconds, longest
-/// stall in seconds). An empty `plugin` measures a plain TCP stream a comm.
+/// One side of a network measurement; see `evener_drive::bench`. For each size the fields of its
+/// `Run`: (bytes, messages, seconds, bytes a second, microseconds, processor seconds, longest stall
+/// in seconds, fairness). `pattern`: "steady" or "ring". An empty `plugin` measures a plain TCP stream a comm.
 #[pyfunction]
 #[allow(
     clippy::too_many_arguments,
@@ -94,17 +95,27 @@ fn net_bench(
     rank: u32,
     control: String,
     plugin: String,
+    pattern: &str,
     comms: usize,
     depth: usize,
     sizes: Vec<usize>,
     seconds: f64,
     verify: bool,
-) -> PyResult<Vec<(usize, usize, f64, f64, f64, f64, f64)>> {
+) -> PyResult<Vec<(usize, usize, f64, f64, f64, f64, f64, Option<f64>)>> {
     let scenario = Scenario {
         rank,
         control,
         plugin: (!plugin.is_empty()).then(|| plugin.into()),
         version: 11,
+        pattern: match pattern {
+            "steady" => Pattern::Steady,
+            "ring" => Pattern::Ring,
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "no pattern {pattern:?}: steady or ring"
+                )));
+            }
+        },
         comms: comms.max(1),
         depth: depth.clamp(1, 32),
         sizes,
@@ -123,6 +134,7 @@ fn net_bench(
             run.latency_us,
             run.cpu_seconds,
             run.stall,
+            run.fairness,
         )
     };
     Ok(runs.into_iter().map(row).collect())
@@ -146,6 +158,8 @@ mod _native {
     use super::optimizer::{
         adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
     };
+    #[pymodule_export]
+    use super::staging::StagedExchange;
     #[pymodule_export]
     use super::topk_with_feedback;
 }

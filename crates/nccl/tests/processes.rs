@@ -8,19 +8,24 @@ mod library;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 
-use evener_drive::bench::{Scenario, run};
+use evener_drive::bench::{Pattern, Run, Scenario, run};
 
 const ROLE: &str = "EVENER_TEST_ROLE";
+const PATTERN: &str = "EVENER_TEST_PATTERN";
 
-fn scenario(rank: u32, control: String) -> Scenario {
+fn scenario(rank: u32, control: String, pattern: Pattern) -> Scenario {
     Scenario {
         rank,
         control,
         plugin: Some(library::path()),
         version: 11,
+        pattern,
         comms: 3,
         depth: 4,
-        sizes: vec![8, 4096, 100_000, 1 << 20],
+        sizes: match pattern {
+            Pattern::Steady => vec![8, 4096, 100_000, 1 << 20],
+            Pattern::Ring => vec![8, 100_001, 20 << 20],
+        },
         seconds: 0.1,
         verify: true,
     }
@@ -31,7 +36,9 @@ fn scenario(rank: u32, control: String) -> Scenario {
 fn other_process() {
     if let Ok(control) = std::env::var(ROLE) {
         library::environment();
-        run(&scenario(1, control)).unwrap();
+        let ring = std::env::var_os(PATTERN).is_some();
+        let pattern = if ring { Pattern::Ring } else { Pattern::Steady };
+        run(&scenario(1, control, pattern)).unwrap();
     }
 }
 
@@ -44,24 +51,42 @@ impl Drop for Ended {
     }
 }
 
-#[test]
-fn two_processes_exchange_what_was_sent() {
+/// What both processes measured, by the first one.
+fn measure(pattern: Pattern) -> Vec<Run> {
     library::environment();
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
     let control = free.local_addr().unwrap().to_string();
     drop(free);
-    let other = Command::new(std::env::current_exe().unwrap())
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    other
         .args(["--exact", "other_process", "--nocapture"])
         .env(ROLE, &control)
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    let mut other = Ended(other);
-    let runs = run(&scenario(0, control)).unwrap();
+        .stdout(Stdio::null());
+    if pattern == Pattern::Ring {
+        other.env(PATTERN, "ring");
+    }
+    let mut other = Ended(other.spawn().unwrap());
+    let runs = run(&scenario(0, control, pattern)).unwrap();
+    assert!(other.0.wait().unwrap().success());
+    runs
+}
+
+#[test]
+fn two_processes_exchange_what_was_sent() {
+    let runs = measure(Pattern::Steady);
     assert_eq!(runs.len(), 4);
     for one in &runs {
         println!("{one:?}");
         assert!(one.messages >= 24 && one.bandwidth > 0.0);
     }
-    assert!(other.0.wait().unwrap().success());
+}
+
+#[test]
+fn a_ring_of_two_processes_carries_what_was_sent() {
+    let runs = measure(Pattern::Ring);
+    assert_eq!(runs.len(), 3);
+    for one in &runs {
+        println!("{one:?}");
+        assert!(one.messages >= 5 && one.bandwidth > 0.0);
+    }
 }

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evener import interfaces, settings
-from evener.comm import abort, contact, elastic, libmpi, pmix
+from evener.comm import abort, contact, elastic, libmpi, pmix, transport
 from evener.comm.ranks import Ranks, detect
 from evener.comm.topology import host_identity
 from evener.errors import EvenerError
@@ -171,6 +171,7 @@ def shutdown() -> None:
         if abort.aborted():
             abort.forget_groups()
         else:
+            transport.end_all()
             dist.destroy_process_group()
     _process.ours, _process.ranks = False, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from evener.bench.net.drive import Job, Rows
 from evener.errors import UsageError
 from evener.lab import Lab, Spec
 from evener.net import plugin_path
+
+_SIZES = {"steady": "8,65536,1048576", "ring": "1048576,67108864"}
 
 
 def _show_size(size: float) -> str:
@@ -30,10 +33,16 @@ def _show_size(size: float) -> str:
     help="Between two simulated nodes: 2x1@2gbit,paths=4 (see evener lab). Default: loopback.",
 )
 @click.option(
-    "--sizes",
-    default="8,65536,1048576",
+    "--pattern",
+    type=click.Choice(["steady", "ring"]),
+    default="steady",
     show_default=True,
-    help="Bytes of a message, separated by commas. NCCL's rings send 1 MiB.",
+    help="Messages of one size without end, or all-reduces as NCCL's ring of two ranks does them.",
+)
+@click.option(
+    "--sizes",
+    help="Bytes of a message (NCCL's rings send 1 MiB) or of an all-reduce, separated by commas.  "
+    "[default: 8,65536,1048576; of a ring 1048576,67108864]",
 )
 @click.option("--comms", type=click.IntRange(1, 64), default=2, show_default=True, help="Each way.")
 @click.option(
@@ -49,7 +58,8 @@ def _show_size(size: float) -> str:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures.")
 def net(
     lab_spec: str | None,
-    sizes: str,
+    pattern: str,
+    sizes: str | None,
     comms: int,
     depth: int,
     seconds: float,
@@ -60,7 +70,11 @@ def net(
     """A single TCP stream a communicator, as NCCL does by default, against Evener.
 
     Two processes drive the plug-in as NCCL's threads would, both directions at once, without a GPU.
+    A steady run has --depth messages in flight on each comm; its fairness is Jain's index of what
+    the comms had got when the first of them had all. A ring does what NCCL's does: a comm
+    each way is a channel, whose chunks wait for the peer's; the GPU's part is a clock.
     """
+    sizes = sizes or _SIZES[pattern]
     if not all(one.strip().isdecimal() and int(one) > 0 for one in sizes.split(",")):
         raise UsageError(
             f"--sizes {sizes!r} is not a list of byte counts", "like --sizes 8,1048576"
@@ -68,8 +82,8 @@ def net(
     count = len(sizes.split(","))
     timeout = 60 + count * (10 + 8 * seconds)
     path = plugin or plugin_path()
-    base = Job("", comms, depth, sizes, seconds, verify)
-    jobs = {"streams": base, path.stem: Job(str(path), comms, depth, sizes, seconds, verify)}
+    base = Job("", comms, depth, sizes, seconds, verify, pattern)
+    jobs = {"streams": base, path.stem: dataclasses.replace(base, plugin=str(path))}
     results: dict[str, Rows] = {}
     spec = Spec.parse(lab_spec) if lab_spec else None
     if spec is not None and spec.world_size != 2:
@@ -81,7 +95,7 @@ def net(
         else:
             with Lab(spec) as lab:
                 results[name] = drive.in_lab(lab, job, timeout)
-    _print(results)
+    _print(results, pattern)
     if json_path:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         record = {"lab": str(spec) if spec else None, "job": base.text(), "results": results}
@@ -89,12 +103,14 @@ def net(
         click.echo(str(json_path))
 
 
-def _print(results: dict[str, Rows]) -> None:
+def _print(results: dict[str, Rows], pattern: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("message", "transport")
-    for name in ("Gb/s each way", "ratio", "us", "cpu s/GB", "stall ms"):
+    ring = pattern == "ring"
+    table = Table("all-reduce" if ring else "message", "transport")
+    rate, time = ("GB/s", "ms") if ring else ("Gb/s each way", "us")
+    for name in (rate, "ratio", time, "cpu s/GB", "stall ms", *([] if ring else ["fairness"])):
         table.add_column(name, justify="right")
     names = list(results)
     for place, first in enumerate(results[names[0]]):
@@ -103,11 +119,12 @@ def _print(results: dict[str, Rows]) -> None:
             table.add_row(
                 _show_size(row["size"]) if name == names[0] else "",
                 name,
-                f"{row['bandwidth'] * 8 / 1e9:.2f}",
+                f"{row['bandwidth'] * (1 if ring else 8) / 1e9:.2f}",
                 f"{row['bandwidth'] / first['bandwidth']:.2f}",
-                f"{row['latency_us']:.0f}",
+                f"{row['latency_us'] / 1e3:.2f}" if ring else f"{row['latency_us']:.0f}",
                 f"{row['cpu_per_gb']:.2f}",
                 f"{row['stall'] * 1e3:.0f}",
+                *([] if ring else [f"{row['fairness']:.2f}"]),
                 end_section=name == names[-1],
             )
     console = Console()

@@ -21,7 +21,8 @@ class BenchError(EvenerError):
 @dataclass(frozen=True)
 class Job:
     """What to measure. `plugin`: a path, or empty for a plain TCP stream a comm. `sizes`: bytes of
-    a message, separated by commas. `seconds`: about how long a size takes."""
+    a message (of an all-reduce where `pattern` is "ring" and not "steady"), separated by commas.
+    `seconds`: about how long a size takes."""
 
     plugin: str
     comms: int = 2
@@ -29,6 +30,7 @@ class Job:
     sizes: str = "8,65536,1048576"
     seconds: float = 1.0
     verify: bool = False
+    pattern: str = "steady"
 
     def text(self) -> str:
         """As the peer's argument."""
@@ -44,8 +46,9 @@ def command(job: Job) -> list[str]:
 
 
 def merge(lines: list[str]) -> Rows:
-    """One row a size from the two sides' answers: the slower bandwidth, both sides' processor time.
+    """One row a size from the two sides' answers: the slower figures, both sides' processor time.
 
+    `cpu_per_gb` counts the bytes of all messages, or of the data that all-reduces summed.
     Raises BenchError where a side gave no answer.
     """
     answers = []
@@ -59,9 +62,13 @@ def merge(lines: list[str]) -> Rows:
     for first, second in zip(answers[0]["rows"], answers[1]["rows"], strict=True):
         row = dict(first)
         row["bandwidth"] = min(first["bandwidth"], second["bandwidth"])
+        row["latency_us"] = max(first["latency_us"], second["latency_us"])
         row["stall"] = max(first["stall"], second["stall"])
+        if "fairness" in first:
+            row["fairness"] = min(first["fairness"], second["fairness"])
         row["cpu_seconds"] = first["cpu_seconds"] + second["cpu_seconds"]
-        moved = 2 * row["messages"] * row["size"] / 1e9
+        ways = 2 if answers[0]["pattern"] == "steady" else 1
+        moved = ways * row["messages"] * row["size"] / 1e9
         row["cpu_per_gb"] = row["cpu_seconds"] / moved if moved else 0.0
         rows.append(row)
     return rows

@@ -14,11 +14,13 @@ from evener import _native
 
 def measure(job: dict[str, object], rank: int, address: str, port: int) -> list[dict[str, float]]:
     """Run this side; rows with size, messages, seconds, bandwidth (bytes/s in each direction),
-    latency_us, cpu_seconds and stall (seconds)."""
+    latency_us, cpu_seconds and stall (seconds); of a ring, all-reduces are the messages. A steady
+    run has fairness besides: Jain's index of the comms' shares."""
     rows = _native.net_bench(
         rank,
         f"{address}:{port}",
         str(job["plugin"]),
+        str(job["pattern"]),
         int(str(job["comms"])),
         int(str(job["depth"])),
         [int(size) for size in str(job["sizes"]).split(",")],
@@ -26,7 +28,13 @@ def measure(job: dict[str, object], rank: int, address: str, port: int) -> list[
         bool(job["verify"]),
     )
     names = ("size", "messages", "seconds", "bandwidth", "latency_us", "cpu_seconds", "stall")
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    found = []
+    for *figures, fairness in rows:
+        row: dict[str, float] = dict(zip(names, figures, strict=True))
+        if fairness is not None:
+            row["fairness"] = fairness
+        found.append(row)
+    return found
 
 
 def main() -> None:
@@ -34,7 +42,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     rank = int(os.environ["RANK"])
     rows = measure(job, rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    sys.stdout.write(json.dumps({"rank": rank, "rows": rows}) + "\n")
+    sys.stdout.write(json.dumps({"rank": rank, "pattern": job["pattern"], "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -195,6 +195,13 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     metavar="PATH",
     help="Write settings, machine, every sample and the figures; - for stdout.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(file_okay=False, resolve_path=True),
+    default="",
+    metavar="DIR",
+    help="After each measurement profile a few more steps; one Chrome trace of rank 0 a run.",
+)
 @click.option("--html", "html_path", metavar="PATH", help="Write one page with the chart.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the table in Markdown.")
 @click.option(

@@ -37,6 +37,7 @@ from evener.settings import LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK
 Report = Callable[[dict[str, Any]], None]
 
 _PROGRESS_EVERY = 0.5
+_TRACED = 3
 _LEAST_STEPS = 5
 _MOST_STEPS = 20_000
 
@@ -182,6 +183,8 @@ class _Run:
         last_loss = self.loss.item()
         self._wait_for_device()
         self._phase("measure")
+        if options.trace:
+            self._trace(Path(options.trace))
         coding_ms = self._coding()
         done: dict[str, Any] = {
             "rank": task.rank,
@@ -260,6 +263,18 @@ class _Run:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
         return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
+
+    def _trace(self, directory: Path) -> None:
+        """Train a few more steps; rank 0 writes what torch's profiler saw of them."""
+        if self.task.rank or self.task.group:
+            self._timed(_TRACED)
+            return
+        with torch.profiler.profile() as profile:
+            self._timed(_TRACED)
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"{self.options.model}-{self.column.name}-{self.task.world}-run{self.task.run}"
+        profile.export_chrome_trace(str(directory / f"{name}.json.gz"))
+        self._phase("trace")
 
     def _mark(self, gpu: bool) -> Any:
         if not gpu:
