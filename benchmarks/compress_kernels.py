@@ -164,7 +164,7 @@ def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int]
         ((1024, 4), False, 64),
         ((1024, 4), True, 32),
         ((1024, 4), True, 64),
-        ((1024, 4), True, 128),
+        ((1024, 4), True, 16),
         ((512, 2), True, 64),
     ]
     for take, fused, together in settings:

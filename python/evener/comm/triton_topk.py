@@ -30,6 +30,7 @@ cannot take the bounds of a `range` from a tensor with current numpy.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -508,6 +509,16 @@ def notes(n: int, k: int) -> tuple[int, int]:
     return target, min(n, max(k, math.ceil(up(target * 17 / 16) * n / SAMPLES)))
 
 
+def _together(device: torch.device) -> int:
+    """How many programs may wait for each other: no more than half of the GPU holds at once."""
+    return min(TOGETHER, _half(device)) if device.type == "cuda" else TOGETHER
+
+
+@functools.cache
+def _half(device: torch.device) -> int:
+    return max(1, int(torch.cuda.get_device_properties(device).multi_processor_count) // 2)
+
+
 def select(
     gradient: torch.Tensor, residual: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
@@ -543,7 +554,7 @@ def select(
         num_warps=warps,
     )
     programs = (min(PROGRAMS, triton.cdiv(n, BLOCK)),)
-    together = (min(TOGETHER, triton.cdiv(n, BLOCK)),)
+    together = (min(_together(device), triton.cdiv(n, BLOCK)),)
     # The driver then refuses more programs than fit at once, in place of a hang.
     alone = {"launch_cooperative_grid": True}
     if FUSED:
