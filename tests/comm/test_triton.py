@@ -136,7 +136,7 @@ constants = {
     triton_chunks: {"CHUNK": 4096, "PLACES": 64, "FIRST": 1 << 22, "EACH": 1},
     triton_int8: {"ROWS": 4, "BLOCK": 1024, "FEEDBACK": True},
     triton_casts: {"BLOCK": 4096},
-    triton_sums: {"BLOCK": 2048},
+    triton_sums: {"BLOCK": 2048, "RANKS": 2},
 }
 kernels = {
     triton_topk: [

@@ -274,7 +274,8 @@ class Communicators:
         return Route(shape, scatter, outer, gather, scaling, carrier)
 
     def _carrier(self, shape: Levels, outer: Group) -> Carrier:
-        key = (tuple(self.ranks[i] for i in shape.outer), self.device, self.options.outer)
+        ranks = [self.ranks[place] for place in shape.outer]
+        key = (tuple(ranks), self.device, self.options.outer, self.timeout)
         carrier = transport.lend(
             _world(),
             key,
@@ -284,7 +285,7 @@ class Communicators:
                 self.device,
                 self.options,
                 hosts=len({self.hosts[place] for place in shape.outer}),
-                meeting=lambda: self._group(shape.outer, "gloo").handle,
+                meeting=lambda: self._new(ranks, "gloo"),
             ),
         )
         self._carriers.append((key, carrier))
@@ -294,13 +295,13 @@ class Communicators:
         ranks = [self.ranks[place] for place in places]
         key = (tuple(ranks), backend, self.timeout)
         free = _FREE.setdefault(_world(), {}).get(key)
-        handle = (
-            free.pop(0)
-            if free
-            else dist.new_group(
-                ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
-            )
-        )
-        assert handle is not None  # this process is always one of `ranks`
+        handle = free.pop(0) if free else self._new(ranks, backend)
         self._lent.append((key, handle))
         return Group(handle, ranks.index(dist.get_rank()), len(ranks))
+
+    def _new(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
+        handle: dist.ProcessGroup | None = dist.new_group(
+            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+        assert handle is not None  # this process is always one of `ranks`
+        return handle

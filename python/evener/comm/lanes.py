@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from evener.comm import streams
+
 Stage = Callable[[], None]
 # So many exchanges between nodes are under way at once: one that is encoded, one that crosses the
 # network, one that is decoded.
@@ -61,15 +63,16 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.scatter, self.gather, *self.outer = (
-            torch.cuda.Stream(device, priority=-1) for _ in range(2 + OUTER_STREAMS)
-        )
+        self.outer = streams.take(device, OUTER_STREAMS)
+        # Where there is one rank a node nothing is ever enqueued on these.
+        self.scatter, self.gather = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._closed = False
 
     def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
         del name  # a kernel that fails is reported by CUDA, not here
         done = torch.cuda.current_stream(self.device).record_event()
-        streams = (self.scatter, self.outer[outer % OUTER_STREAMS], self.gather)
-        for stream, stage in zip(streams, stages, strict=True):
+        chain = (self.scatter, self.outer[outer % OUTER_STREAMS], self.gather)
+        for stream, stage in zip(chain, stages, strict=True):
             if stage is None:
                 continue
             with torch.cuda.stream(stream):
@@ -81,6 +84,9 @@ class StreamLanes(Lanes):
     def close(self) -> None:
         for stream in (self.scatter, *self.outer, self.gather):
             stream.synchronize()
+        if not self._closed:
+            self._closed = True
+            streams.give_back(self.device, self.outer)
 
 
 class _EventTicket(Ticket):

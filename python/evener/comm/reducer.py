@@ -561,7 +561,10 @@ class Reducer:
         that `load_state_dict` works in a world of any size.
         """
         self.finish()
-        return checkpoint.collect(self)
+        state = checkpoint.collect(self)
+        with self._failing():
+            self.communicators.check()  # what came over a dead network must not be kept
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave: on all ranks alike, between steps.

@@ -168,10 +168,10 @@ def _join(seconds: float) -> tuple[Ranks, Any]:
 def shutdown() -> None:
     """Destroy the default group if `init_process_group` made it. A later init works again."""
     if _process.ours and dist.is_initialized():
+        transport.end_all()
         if abort.aborted():
             abort.forget_groups()
         else:
-            transport.end_all()
             dist.destroy_process_group()
     _process.ours, _process.ranks = False, None
 

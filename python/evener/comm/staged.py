@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from evener._native import StagedExchange
+from evener.comm import streams
 from evener.comm.errors import CommError
 
 # A piece on its way needs about a millisecond in a 25 Gb/s network; the pump has a few in the air.
@@ -31,6 +32,7 @@ class StagedTransport:
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
         """Makes what peers connect to: `connect` below does the rest. RuntimeError: no network."""
         self.rank, self.size, self.device = rank, size, device
+        self._closed = False
         gpu = device.type == "cuda"
         room = _SLOT * _SLOTS
         self._memory = torch.empty(2 * room, dtype=torch.uint8, pin_memory=gpu)
@@ -40,9 +42,7 @@ class StagedTransport:
             rank, size, base, base + room, self._words.data_ptr(), _SLOT, _SLOTS, timeout
         )
         if gpu:
-            # High priority: such streams share no queue of the device with training's kernels.
-            self._out = torch.cuda.Stream(device, priority=-1)
-            self._back = torch.cuda.Stream(device, priority=-1)
+            self._out, self._back = streams.take(device, 2)
             with torch.cuda.device(device):
                 self.exchange.try_device(self._out.cuda_stream)
 
@@ -93,10 +93,12 @@ class StagedTransport:
     def close(self) -> None:
         """Ends it. Collectives that are under way end with garbage."""
         self.exchange.close()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._closed:
             # The streams run on, over the words and slots: they must live until they are done.
             self._out.synchronize()
             self._back.synchronize()
+            streams.give_back(self.device, [self._out, self._back])
+        self._closed = True
 
 
 def _failed(why: str) -> CommError:

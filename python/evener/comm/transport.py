@@ -14,13 +14,13 @@ with the process.
 
 from __future__ import annotations
 
-import importlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,10 @@ class Provider(Protocol):
         device: torch.device,
         timeout: float,
     ) -> Transport:
-        """Collective over `control`, a Gloo group of exactly these ranks. `timeout`: seconds."""
+        """Collective over `control`. `timeout`: seconds, for this and for each operation.
+
+        `control` is a Gloo group of exactly these ranks, in their order, and the transport's own.
+        """
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ class Carrier:
 
 def provider() -> Provider:
     """Raises ImportError where this build has none."""
-    return cast(Provider, importlib.import_module("evener.comm.staged"))
+    from evener.comm import staged  # only where it may be used: it loads the native part
+
+    return staged
 
 
 def connect(
@@ -260,6 +265,8 @@ def _first(reasons: Sequence[str]) -> str:
 
 # --- whose they are, and how they end ---
 
+# An abort comes from a thread of its own (`evener.comm.abort`).
+_LOCK = threading.Lock()
 # By the default process group to which they belong: those in use and those that are free.
 _OWNED: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Transport]] = weakref.WeakKeyDictionary()
 _FREE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, list[Carrier]]]
@@ -273,11 +280,12 @@ def lend(world: dist.ProcessGroup, key: object, make: Callable[[], Carrier]) -> 
         return free.pop(0)
     carrier = make()
     if carrier.transport is not None:
-        if world not in _OWNED:
-            owned: list[Transport] = []
-            _OWNED[world] = owned
-            weakref.finalize(world, _close, owned)  # it runs at the process's end too
-        _OWNED[world].append(carrier.transport)
+        with _LOCK:
+            if world not in _OWNED:
+                owned: list[Transport] = []
+                _OWNED[world] = owned
+                weakref.finalize(world, _close, owned)  # it runs at the process's end too
+            _OWNED[world].append(carrier.transport)
     return carrier
 
 
@@ -288,27 +296,33 @@ def give_back(world: dist.ProcessGroup, key: object, carrier: Carrier) -> None:
 
 def live() -> list[Transport]:
     """All of this process that have not been ended, lent or not."""
-    return [transport for owned in list(_OWNED.values()) for transport in owned]
+    with _LOCK:
+        return [transport for owned in _OWNED.values() for transport in owned]
 
 
 def take_all() -> list[Callable[[], None]]:
     """What closes each transport of this process, which knows them no more: the world has ended."""
-    ends = [transport.close for transport in live()]
-    for owned in list(_OWNED.values()):
-        owned.clear()
-    _FREE.clear()
+    with _LOCK:
+        ends = [transport.close for owned in _OWNED.values() for transport in owned]
+        for owned in _OWNED.values():
+            owned.clear()
+        _FREE.clear()
     return ends
 
 
 def end_all() -> None:
     """Close every transport of this process, one after the other: nothing is in flight."""
-    _close(live())
-    take_all()
+    _end(take_all())
 
 
 def _close(owned: list[Transport]) -> None:
-    while owned:
-        _, error = _attempt(owned.pop().close)
+    _end([transport.close for transport in owned])
+    owned.clear()
+
+
+def _end(ends: Sequence[Callable[[], None]]) -> None:
+    for end in ends:
+        _, error = _attempt(end)
         if error:
             logger.debug("a transport did not close: %s", error)
 

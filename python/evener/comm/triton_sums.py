@@ -13,12 +13,12 @@ BLOCK = 2048
 
 
 @triton.jit
-def _add_in_order(parts, out, scale, n, ranks, BLOCK: tl.constexpr):
+def _add_in_order(parts, out, scale, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.load(parts + at, inside, other=0.0).to(tl.float32)
     where = at
-    for _ in range(1, ranks):
+    for _ in range(1, RANKS):
         where += n
         total += tl.load(parts + where, inside, other=0.0).to(tl.float32)
     tl.store(out + at, (total * scale).to(out.dtype.element_ty), inside)
