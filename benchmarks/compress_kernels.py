@@ -181,7 +181,9 @@ def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int]
     residual.zero_()
     before = triton_chunks.SELECT, triton_chunks.LEAN
     shapes = [(False, (8, 4, 80))]
-    shapes += [(True, shape) for shape in ((8, 4, 80), (8, 4, 64), (8, 4, 0), (4, 4, 128))]
+    shapes += [
+        (True, shape) for shape in ((8, 4, 80), (8, 4, 64), (8, 4, 0), (4, 4, 168), (4, 4, 128))
+    ]
     for lean, shape in shapes:
         triton_chunks.SELECT, triton_chunks.LEAN = shape, lean
         yield (
