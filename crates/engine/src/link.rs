@@ -134,6 +134,8 @@ impl End {
 pub enum Chore {
     /// Close this path.
     Drop(PathId),
+    /// Close this path if the kernel may still read memory for it: it may for long.
+    Reclaim(PathId),
     /// Copy what connections have queued of messages that are over.
     Detach,
 }
@@ -404,6 +406,7 @@ impl Link {
                 Event::Suspected(path) => {
                     mark(peer, path, true, shared);
                     shared.news(News::Suspected(peer.key, path));
+                    self.chores.push(Chore::Reclaim(path));
                 }
                 Event::Recovered(path) => mark(peer, path, false, shared),
                 Event::Open { comm, listener } => {
