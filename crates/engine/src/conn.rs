@@ -401,11 +401,9 @@ impl Conn {
         }
         let rest = memory.from(item.written - HEADER);
         // SAFETY: the message is pinned, and stays so until the notice: see `account` and `detach`.
-        #[allow(
-            unsafe_code,
-            reason = "the one place where bytes are sent without a copy"
-        )]
-        match unsafe { sys::send_zero_copy(fd, rest) } {
+        #[allow(unsafe_code, reason = "bytes are sent without a copy")]
+        let result = unsafe { sys::send_zero_copy(fd, rest) };
+        match result {
             Ok(sent) => {
                 self.zero.called(comm, message);
                 self.account(sent);
