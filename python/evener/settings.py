@@ -452,8 +452,8 @@ EVENER_NET_ZEROCOPY = _choice(
     "EVENER_NET_ZEROCOPY",
     "auto",
     ("auto", "off", "always"),
-    "Sending without the kernel's copy (MSG_ZEROCOPY). auto: each connection tries one piece of a "
-    "message and goes on where the kernel did not copy it. always: even where it copies, for tests.",
+    "Sending without the kernel's copy (MSG_ZEROCOPY). auto: each connection tries a piece of a "
+    "message and goes on where the kernel did not copy it. always: even where it did, for tests.",
 )
 EVENER_NET_TIMEOUT = _real(
     _NET,

@@ -408,7 +408,10 @@ impl Link {
                     shared.news(News::Suspected(peer.key, path));
                     self.chores.push(Chore::Reclaim(path));
                 }
-                Event::Recovered(path) => mark(peer, path, false, shared),
+                Event::Recovered(path) => {
+                    mark(peer, path, false, shared);
+                    shared.news(News::Recovered(peer.key, path));
+                }
                 Event::Open { comm, listener } => {
                     if !shared.offer(listener, peer.clone(), comm) {
                         self.lane.decline(comm);
