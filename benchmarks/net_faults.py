@@ -412,7 +412,6 @@ def faults(
         here = [name for name in here if name in names or SCENARIOS[name].begin is None]
         # Torch's start, the warm-up, and twice what the scenarios take.
         timeout = 45 + 2 * len(here) * (sum(times) + 2)
-        rows |= run_lab(
-            spec, here, env, directory, times=times, megabytes=megabytes, timeout=timeout
-        )
+        own = directory / here[0]
+        rows |= run_lab(spec, here, env, own, times=times, megabytes=megabytes, timeout=timeout)
     return rows
