@@ -194,6 +194,13 @@ LIGHT_HIERARCHICAL_THRESHOLD = _size(
     1 << 30,
     "Largest bucket, in bytes, that goes through the two-level all-reduce; larger ones go flat.",
 )
+EVENER_PARTITION_BYTES = _size(
+    _COMM,
+    "EVENER_PARTITION_BYTES",
+    32 << 20,
+    "Gradients of a tensor larger than so many bytes are reduced in parts, so that others need not "
+    "wait until all of it has crossed. 0: never; forced top-k never does.",
+)
 LIGHT_TOPK_ALLREDUCE = _flag(
     _COMM,
     "LIGHT_TOPK_ALLREDUCE",
@@ -335,6 +342,16 @@ EVENER_TIMEOUT = _real(
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )
+OUTER = ("auto", "nccl", "staged")
+EVENER_OUTER = _choice(
+    _COMM,
+    "EVENER_OUTER",
+    "auto",
+    OUTER,
+    "What carries the exchange between nodes. `nccl`: the collective library (Gloo on CPUs). "
+    "`staged`: Evener's own transport by way of host memory, which uses none of the GPU's SMs. "
+    "`auto`: on GPUs of several hosts both are measured, else `nccl` (docs/comm.md).",
+)
 EVENER_PROFILE = _text(
     _COMM,
     "EVENER_PROFILE",
@@ -428,7 +445,7 @@ EVENER_NET_WORKERS = _number(
     _NET,
     "EVENER_NET_WORKERS",
     0,
-    "Worker threads of a process. 0: one for every eight processors it may use, 1 to 8.",
+    "Worker threads of a process. 0: one for every four processors it may use, 1 to 8.",
     high=16,
 )
 EVENER_NET_FLOWS = _number(

@@ -23,6 +23,8 @@ use crate::zerocopy::{Mode, ZeroCopy};
 ///
 /// Payload that lands here is copied once more, so it is small.
 const STAGING: usize = 8 << 10;
+/// And so much of it behind a chunk that is read in place: the next header, or some.
+const BEHIND: usize = 1 << 10;
 /// See [`Conn::is_stuck`].
 const STUCK: Duration = Duration::from_millis(10);
 
@@ -251,7 +253,10 @@ impl Conn {
         self.staging.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
-        let room = Memory::of(&mut self.staging[self.end..]);
+        let mut room = Memory::of(&mut self.staging[self.end..]);
+        if place.is_some() {
+            room.length = room.length.min(BEHIND);
+        }
         let direct = place.map_or(0, |place| place.length);
         let pieces = [place.unwrap_or(room), room];
         let pieces = if place.is_some() {

@@ -126,6 +126,8 @@ pub struct Config {
     pub stats_dir: Option<PathBuf>,
     /// When to send without the kernel's copy.
     pub zero_copy: zerocopy::Mode,
+    /// What tells this engine's statistics from those of another in the process: a suffix.
+    pub label: &'static str,
 }
 
 impl Default for Config {
@@ -142,6 +144,7 @@ impl Default for Config {
             eager_bytes: 16 << 10,
             stats_dir: None,
             zero_copy: zerocopy::Mode::Auto,
+            label: "",
         }
     }
 }
@@ -292,7 +295,7 @@ impl Engine {
         token.copy_from_slice(&secret[16..]);
         let processors = sys::processors();
         let workers = match config.workers {
-            0 => (processors / 8).clamp(1, 8),
+            0 => (processors / 4).clamp(1, 8),
             given => given.min(16),
         };
         let handles: Result<Vec<_>, _> = (0..workers).map(|_| worker::Handle::new()).collect();

@@ -146,8 +146,9 @@ pub struct Link {
     /// The protocol.
     pub lane: Lane,
     ends: HashMap<(Side, u64), End>,
-    /// Which worker has a path.
-    pub owners: HashMap<PathId, usize>,
+    owners: HashMap<PathId, usize>,
+    /// How many paths each worker has.
+    owned: Vec<usize>,
     /// Left for after the lock is free: see [`Link::chores`].
     chores: Vec<Chore>,
     eager_bytes: usize,
@@ -167,6 +168,7 @@ impl Link {
             lane: Lane::new(lane, now),
             ends: HashMap::new(),
             owners: HashMap::new(),
+            owned: Vec::new(),
             chores: Vec::new(),
             eager_bytes: config.eager_bytes as usize,
             eager_slots: config.eager_slots,
@@ -184,6 +186,36 @@ impl Link {
     /// Whether no comm is here.
     pub fn is_idle(&self) -> bool {
         self.ends.is_empty()
+    }
+
+    /// A path is a worker's now, or nobody's.
+    pub fn own(&mut self, path: PathId, worker: Option<usize>) {
+        let before = match worker {
+            Some(worker) => self.owners.insert(path, worker),
+            None => self.owners.remove(&path),
+        };
+        if let Some(before) = before {
+            self.owned[before] -= 1;
+        }
+        if let Some(worker) = worker {
+            self.owned.resize(self.owned.len().max(worker + 1), 0);
+            self.owned[worker] += 1;
+        }
+    }
+
+    /// Which worker has a path.
+    pub fn owner(&self, path: PathId) -> Option<usize> {
+        self.owners.get(&path).copied()
+    }
+
+    /// The workers that have paths.
+    pub fn workers(&self) -> impl Iterator<Item = usize> {
+        let some = self
+            .owned
+            .iter()
+            .enumerate()
+            .filter(|(_, paths)| **paths > 0);
+        some.map(|(worker, _)| worker)
     }
 
     /// What is to be done after the lock was freed.

@@ -129,7 +129,8 @@ pub fn json(shared: &Shared) -> String {
 pub fn write(shared: &Shared, directory: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     let host = host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
-    let name = format!("net-{host}-{}.json", std::process::id());
+    let label = shared.config.label;
+    let name = format!("net-{host}-{}{label}.json", std::process::id());
     let part = directory.join(format!(".{name}.part"));
     std::fs::write(&part, json(shared))?;
     std::fs::rename(&part, directory.join(name))

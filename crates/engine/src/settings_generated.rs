@@ -39,7 +39,7 @@ pub const SPEED: Setting = Setting {
     allowed: "a whole number, 0 or more",
 };
 
-/// Worker threads of a process. 0: one for every eight processors it may use, 1 to 8.
+/// Worker threads of a process. 0: one for every four processors it may use, 1 to 8.
 pub const WORKERS: Setting = Setting {
     name: "EVENER_NET_WORKERS",
     default: "0",

@@ -3,8 +3,8 @@
 //!
 //! The loop: take news (tasks, rung comms, ready sockets), read what can be read ([`reading`]), let
 //! connections with room pull ([`pulling`]), look at the clock. A peer has a *home* worker, which
-//! takes its comms' requests and has all its connections at first; when it has more to do than a
-//! core can, it hands half of them to a worker with less ([`spreading`]).
+//! takes its comms' requests and has all its connections at first; when it has no time left, it hands
+//! half of them to a worker with more ([`spreading`]).
 //!
 //! # When to sleep
 //! With nothing to do for [`SPIN`] ([`SPIN_WAITED`] while a request waits), a worker sleeps until a
@@ -110,7 +110,7 @@ pub struct Handle {
     hungry: AtomicBool,
     /// What it did.
     pub counts: WorkerStats,
-    /// How much of its time it works, in thousandths.
+    /// How much of the time for which it is awake it works, in thousandths.
     load: AtomicU64,
 }
 
@@ -145,16 +145,17 @@ impl Handle {
         }
     }
 
-    /// Says that there is something to pull. Where all its connections are full, the kernel will
-    /// tell the worker when one is not.
-    fn nudge(&self) {
+    /// Says that there is something to pull: whether the worker had room. Where all its connections
+    /// are full, the kernel will tell it when one is not.
+    fn nudge(&self) -> bool {
         if !self.hungry.swap(false, SyncOrdering::SeqCst) {
-            return;
+            return false;
         }
         WorkerStats::add(&self.counts.nudges, 1);
         if !self.nudged.swap(true, SyncOrdering::SeqCst) && self.bell.must_wake() {
             self.waker.wake();
         }
+        true
     }
 
     fn has_news(&self) -> bool {
@@ -303,6 +304,8 @@ impl Worker {
                 if self.links.iter().flatten().any(|mine| mine.flow.full) {
                     until = until.min(now + FULL_LOOK);
                 }
+                // It has time, whatever it was before.
+                handle.load.store(0, Ordering::Relaxed);
                 handle.bell.sleep();
                 if !handle.has_news() {
                     let timeout = until.saturating_sub(self.now());
@@ -315,7 +318,6 @@ impl Worker {
                     handle.waker.clear();
                 }
                 idle_since = self.now();
-                self.load.count(idle_since - turn, false);
                 handle.counts.slept(idle_since - turn);
                 turn = idle_since;
                 timers_at = timers_at.min(idle_since + TICK);
@@ -413,7 +415,7 @@ impl Worker {
                 {
                     let mut link = lock(&peer.link);
                     link.lane.path_up(path, now);
-                    link.owners.insert(path, self.index);
+                    link.own(path, Some(self.index));
                 }
                 let mut conn = Conn::new(fd, 0, path, interface, stats);
                 conn.offer_zero_copy(self.shared.config.zero_copy);
@@ -513,11 +515,9 @@ impl Worker {
         if self.shared.workers.len() == 1 {
             return Vec::new();
         }
-        let mut others: Vec<usize> = lock(&peer.link).owners.values().copied().collect();
-        others.sort_unstable();
-        others.dedup();
-        others.retain(|owner| *owner != self.index);
-        others
+        let link = lock(&peer.link);
+        let others = link.workers().filter(|worker| *worker != self.index);
+        others.collect()
     }
 
     fn detach(&mut self, peer: &Arc<Peer>) {
@@ -584,7 +584,7 @@ impl Worker {
             self.lose(conn, why);
             return;
         }
-        let owner = lock(&peer.link).owners.get(&path).copied();
+        let owner = lock(&peer.link).owner(path);
         if let Some(owner) = owner.filter(|owner| *owner != self.index) {
             self.shared.workers[owner].ask(Task::Drop(peer.clone(), path, why));
         }
@@ -602,7 +602,7 @@ impl Worker {
             }
             return;
         }
-        let owner = lock(&peer.link).owners.get(&path).copied();
+        let owner = lock(&peer.link).owner(path);
         if let Some(owner) = owner.filter(|owner| *owner != self.index) {
             self.shared.workers[owner].ask(Task::Reclaim(peer.clone(), path));
         }
@@ -628,7 +628,7 @@ impl Worker {
             for (comm, message) in conn.done.drain(..) {
                 link.unpin(Side::Send, comm, message);
             }
-            link.owners.remove(&conn.path);
+            link.own(conn.path, None);
             link.lane.path_down(conn.path, now);
             link.events(&peer, &self.shared);
             (link.chores(), link.is_idle(), link.lane.has_work())

@@ -15,6 +15,7 @@ mod compress;
 mod launch;
 mod negotiate;
 mod optimizer;
+mod staging;
 
 use evener_drive::bench::{self, Pattern, Scenario};
 use evener_kernels::topk;
@@ -157,6 +158,8 @@ mod _native {
     use super::optimizer::{
         adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
     };
+    #[pymodule_export]
+    use super::staging::{StagedExchange, new_streams};
     #[pymodule_export]
     use super::topk_with_feedback;
 }

@@ -45,7 +45,7 @@ enum Control {
 
 /// Paths that need less than this are as good as idle ones: the first of them is as good as any,
 /// and few connections that are warm cost less than many.
-const SHORT: Duration = Duration::from_micros(30);
+const SHORT: Duration = Duration::from_micros(150);
 /// Bytes a second of a path that has delivered nothing yet.
 const UNKNOWN: f64 = 100e6;
 

@@ -1,4 +1,4 @@
-"""Three lanes, one a stage: while one bucket crosses the network, the next is reduced in the node.
+"""Lanes for the stages: while one bucket crosses the network, the next is reduced in the node.
 
 Every bucket passes all lanes in the order in which it was issued, also where a stage has nothing to
 do for it. So each communicator sees the buckets in the same order on every rank, whatever the
@@ -6,6 +6,11 @@ timing: that is what keeps collectives from waiting for each other in a circle.
 
 - On a GPU a lane is a stream, and issuing is only enqueuing: events chain the stages, no thread
   waits, and whoever completes a bucket (autograd's thread, or the caller of flush) enqueues it.
+  Where a transport of Evener's own carries the exchange between nodes, buckets take several outer
+  streams in turn: while one waits for its peers' bytes the next is encoded and put on its way, and
+  the transport keeps the order. A bucket has the same stream in every step, but where one is
+  profiled or the order changes. With NCCL there is one: its kernels would only stand in each
+  other's way.
 - On a CPU collectives block, so a lane is a thread with a queue.
 
 A stage that raises fails its ticket; on a CPU the lanes then refuse all that comes after it,
@@ -21,7 +26,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from evener.comm import streams
+
 Stage = Callable[[], None]
+# So many exchanges between nodes are under way at once: one that is encoded, one that crosses the
+# network, one that is decoded.
+OUTER_STREAMS = 3
 STAGES = ("reduce-scatter in the node", "exchange between nodes", "all-gather in the node")
 
 
@@ -37,8 +47,11 @@ class Lanes(ABC):
     """Somewhere to run a bucket's stages."""
 
     @abstractmethod
-    def issue(self, name: str, stages: Sequence[Stage | None]) -> Ticket:
-        """Run `stages`, one a lane, each after the one before it. `name` appears in errors."""
+    def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
+        """Run `stages`, one a lane, each after the one before it. `name` appears in errors.
+
+        `outer`: which of the outer lanes to take, any number; those are used round and round.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -50,12 +63,16 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in STAGES]
+        self.outer = streams.take(device, OUTER_STREAMS)
+        # Where there is one rank a node nothing is ever enqueued on these.
+        self.scatter, self.gather = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._closed = False
 
-    def issue(self, name: str, stages: Sequence[Stage | None]) -> Ticket:
+    def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
         del name  # a kernel that fails is reported by CUDA, not here
         done = torch.cuda.current_stream(self.device).record_event()
-        for stream, stage in zip(self.streams, stages, strict=True):
+        chain = (self.scatter, self.outer[outer % OUTER_STREAMS], self.gather)
+        for stream, stage in zip(chain, stages, strict=True):
             if stage is None:
                 continue
             with torch.cuda.stream(stream):
@@ -65,8 +82,11 @@ class StreamLanes(Lanes):
         return _EventTicket(self.device, done)
 
     def close(self) -> None:
-        for stream in self.streams:
+        for stream in (self.scatter, *self.outer, self.gather):
             stream.synchronize()
+        if not self._closed:
+            self._closed = True
+            streams.give_back(self.device, self.outer)
 
 
 class _EventTicket(Ticket):
@@ -92,7 +112,8 @@ class ThreadLanes(Lanes):
         for thread in self._threads:
             thread.start()
 
-    def issue(self, name: str, stages: Sequence[Stage | None]) -> Ticket:
+    def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
+        del outer  # there is one thread for it: a second would change the order
         job = _Job(name, stages)
         if self._closed:
             raise RuntimeError(f"{name} was issued after close")

@@ -121,7 +121,7 @@ class Steps:
     def _describe(self) -> list[tuple[str, int, int]]:
         return [
             (
-                self.reducer.names[bucket.slots[0].index],
+                self.reducer.names[bucket.slots[0].index] + bucket.part,
                 sum(slot.numel for slot in bucket.slots),
                 bucket.buffer.element_size(),
             )

@@ -18,15 +18,19 @@ use crate::sync::Ordering as SyncOrdering;
 use crate::sys;
 
 /// A connection holds at most this much that the kernel has not taken.
-const PULL: usize = 64 << 10;
+const PULL: usize = 128 << 10;
+/// A worker pulls at most this much before it writes that: what is left others may have.
+const BITE: u64 = 128 << 10;
 /// The kernel is asked this often what is on its way. Between two looks only what was added is
 /// known, which makes no path seem quicker than it is.
 const LOOK: Duration = Duration::from_micros(100);
 /// A worker's connections to a peer have at most this much on its way, in time, and two round trips
 /// more ...
 const AHEAD: Duration = Duration::from_micros(1200);
-/// ... or so many bytes.
+/// ... or so many bytes, shared by all workers that have connections to the peer ...
 const AHEAD_LEAST: u64 = 512 << 10;
+/// ... and at least two chunks.
+const AHEAD_CHUNKS: u64 = 128 << 10;
 /// What they deliver is counted over this time.
 const WINDOW: Duration = Duration::from_millis(2);
 /// Turns that the connections to a peer get before the worker looks at other things.
@@ -61,9 +65,11 @@ impl Flow {
         }
     }
 
-    fn limit(&self, round_trip: Duration) -> u64 {
+    /// Bytes that may be on their way, where so many workers have connections to the peer.
+    fn limit(&self, round_trip: Duration, workers: usize) -> u64 {
         let bytes = self.rate * (AHEAD + round_trip * 2).as_secs_f64();
-        (bytes as u64).max(AHEAD_LEAST)
+        let least = AHEAD_LEAST / workers.max(1) as u64;
+        (bytes as u64).max(least).max(AHEAD_CHUNKS)
     }
 }
 
@@ -88,7 +94,7 @@ impl Worker {
         let handle = &self.shared.workers[self.index];
         let peer = mine.peer.clone();
         let now = self.shared.started.elapsed();
-        let (mut any, mut left, mut broken) = (0, false, Vec::new());
+        let (mut any, mut told, mut pulled, mut broken) = (0, false, false, Vec::new());
         for turn in 0..=TURNS {
             let mut moved = false;
             for number in &mine.conns {
@@ -123,12 +129,13 @@ impl Worker {
                     }
                 }
             }
+            let over = turn > 0 && !moved && !pulled;
             if turn == TURNS {
-                mine.dirty |= moved;
-            } else if turn == 0 || moved {
-                pull(&mut link, mine, &mut self.conns, now, &handle.counts);
+                mine.dirty |= !over;
+            } else if !over {
+                pulled = pull(&mut link, mine, &mut self.conns, now, &handle.counts);
             }
-            left = link.lane.has_frames();
+            let left = link.lane.has_frames();
             mine.flow.full &= left;
             // Nothing tells us when there is room again.
             mine.dirty |= mine.flow.full;
@@ -136,18 +143,24 @@ impl Worker {
                 // Under the lock: who has something for us later sees this.
                 handle.hungry.store(true, SyncOrdering::SeqCst);
             }
-            if turn > 0 && !moved {
+            if left && (!told || over) {
+                // More than is pulled here at once: others may have room, while this one copies.
+                // Where nothing here has room, all of them.
+                told = true;
+                let bites = link.lane.backlog().div_ceil(BITE) as usize;
+                let count = if over { usize::MAX } else { bites };
+                let others = link.workers().filter(|worker| *worker != self.index);
+                let others: Vec<usize> = others.collect();
+                drop(link);
+                let hungry = |other: &&usize| self.shared.workers[**other].nudge();
+                others.iter().filter(hungry).take(count).for_each(drop);
+            }
+            if over {
                 break;
             }
         }
         for (number, why) in broken {
             self.lose(number, &why);
-        }
-        if left {
-            // More than the connections here take: others may have room.
-            for other in self.others(&peer) {
-                self.shared.workers[other].nudge();
-            }
         }
         any
     }
@@ -157,14 +170,16 @@ fn has_room(conn: &Conn) -> bool {
     conn.writable && conn.queued() < PULL && conn.frames() < sys::PIECES / 2
 }
 
-/// Queues what there is to send, each frame where it waits the shortest.
+/// Queues what there is to send, a [`BITE`] at a time, each frame where it waits the shortest.
+/// Whether there was anything.
 fn pull(
     link: &mut Link,
     mine: &mut Mine,
     conns: &mut [Option<Box<Conn>>],
     now: Duration,
     counts: &WorkerStats,
-) {
+) -> bool {
+    let mut any = false;
     let mut open: Vec<usize> = Vec::with_capacity(mine.conns.len());
     for number in &mine.conns {
         let Some(Some(conn)) = conns.get_mut(*number) else {
@@ -174,13 +189,14 @@ fn pull(
             && let Some(frame) = link.lane.transmit_own(conn.path, now)
         {
             conn.push(frame.emit(), None);
+            any = true;
         }
         if has_room(conn) {
             open.push(*number);
         }
     }
     if !link.lane.has_frames() {
-        return;
+        return any;
     }
     if now >= mine.looked + LOOK {
         mine.looked = now;
@@ -206,24 +222,27 @@ fn pull(
             round_trip = round_trip.min(conn.least_rtt);
         }
     }
-    let limit = mine.flow.limit(round_trip);
+    let limit = mine.flow.limit(round_trip, link.workers().count());
     mine.flow.full = false;
-    while link.lane.has_frames() {
-        let wait = |place: &usize| {
-            let conn = conns.get(open[*place]).and_then(Option::as_ref);
-            conn.map_or(Duration::MAX, |conn| {
-                link.lane.wait(conn.path, conn.outstanding())
-            })
+    // How long a chunk waits on each; only what gets one changes.
+    let mut open: Vec<(Duration, usize)> = open
+        .into_iter()
+        .filter_map(|number| {
+            let conn = conns.get(number)?.as_ref()?;
+            Some((link.lane.wait(conn.path, conn.outstanding()), number))
+        })
+        .collect();
+    let mut bite = 0;
+    while link.lane.has_frames() && bite < BITE {
+        let Some(place) = (0..open.len()).min_by_key(|place| open[*place].0) else {
+            return any;
         };
-        let Some(place) = (0..open.len()).min_by_key(wait) else {
-            return;
-        };
-        let Some(Some(conn)) = conns.get_mut(open[place]) else {
-            return;
+        let Some(Some(conn)) = conns.get_mut(open[place].1) else {
+            return any;
         };
         mine.flow.full = ahead >= limit;
         if mine.flow.full && !link.lane.has_control() {
-            return;
+            return any;
         }
         let frame = if mine.flow.full {
             link.lane.transmit_control(conn.path, now)
@@ -233,15 +252,20 @@ fn pull(
         let taken = match frame {
             Some(frame) => {
                 ahead += u64::from(frame.payload());
+                bite += u64::from(frame.payload());
                 queue(link, conn, frame);
+                any = true;
                 true
             }
             None => false,
         };
-        if !taken || !has_room(conn) {
+        if taken && has_room(conn) {
+            open[place].0 = link.lane.wait(conn.path, conn.outstanding());
+        } else {
             open.remove(place);
         }
     }
+    any
 }
 
 fn queue(link: &mut Link, conn: &mut Conn, frame: Frame) {

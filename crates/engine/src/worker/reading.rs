@@ -7,7 +7,7 @@ use evener_proto::{Frame, Side};
 use super::Worker;
 use crate::comm::{Peer, lock};
 use crate::conn::{Arriving, Conn};
-use crate::link::{Link, Target};
+use crate::link::{Chore, Link, Target};
 use crate::sys::Memory;
 
 /// A connection reads at most this much before others have their turn.
@@ -26,7 +26,8 @@ impl Worker {
                 continue;
             };
             let peer = mine.peer.clone();
-            let result = self.read(&peer, &mut conn);
+            let mut chores = Vec::new();
+            let result = self.read(&peer, &mut conn, &mut chores);
             let again = conn.readable;
             if let Some(Some(mine)) = self.links.get_mut(conn.link) {
                 mine.dirty = true;
@@ -36,7 +37,6 @@ impl Worker {
                 Ok(bytes) => any += bytes,
                 Err(why) => self.lose(index, &why),
             }
-            let chores = lock(&peer.link).chores();
             self.do_chores(&peer, chores);
             if again && !self.hot.contains(&index) {
                 self.hot.push(index);
@@ -45,14 +45,27 @@ impl Worker {
         any
     }
 
-    /// Reads for one turn: bytes, or why the connection is over.
-    fn read(&mut self, peer: &Arc<Peer>, conn: &mut Conn) -> Result<usize, String> {
-        let mut total = 0;
-        loop {
+    /// Reads for one turn: bytes, or why the connection is over. The lock is taken once a read: for
+    /// what the last one brought, and for where the next one goes.
+    fn read(
+        &mut self,
+        peer: &Arc<Peer>,
+        conn: &mut Conn,
+        chores: &mut Vec<Chore>,
+    ) -> Result<usize, String> {
+        let (mut total, mut pinned) = (0, None);
+        let result = loop {
             let mut link = lock(&peer.link);
-            self.parse(peer, &mut link, conn)?;
+            if let Some((comm, message)) = pinned.take() {
+                link.unpin(Side::Receive, comm, message);
+            }
+            let parsed = self.parse(peer, &mut link, conn);
+            chores.append(&mut link.chores());
+            if let Err(why) = parsed {
+                break Err(why);
+            }
             if !conn.readable || total >= READ_TURN {
-                return Ok(total);
+                break Ok(total);
             }
             let target = conn.arriving.map(|arriving| target(&mut link, &arriving));
             let result = match target {
@@ -67,32 +80,28 @@ impl Worker {
                 }
                 Some(Target::Pinned(memory)) => {
                     drop(link);
-                    let result = conn.fill(Some(memory));
-                    if let Some(arriving) = &conn.arriving {
-                        let mut link = lock(&peer.link);
-                        link.unpin(Side::Receive, arriving.comm, arriving.message);
-                        // The same lock does for what has just come.
-                        if matches!(result, Ok(bytes) if bytes > 0) {
-                            self.parse(peer, &mut link, conn)?;
-                        }
-                    }
-                    result
+                    pinned = conn.arriving.map(|chunk| (chunk.comm, chunk.message));
+                    conn.fill(Some(memory))
                 }
             };
             match result {
-                Ok(0) => return Err("the peer closed it".into()),
+                Ok(0) => break Err("the peer closed it".into()),
                 Ok(bytes) => {
                     total += bytes;
                     self.shared.workers[self.index].counts.read(bytes);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                     conn.readable = false;
-                    return Ok(total);
+                    break Ok(total);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error.to_string()),
+                Err(error) => break Err(error.to_string()),
             }
+        };
+        if let Some((comm, message)) = pinned {
+            lock(&peer.link).unpin(Side::Receive, comm, message);
         }
+        result
     }
 
     fn nowhere(&mut self, conn: &Conn) -> Memory {

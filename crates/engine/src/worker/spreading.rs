@@ -1,6 +1,10 @@
 //! Which worker has which connection. One core copies as much as most networks carry, and one thread
 //! that is awake costs less and answers sooner than four; so a peer's connections start on its home
-//! worker, and move to others only when that has no time left.
+//! worker, and move to others as soon as that has no time left.
+//!
+//! Time left is measured while a worker is awake: NCCL waits for the oldest message, so a worker that
+//! copies without a pause while there is something to copy holds it up, however long it sleeps
+//! afterwards. Naps count as time left, because they are taken only where a network is what limits.
 
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -10,28 +14,24 @@ use crate::Level;
 use crate::comm::lock;
 use crate::sync::Ordering;
 
-/// Between two looks.
-const EVERY: Duration = Duration::from_millis(20);
+/// Between two looks, sleep left aside. An all-reduce of NCCL's takes a few to a hundred milliseconds.
+const EVERY: Duration = Duration::from_millis(2);
 /// In thousandths: above, a worker has too much to do.
-const FULL: u64 = 800;
+const FULL: u64 = 750;
 /// Below, it can take more.
 const SPARE: u64 = 500;
-/// Below, for a while, what it has goes home.
-const QUIET: u64 = 30;
-const QUIET_LOOKS: u32 = 150;
 
-/// How much of its time a worker works.
+/// How much of the time for which it is awake a worker works.
 #[derive(Debug, Default)]
 pub(super) struct Load {
     busy: Duration,
-    all: Duration,
-    quiet: u32,
+    awake: Duration,
 }
 
 impl Load {
-    /// A turn of the loop has taken `time`.
+    /// A turn of the loop, or a nap, has taken `time`.
     pub fn count(&mut self, time: Duration, active: bool) {
-        self.all += time;
+        self.awake += time;
         if active {
             self.busy += time;
         }
@@ -41,44 +41,27 @@ impl Load {
 impl Worker {
     /// Looks whether connections should be another worker's.
     pub(super) fn spread(&mut self) {
-        if self.load.all < EVERY {
-            return;
-        }
-        let load = (self.load.busy.as_micros() * 1000 / self.load.all.as_micros().max(1)) as u64;
-        let quiet = if load < QUIET { self.load.quiet + 1 } else { 0 };
-        self.load = Load {
-            quiet,
-            ..Load::default()
-        };
         let workers = &self.shared.workers;
-        workers[self.index].load.store(load, Ordering::Relaxed);
-        if workers.len() == 1 {
+        if workers.len() == 1 || self.load.awake < EVERY {
             return;
         }
-        if load >= FULL {
-            let others = (0..workers.len()).filter(|one| *one != self.index);
-            let least = others.min_by_key(|one| workers[*one].load.load(Ordering::Relaxed));
-            let Some(to) = least.filter(|to| workers[*to].load.load(Ordering::Relaxed) < SPARE)
-            else {
-                return;
-            };
+        let Load { busy, awake } = std::mem::take(&mut self.load);
+        let load = (busy.as_micros() * 1000 / awake.as_micros().max(1)) as u64;
+        workers[self.index].load.store(load, Ordering::Relaxed);
+        if load < FULL {
+            return;
+        }
+        let others = (0..workers.len()).filter(|one| *one != self.index);
+        let least = others.min_by_key(|one| workers[*one].load.load(Ordering::Relaxed));
+        let Some(to) = least.filter(|to| workers[*to].load.load(Ordering::Relaxed) < SPARE) else {
+            return;
+        };
+        let most = (0..self.links.len()).max_by_key(|link| self.count(*link));
+        if let Some(link) = most.filter(|link| self.count(*link) > 1) {
             // Nobody else gives to it before it has counted what this brings.
             workers[to].load.store(FULL, Ordering::Relaxed);
-            let most = (0..self.links.len()).max_by_key(|link| self.count(*link));
-            if let Some(link) = most.filter(|link| self.count(*link) > 1) {
-                let half = self.count(link) / 2;
-                self.give(link, half, to);
-            }
-        } else if quiet >= QUIET_LOOKS {
-            for link in 0..self.links.len() {
-                let home = self.links[link].as_ref().map(|mine| mine.peer.home);
-                if let Some(home) = home.filter(|home| *home != self.index)
-                    && self.shared.workers[home].load.load(Ordering::Relaxed) < SPARE
-                {
-                    let all = self.count(link);
-                    self.give(link, all, home);
-                }
-            }
+            let half = self.count(link) / 2;
+            self.give(link, half, to);
         }
     }
 
@@ -100,7 +83,7 @@ impl Worker {
             };
             // Where it fails the socket is not in there.
             let _ = self.epoll.remove(conn.fd.as_raw_fd());
-            lock(&peer.link).owners.insert(conn.path, to);
+            lock(&peer.link).own(conn.path, Some(to));
             self.shared.workers[to].ask(Task::Adopt(peer.clone(), conn));
         }
         if count > 0 {

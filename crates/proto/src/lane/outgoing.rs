@@ -61,6 +61,11 @@ impl Lane {
         !self.control.is_empty() || !self.ready.is_empty()
     }
 
+    /// About how many bytes wait for a path.
+    pub fn backlog(&self) -> u64 {
+        self.backlog
+    }
+
     fn next_control(&mut self) -> Option<Frame> {
         while let Some(control) = self.control.pop_front() {
             let frame = match control {

@@ -161,6 +161,8 @@ class Planner:
     def _log(self, profile: StepProfile) -> None:
         made, costs = self.decision, self.costs
         assert made is not None and costs is not None
+        carrier = self.reducer.communicators.route.carrier
+        logger.info("probe: the exchange between nodes goes by %s", carrier.name)
         for line in probe.describe(costs):
             logger.info("probe: %s", line)
         state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"

@@ -62,8 +62,10 @@ class Probe:
         if flat and shards > 1:
             everyone = self.communicators.flat().outer
             flat_curve = self._curve(
-                sizes, lambda whole: dist.all_reduce(whole, group=everyone.handle)
+                sizes, lambda whole: everyone.all_reduce(whole, dist.ReduceOp.SUM)
             )
+            everyone.release()
+        route.outer.release()
         notes = {"probe_s": time.perf_counter() - began}
         nodes = self.communicators.size // shards
         return Costs(nodes, shards, scatter, gather, exchange, flat_curve, notes)
