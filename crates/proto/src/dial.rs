@@ -23,9 +23,12 @@
 //!   path with many: it is *re-rolled* (others are opened first, so nothing is lost if none of them
 //!   is better).
 //!
+//! What the peer closes may have been what this side sent most over: then it does not rest, but looks
+//! again.
+//!
 //! So caps a flow and the number of paths are found, not configured.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use crate::path::PathId;
@@ -139,6 +142,8 @@ pub struct Dialer {
     trials: Trials,
     /// Paths whose place was taken back.
     replaced: Vec<PathId>,
+    /// Paths that this side has ordered to be closed.
+    closed: HashSet<PathId>,
 }
 
 /// What was sent over a path since the last measure.
@@ -168,6 +173,7 @@ impl Dialer {
             rest: REST.0,
             trials: Trials::default(),
             replaced: Vec::new(),
+            closed: HashSet::new(),
         };
         for route in routes.iter().cycle().take(first) {
             dialer.add(*route, Duration::ZERO);
@@ -202,6 +208,7 @@ impl Dialer {
     /// What is due now.
     pub fn orders(&mut self, now: Duration) -> Vec<Order> {
         self.forget_comebacks(now);
+        self.closed.extend(&self.replaced);
         let mut orders: Vec<Order> = self.replaced.drain(..).map(Order::Close).collect();
         let mut due: Vec<u64> = self
             .flows
@@ -309,6 +316,9 @@ impl Dialer {
     /// one of ours.
     pub fn down(&mut self, path: PathId, now: Duration) -> bool {
         let Some(id) = self.of(path) else {
+            if !self.closed.remove(&path) {
+                (self.rest_until, self.rest) = (now, REST.0);
+            }
             return false;
         };
         let tried = self
@@ -485,13 +495,15 @@ impl Dialer {
                 }
             }
         }
-        close
+        let closed = close
             .into_iter()
             .filter_map(|id| match self.flows.remove(&id)?.state {
-                State::Up(path) => Some(Order::Close(path)),
+                State::Up(path) => Some(path),
                 _ => None,
-            })
-            .collect()
+            });
+        let closed: Vec<PathId> = closed.collect();
+        self.closed.extend(&closed);
+        closed.into_iter().map(Order::Close).collect()
     }
 }
 
@@ -582,6 +594,40 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn what_the_peer_closes_ends_the_rest() {
+        let mut fabric = Fabric {
+            paths: 1,
+            ..Fabric::new()
+        };
+        let mut dialer = Dialer::new(&[ROUTE], 4, 32, 7);
+        let orders = dialer.orders(Duration::ZERO);
+        fabric.follow(&mut dialer, orders);
+        let mut opened = Vec::new();
+        for step in 1..200 {
+            let now = Duration::from_millis(100) * step;
+            let orders = dialer.measure(&fabric.rates(), now);
+            for order in &orders {
+                match order {
+                    Order::Dial { .. } => opened.push(step),
+                    // What it has closed itself is no news.
+                    Order::Close(path) => assert!(!dialer.down(*path, now)),
+                }
+            }
+            fabric.follow(&mut dialer, orders);
+        }
+        // In vain, and so ever more seldom.
+        let last = *opened.last().unwrap();
+        assert!((60..=190).contains(&last), "{opened:?}");
+        let count = opened.len();
+        assert!(!dialer.down(PathId(999), Duration::from_secs(20)));
+        for step in 200..206 {
+            let orders = dialer.measure(&fabric.rates(), Duration::from_millis(100) * step);
+            opened.extend(orders.iter().map(|_| step));
+        }
+        assert!(opened.len() > count, "{opened:?}");
     }
 
     #[test]
