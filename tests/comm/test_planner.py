@@ -155,6 +155,25 @@ def test_a_large_bucket_does_not_keep_small_ones_waiting() -> None:
     assert busy <= found <= listed and found < 1.06 * busy
 
 
+@pytest.mark.parametrize("thought", [1.0, 1.6, 0.7])
+def test_a_network_that_is_faster_than_thought_does_not_idle(thought: float) -> None:
+    """Ranks keep to the order: one that waits for what is not complete yet would cost the wait."""
+    sizes = [16.0, *[32.0] * 15, 18.0, 18.0, 16.0, 3.5, 1.0]
+    profile = step_of(sizes)
+    late = [0.0] * 16 + [8.5, 15.0, 21.0, 30.0, 59.0]
+    buckets = tuple(
+        dataclasses.replace(b, ready_ms=ready, need_ms=FORWARD - ready / 2)
+        for b, ready in zip(profile.buckets, late, strict=True)
+    )
+    profile = dataclasses.replace(profile, buckets=buckets)
+    stages = [network(25, 2, 1).stages("2d", "fp16", b.bytes) for b in buckets]
+    guessed = [(a * thought, b * thought, c * thought) for a, b, c in stages]
+    busy = sum(stage[1] for stage in stages)
+    assert busy > profile.compute_ms
+    found = play(profile, stages, best_sequence(profile, guessed, True), True).step_ms
+    assert found < 1.01 * busy
+
+
 def forms(made: Decision) -> set[str]:
     return {choice.form for choice in made.choices}
 
