@@ -15,8 +15,8 @@ scenario. Each scenario has three parts, in all of which the ranks go on:
   all-reduces from the fault on, less the median of those of the undisturbed scenario; the worse
   rank.
 - *Rates*: bytes over time of the all-reduces alone, a second after the fault or the repair and
-  later, over the rate of the undisturbed scenario in the same lab, and over the part of the network
-  that is left.
+  later, over the best part of the undisturbed scenario in the same lab, and over the part of the
+  network that is left.
 
 What a rank wants done to the network it says in a line; this process does it at once.
 """
@@ -201,6 +201,7 @@ class Faults:
     def __init__(self, lab: Lab, directory: Path) -> None:
         self.lab, self.directory = lab, directory
         self.did: dict[tuple[str, str], float] = {}
+        self.flows: list[list] = []
         self.notes: list[str] = []
         self._threads: list[threading.Thread] = []
 
@@ -214,6 +215,13 @@ class Faults:
         scenario = SCENARIOS[name]
         what = scenario.begin if when == "begin" else scenario.end
         self.did[name, when] = time.time()
+        for record in read_stats(self.directory):
+            for peer in record["net"]["peers"]:
+                counts = [
+                    peer[key] for key in ("connections", "trials", "gains", "rerolls", "late")
+                ]
+                suspect = sum(path["state"] == "suspect" for path in record["net"]["paths"])
+                self.flows.append([name, when, record["rank"], *counts, suspect])
         try:
             if what == RESET:
                 self._reset()
@@ -287,16 +295,18 @@ def judge(
         "median_step_ms": statistics.median(took for part in parts for _, took in part) * 1e3,
         "usual_silence_ms": usual,
         "longest_silence_ms": max(around, default=None),
+        # When, rank, connections, trials, gains, rerolls, late messages, suspect paths.
+        "flows": [row[1:] for row in faults.flows if row[0] == name],
         "notes": [note for note in faults.notes if name in note],
     }
     reference = base or row
     row["stall_ms"] = (
         max(0.0, row["longest_silence_ms"] - reference["usual_silence_ms"]) if around else None
     )
-    row["share_of_what_is_left"] = _ratio(
-        row["during_GBps"], scenario.left * (reference["during_GBps"] or 0.0)
-    )
-    row["share_after_repair"] = _ratio(row["after_GBps"], reference["after_GBps"])
+    parts_of = ("before_GBps", "during_GBps", "after_GBps")
+    whole = max(reference[part] or 0.0 for part in parts_of)
+    row["share_of_what_is_left"] = _ratio(row["during_GBps"], scenario.left * whole)
+    row["share_after_repair"] = _ratio(row["after_GBps"], whole)
     row["bit_equal"] = row["wrong"] == 0 and row["models"] == reference["models"]
     row["bit_equal"] = row["bit_equal"] and len(row["models"]) == 1
     if base is not None and around:
@@ -402,7 +412,6 @@ def faults(
         here = [name for name in here if name in names or SCENARIOS[name].begin is None]
         # Torch's start, the warm-up, and twice what the scenarios take.
         timeout = 45 + 2 * len(here) * (sum(times) + 2)
-        rows |= run_lab(
-            spec, here, env, directory, times=times, megabytes=megabytes, timeout=timeout
-        )
+        own = directory / here[0]
+        rows |= run_lab(spec, here, env, own, times=times, megabytes=megabytes, timeout=timeout)
     return rows

@@ -464,6 +464,14 @@ EVENER_NET_CONGESTION = _text(
     "Congestion control of the connections. Unset: the system's, but cubic in place of bbr.",
     allowed="a name from net.ipv4.tcp_allowed_congestion_control",
 )
+EVENER_NET_ZEROCOPY = _choice(
+    _NET,
+    "EVENER_NET_ZEROCOPY",
+    "auto",
+    ("auto", "off", "always"),
+    "Sending without the kernel's copy (MSG_ZEROCOPY). auto: each connection tries a piece of a "
+    "message and goes on where the kernel did not copy it. always: even where it did, for tests.",
+)
 EVENER_NET_TIMEOUT = _real(
     _NET,
     "EVENER_NET_TIMEOUT",

@@ -33,6 +33,7 @@ pub mod stats;
 mod sync;
 pub mod sys;
 pub mod worker;
+pub mod zerocopy;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
@@ -123,6 +124,8 @@ pub struct Config {
     pub eager_bytes: u64,
     /// Where statistics are written.
     pub stats_dir: Option<PathBuf>,
+    /// When to send without the kernel's copy.
+    pub zero_copy: zerocopy::Mode,
     /// What tells this engine's statistics from those of another in the process: a suffix.
     pub label: &'static str,
 }
@@ -140,6 +143,7 @@ impl Default for Config {
             eager_slots: 4,
             eager_bytes: 16 << 10,
             stats_dir: None,
+            zero_copy: zerocopy::Mode::Auto,
             label: "",
         }
     }

@@ -134,6 +134,8 @@ impl End {
 pub enum Chore {
     /// Close this path.
     Drop(PathId),
+    /// Close this path if the kernel may still read memory for it: it may for long.
+    Reclaim(PathId),
     /// Copy what connections have queued of messages that are over.
     Detach,
 }
@@ -436,8 +438,12 @@ impl Link {
                 Event::Suspected(path) => {
                     mark(peer, path, true, shared);
                     shared.news(News::Suspected(peer.key, path));
+                    self.chores.push(Chore::Reclaim(path));
                 }
-                Event::Recovered(path) => mark(peer, path, false, shared),
+                Event::Recovered(path) => {
+                    mark(peer, path, false, shared);
+                    shared.news(News::Recovered(peer.key, path));
+                }
                 Event::Open { comm, listener } => {
                     if !shared.offer(listener, peer.clone(), comm) {
                         self.lane.decline(comm);

@@ -87,7 +87,8 @@ pub fn json(shared: &Shared) -> String {
             let path = stats.report();
             format!(
                 "{{\"peer\":{},\"nic\":{},\"source_port\":{},\"state\":\"{}\",\"bytes_sent\":{},\
-                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"retransmits\":{},\"heals\":{}}}",
+                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"retransmits\":{},\"heals\":{},\
+                 \"zero_copy\":\"{}\"}}",
                 text(&path.peer),
                 text(&path.nic),
                 path.port,
@@ -97,7 +98,8 @@ pub fn json(shared: &Shared) -> String {
                 path.rate,
                 path.rtt_us,
                 path.retransmits,
-                path.heals
+                path.heals,
+                path.zero_copy.name()
             )
         })
         .collect();

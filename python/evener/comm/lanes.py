@@ -62,18 +62,20 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.outer = streams.take(device, OUTER_STREAMS)
-        # Where there is one rank a node nothing is ever enqueued on these.
-        self.scatter, self.gather = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self._closed = False
+        # Made when first used: the device has few queues, and streams that share one wait for each
+        # other.
+        self.streams: dict[str, torch.cuda.Stream] = {}
 
     def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
         del name  # a kernel that fails is reported by CUDA, not here
         done = torch.cuda.current_stream(self.device).record_event()
-        chain = (self.scatter, self.outer[outer % OUTER_STREAMS], self.gather)
-        for stream, stage in zip(chain, stages, strict=True):
+        lanes = ("scatter", f"outer {outer % OUTER_STREAMS}", "gather")
+        for lane, stage in zip(lanes, stages, strict=True):
             if stage is None:
                 continue
+            if lane not in self.streams:
+                self.streams[lane] = streams.take(self.device, 1)[0]
+            stream = self.streams[lane]
             with torch.cuda.stream(stream):
                 stream.wait_event(done)
                 stage()
@@ -81,11 +83,10 @@ class StreamLanes(Lanes):
         return _EventTicket(self.device, done)
 
     def close(self) -> None:
-        for stream in (self.scatter, *self.outer, self.gather):
+        for stream in self.streams.values():
             stream.synchronize()
-        if not self._closed:
-            self._closed = True
-            streams.give_back(self.device, self.outer)
+        streams.give_back(self.device, list(self.streams.values()))
+        self.streams.clear()
 
 
 class _EventTicket(Ticket):
