@@ -3,6 +3,10 @@
 List scheduling never idles while something is ready, and so may begin a bucket of 400 MB just
 before small ones come that the next forward needs at once. Playing the step tells: the costliest
 buckets are moved through the order as long as the step gets shorter.
+
+Ranks keep to the order whatever happens. Where a bucket crosses faster than was thought, the
+network idles until the next one in order is complete, although others are; where slower, a bucket
+that is needed at once comes late. So an order must do well on a faster and a slower network too.
 """
 
 from __future__ import annotations
