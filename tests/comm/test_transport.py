@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.comm import groups, streams, sums, transport, wires
+from evener.comm import groups, sums, transport, wires
 from evener.comm.errors import CommError
 from evener.comm.groups import Communicators, Group
 from evener.comm.options import Options
@@ -439,7 +439,6 @@ def test_buckets_take_the_outer_streams_in_turn(monkeypatch: pytest.MonkeyPatch)
     from evener.comm.lanes import OUTER_STREAMS, StreamLanes
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(streams, "take", lambda _device, count: [Stream() for _ in range(count)])
     monkeypatch.setattr(torch.cuda, "stream", Current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: Current.now)
     main = Current.now = Stream()

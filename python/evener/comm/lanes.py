@@ -25,8 +25,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from evener.comm import streams
-
 Stage = Callable[[], None]
 # So many exchanges between nodes are under way at once: one that is encoded, one that crosses the
 # network, one that is decoded.
@@ -74,7 +72,7 @@ class StreamLanes(Lanes):
             if stage is None:
                 continue
             if lane not in self.streams:
-                self.streams[lane] = streams.take(self.device, 1)[0]
+                self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
             stream = self.streams[lane]
             with torch.cuda.stream(stream):
                 stream.wait_event(done)
@@ -85,8 +83,6 @@ class StreamLanes(Lanes):
     def close(self) -> None:
         for stream in self.streams.values():
             stream.synchronize()
-        streams.give_back(self.device, list(self.streams.values()))
-        self.streams.clear()
 
 
 class _EventTicket(Ticket):
