@@ -155,6 +155,25 @@ def test_a_large_bucket_does_not_keep_small_ones_waiting() -> None:
     assert busy <= found <= listed and found < 1.06 * busy
 
 
+@pytest.mark.parametrize("thought", [1.0, 1.6, 0.7])
+def test_a_network_that_is_faster_than_thought_does_not_idle(thought: float) -> None:
+    """Ranks keep to the order: one that waits for what is not complete yet would cost the wait."""
+    sizes = [16.0, *[32.0] * 15, 18.0, 18.0, 16.0, 3.5, 1.0]
+    profile = step_of(sizes)
+    late = [0.0] * 16 + [8.5, 15.0, 21.0, 30.0, 59.0]
+    buckets = tuple(
+        dataclasses.replace(b, ready_ms=ready, need_ms=FORWARD - ready / 2)
+        for b, ready in zip(profile.buckets, late, strict=True)
+    )
+    profile = dataclasses.replace(profile, buckets=buckets)
+    stages = [network(25, 2, 1).stages("2d", "fp16", b.bytes) for b in buckets]
+    guessed = [(a * thought, b * thought, c * thought) for a, b, c in stages]
+    busy = sum(stage[1] for stage in stages)
+    assert busy > profile.compute_ms
+    found = play(profile, stages, best_sequence(profile, guessed, True), True).step_ms
+    assert found < 1.01 * busy
+
+
 def forms(made: Decision) -> set[str]:
     return {choice.form for choice in made.choices}
 
@@ -201,6 +220,15 @@ def test_the_mildest_that_hides_is_taken_and_the_floor_holds() -> None:
     assert [c.form for c in small.choices][-1] == "exact"
 
 
+def test_exchanges_that_are_crowded_are_compressed_more() -> None:
+    crowded = dataclasses.replace(VGG, crowd=1.5)
+    made = [choose.choose(p, network(40), down_to("int8"), overlap=True) for p in (VGG, crowded)]
+    milder = [sum(c.form == "exact" for c in m.choices) for m in made]
+    assert milder[0] > milder[1]
+    forced = [choose.choose(p, network(10), ["fp16"], overlap=True).step_ms for p in (VGG, crowded)]
+    assert forced[1] > 1.3 * forced[0]
+
+
 def test_small_buckets_go_flat_where_hops_cost_more_than_bytes() -> None:
     slow_inside = of_network(2, 2, Link.of_rate(100e9, 1), Link(5.0, 150e6), paper_forms(), 3e9)
     slow_inside = dataclasses.replace(slow_inside, flat=Curve.line(1.0, 1 / 12e6))
@@ -232,6 +260,12 @@ def test_exchanges_that_are_under_way_together_pass_one_after_the_other() -> Non
     assert recorder.occupied(0) == {}
     # Of 40 ms backward 18 + 20 were beside an exchange, and 9.5 more than it takes alone.
     assert recorder.drag(30.5) == pytest.approx(9.5 / 38)
+    # The second took 8 ms beside backward and 5 alone; the third ended behind it.
+    alone = Recorder(torch.device("cpu"))
+    alone.ready, alone.marks = recorder.ready, recorder.marks
+    alone.stages = {(0, 1): (2.0, 2.02), (1, 1): (2.0, 2.025), (2, 1): (2.0, 2.05)}
+    assert recorder.crowd(alone) == pytest.approx(1.6)
+    assert alone.crowd(recorder) == 1.0
 
 
 def test_the_order_does_not_follow_a_wait_for_peers() -> None:

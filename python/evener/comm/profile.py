@@ -22,6 +22,7 @@ from evener.errors import UsageError
 
 Stage = Callable[[], None]
 VERSION = 1
+_MOST_CROWDED = 2.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class StepProfile:
     """A step without its communication: forward, backward, and the rest (optimizer, input).
 
     `drag`: the share of computing that is lost while an exchange is under way, because the
-    collective holds multiprocessors (on a CPU: cores); 0 where it was not measured.
+    collective holds multiprocessors (on a CPU: cores); 0 where it was not measured. `crowd`: how
+    many times as long an exchange takes beside computing, with which it shares memory and buses.
     """
 
     forward_ms: float
@@ -60,6 +62,7 @@ class StepProfile:
     rest_ms: float
     buckets: tuple[BucketProfile, ...]
     drag: float = 0.0
+    crowd: float = 1.0
 
     @property
     def compute_ms(self) -> float:
@@ -74,7 +77,7 @@ class StepProfile:
             for b in self.buckets
         )
         forward, backward, rest = k * self.forward_ms, k * self.backward_ms, k * self.rest_ms
-        return StepProfile(forward, backward, rest, buckets, self.drag)
+        return StepProfile(forward, backward, rest, buckets, self.drag, self.crowd)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -92,8 +95,14 @@ class StepProfile:
             buckets = tuple(
                 BucketProfile(**{**b, "stages_ms": tuple(b["stages_ms"])}) for b in raw["buckets"]
             )
-            drag = float(raw.get("drag", 0.0))
-            return StepProfile(raw["forward_ms"], raw["backward_ms"], raw["rest_ms"], buckets, drag)
+            return StepProfile(
+                raw["forward_ms"],
+                raw["backward_ms"],
+                raw["rest_ms"],
+                buckets,
+                float(raw.get("drag", 0.0)),
+                float(raw.get("crowd", 1.0)),
+            )
         except (KeyError, TypeError) as error:
             raise UsageError(
                 f"this is not a step's profile: {error!r}",
@@ -198,6 +207,21 @@ class Recorder:
             beside += max(0.0, end - start)
             done = max(done, end)
         return min(max(0.0, took - backward_ms) / beside, 1.0) if beside > 0 else 0.0
+
+    def crowd(self, alone: Recorder) -> float:
+        """How many times as long exchanges took beside this step's backward as in `alone`; from 1.
+
+        The first one does not count: its own time holds the wait for peers. 1 where none ended
+        before backward did.
+        """
+        begin = self.marks["forward_ended"]
+        took = self.clock.ms(begin, self.marks["backward_ended"])
+        spans = sorted(self._spans(1, begin).items(), key=lambda item: item[1][1])[1:]
+        inside = [bucket for bucket, (_, end) in spans if end <= took]
+        here, there = self.occupied(1), alone.occupied(1)
+        least = sum(there.get(bucket, 0.0) for bucket in inside)
+        ratio = sum(here[bucket] for bucket in inside) / least if least > 0 else 1.0
+        return min(max(1.0, ratio), _MOST_CROWDED)
 
     def _spans(self, place: int, since: Any) -> dict[int, tuple[float, float]]:
         """When each bucket was in this stage, in milliseconds since that mark."""

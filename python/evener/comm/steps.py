@@ -1,12 +1,11 @@
 """The course of training steps, as a front door sees it: what is observed when, and what follows.
 
 step 0   the reducer measures the order of gradients and lays out its buckets
-step 1   one step is profiled, its buckets held back until backward has ended: when each is
-         complete, when forward needs it, what its stages take; then rank 0 decides for all in which
-         order they are issued
-1 to 3   the same with a planner: of two such steps the shorter one counts (in the first, memory is
-         still being allocated), and a third one with communication beside backward tells how much
-         computing it costs; then rank 0 decides what each bucket does
+1, 2     two steps are profiled, their buckets held back until backward has ended: when each is
+         complete, when forward needs it, what its stages take. The shorter one counts: in the
+         first, memory is still being allocated
+3        with a planner: one with communication beside backward tells how much each costs the other
+then     rank 0 decides for all: the order of issue, and with a planner what each bucket does
 after    steps as decided, overlapped where there is an optimizer to defer
 """
 
@@ -32,7 +31,7 @@ logger = logging.getLogger("evener.comm")
 
 _PROFILED = 1
 # Whether buckets are held back in the profiled steps.
-_ORDER, _PLAN = (True,), (True, True, False)
+_ORDER, _PLAN = (True, True), (True, True, False)
 
 
 class Steps:
@@ -139,12 +138,24 @@ class Steps:
     def _profiled(self, taken: list[Recorder]) -> StepProfile | None:
         """What these steps say together; None where the script went round the model's forward."""
         steps = list(zip(taken, self._held, strict=True))
-        alone = [r.profile(self._describe()) for r, held in steps if held and r.whole]
+        alone = [(r.profile(self._describe()), r) for r, held in steps if held and r.whole]
         if not alone:
             return None
-        best = min(alone, key=lambda profile: profile.compute_ms)
-        drags = [r.drag(best.backward_ms) for r, held in steps if not held and r.whole]
-        return dataclasses.replace(best, drag=drags[0]) if drags else best
+        best, recorder = min(alone, key=lambda found: found[0].compute_ms)
+        least = []
+        for several in zip(*(profile.buckets for profile, _ in alone), strict=True):
+            a, b, c = (min(times) for times in zip(*(s.stages_ms for s in several), strict=True))
+            least.append((a, b, c))
+        buckets = tuple(
+            dataclasses.replace(bucket, stages_ms=times)
+            for bucket, times in zip(best.buckets, least, strict=True)
+        )
+        best = dataclasses.replace(best, buckets=buckets)
+        for beside, held in steps:
+            if not held and beside.whole:
+                drag, crowd = beside.drag(best.backward_ms), beside.crowd(recorder)
+                best = dataclasses.replace(best, drag=drag, crowd=crowd)
+        return best
 
     def _describe(self) -> list[tuple[str, int, int]]:
         return [

@@ -109,15 +109,19 @@ class _Search:
 
     def _best_algorithm(self, size: int, form: str) -> Choice:
         loss = self.costs.loss(form, size, self.profile.drag)
-        two = Choice("2d", form, self.costs.stages("2d", form, size), loss)
+        two = Choice("2d", form, self._stages("2d", form, size), loss)
         if self.costs.flat is None or form != "exact" or self.algorithm == "2d":
             return two
-        flat = Choice("flat", form, self.costs.stages("flat", form, size), loss)
+        flat = Choice("flat", form, self._stages("flat", form, size), loss)
         if self.algorithm == "flat" or self.costs.per_node == 1:
             return flat
         # Buckets are pipelined through the lanes: what counts is the longest, then the sum.
         faster = max(flat.stages_ms) < (1 - TOLERANCE) * max(two.stages_ms)
         return flat if faster else two
+
+    def _stages(self, algorithm: str, form: str, size: int) -> tuple[float, float, float]:
+        scatter, exchange, gather = self.costs.stages(algorithm, form, size)
+        return scatter, exchange * self.profile.crowd, gather
 
     def stages(self, levels: Sequence[int]) -> list[tuple[float, float, float]]:
         return [self.choice(b, level).stages_ms for b, level in enumerate(levels)]

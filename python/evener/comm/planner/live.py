@@ -170,7 +170,12 @@ class Planner:
         logger.info("probe: the exchange between nodes goes by %s", carrier.name)
         for line in probe.describe(costs):
             logger.info("probe: %s", line)
-        logger.info("profile: %.0f%% of computing is lost beside an exchange", 100 * profile.drag)
+        logger.info(
+            "profile: beside an exchange %.0f%% of computing is lost, beside computing an exchange "
+            "takes %.2f times as long",
+            100 * profile.drag,
+            profile.crowd,
+        )
         state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"
         logger.info(
             "plan: step %.1f ms expected, compute %.1f ms, communication %s; forced: %s",
