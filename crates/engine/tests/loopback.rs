@@ -376,8 +376,9 @@ fn a_peer_that_speaks_nonsense_stops_nothing() {
     for round in 0..20 {
         let (mut from, mut to) = (pattern(round, 100_000), vec![0; 100_000]);
         let posted = post(&b, &receive, &mut to).unwrap();
-        post(&a, &send, &mut from).unwrap();
+        let sent = post(&a, &send, &mut from).unwrap();
         finish(posted);
+        finish(sent);
         assert_eq!(from, to);
     }
     assert!(!b.is_broken());
@@ -403,8 +404,9 @@ fn closing_with_requests_in_flight_fails_the_other_end() {
     // The other comm between the same two is untouched.
     let (mut from, mut to) = (pattern(1, 100_000), vec![0; 100_000]);
     let posted = post(&b, &other_receive, &mut to).unwrap();
-    post(&a, &other_send, &mut from).unwrap();
+    let sent = post(&a, &other_send, &mut from).unwrap();
     finish(posted);
+    finish(sent);
     assert_eq!(from, to);
 }
 
