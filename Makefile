@@ -73,17 +73,13 @@ test-rust: $(STAMPS)/deps
 loom: $(STAMPS)/deps ## every interleaving of the engine's rings
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
 
-# Both need Rust's nightly toolchain. Where a path is cut, a piece goes over another as well, and two
-# threads write the same bytes to the same place: to ThreadSanitizer that is a race, so nothing is cut.
-NIGHTLY = cargo +nightly --version >/dev/null 2>&1 || { echo "skipped: cargo +nightly does not run here"; \
-	echo "  fix: rustup toolchain install nightly --component rust-src,miri"; exit 0; }
-
 tsan: $(STAMPS)/deps ## the engine's tests under ThreadSanitizer (nightly Rust; several minutes)
-	@$(NIGHTLY); EVENER_TEST_NO_CUTS=1 RUSTFLAGS=-Zsanitizer=thread cargo +nightly test --locked \
-		-Zbuild-std --target $$(rustc -vV | sed -n 's/host: //p') --target-dir target/tsan -p evener-engine
+	$(BIN)/python scripts/tsan.py
 
 miri: $(STAMPS)/deps ## the engine's rings and parsers under Miri (nightly Rust)
-	@$(NIGHTLY); MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 cargo +nightly miri test --locked \
+	@cargo +nightly miri --version >/dev/null 2>&1 || { echo "skipped: cargo +nightly miri does not run here"; \
+		echo "  fix: rustup toolchain install nightly --component rust-src,miri"; exit 0; }; \
+	MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 cargo +nightly miri test --locked \
 		--target-dir target/miri -p evener-engine --lib
 
 soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the plug-in, a fault every second

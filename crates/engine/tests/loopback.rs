@@ -77,12 +77,6 @@ fn finish(slot: &Slot) -> usize {
     })
 }
 
-/// What was on a path that is cut goes again over another, and both write the same bytes to the same
-/// place. ThreadSanitizer cannot know that they are the same: `make tsan` sets this.
-fn cuts() -> bool {
-    std::env::var_os("EVENER_TEST_NO_CUTS").is_none()
-}
-
 fn pattern(seed: usize, length: usize) -> Vec<u8> {
     (0..length)
         .map(|at| (seed * 131 + at * 7 + (at >> 9)) as u8)
@@ -181,7 +175,7 @@ fn connections_change_hands_and_end_while_they_carry() {
                 std::thread::sleep(Duration::from_millis(1));
                 a.pass_connections_on();
                 b.pass_connections_on();
-                if round % 16 == 15 && cuts() {
+                if round % 16 == 15 {
                     b.cut_paths(1);
                 }
             }
