@@ -1,4 +1,4 @@
-"""The engine's tests under ThreadSanitizer: make tsan. Needs Rust's nightly toolchain, rust-src.
+"""The engine's tests under ThreadSanitizer: `make tsan`. Needs nightly Rust with rust-src.
 
 One kind of report is expected and counted, not failed: a piece that went over two paths (one was
 cut, or it was late) is placed twice, by two workers at once, with the same bytes at the same place.
