@@ -54,7 +54,7 @@ def test_a_bucket_is_closed_by_what_would_not_fit() -> None:
 
 
 def test_buckets_get_smaller_towards_the_end() -> None:
-    """VGG16's convolutions behind each other: the last bucket is what the next forward waits for."""
+    """VGG16's convolutions one by one: the last bucket is what the next forward waits for."""
     kb = [9437, 9437, 9437, 9437, 9437, 4719, 2359, 2359, 1180, 590, 295, 147, 7]
     params = parameters(*[(250 * size,) for size in kb])
     groups = group_by_size(params, range(len(params)), 25 << 20)

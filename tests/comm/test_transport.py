@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.comm import groups, streams, sums, transport, wires
+from evener.comm import groups, sums, transport, wires
 from evener.comm.errors import CommError
 from evener.comm.groups import Communicators, Group
 from evener.comm.options import Options
@@ -439,7 +439,6 @@ def test_buckets_take_the_outer_streams_in_turn(monkeypatch: pytest.MonkeyPatch)
     from evener.comm.lanes import OUTER_STREAMS, StreamLanes
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(streams, "take", lambda _device, count: [Stream() for _ in range(count)])
     monkeypatch.setattr(torch.cuda, "stream", Current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: Current.now)
     main = Current.now = Stream()
@@ -457,7 +456,8 @@ def test_buckets_take_the_outer_streams_in_turn(monkeypatch: pytest.MonkeyPatch)
 
     tickets = [issue(bucket, bucket) for bucket in range(5)]
     assert OUTER_STREAMS == 3
-    assert [[d for d in s.done if d.startswith("cross")] for s in lanes.outer] == [
+    outer = [lanes.streams[f"outer {i}"] for i in range(3)]
+    assert [[d for d in s.done if d.startswith("cross")] for s in outer] == [  # type: ignore[attr-defined]
         ["cross 0", "cross 3"],
         ["cross 1", "cross 4"],
         ["cross 2"],
@@ -476,7 +476,7 @@ def test_buckets_take_the_outer_streams_in_turn(monkeypatch: pytest.MonkeyPatch)
     assert flat.event.after[-1] == "cross 5" and "pack 5" in flat.event.after
     flat.wait()
     assert "cross 5" in main.done and "cross 4" not in main.done
-    # One lane: one after the other, as with NCCL.
+    # One lane: one after the other, as with NCCL, which needs no other stream.
     alone = [issue(bucket, 0, inner=False) for bucket in (6, 7)]
     assert "cross 6" in alone[1].event.after
     lanes.close()

@@ -159,7 +159,7 @@ mod _native {
         adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
     };
     #[pymodule_export]
-    use super::staging::{StagedExchange, new_streams};
+    use super::staging::StagedExchange;
     #[pymodule_export]
     use super::topk_with_feedback;
 }

@@ -47,13 +47,6 @@ fn raise(error: Error) -> PyErr {
     }
 }
 
-/// New CUDA streams of the current device, as addresses; see `evener_staging::cuda::new_streams`.
-#[pyfunction]
-pub fn new_streams(py: Python<'_>, count: usize, beside: usize) -> PyResult<Vec<usize>> {
-    py.detach(|| evener_staging::cuda::new_streams(count, beside))
-        .map_err(|error| raise(error.into()))
-}
-
 fn kind(parts: bool) -> Kind {
     if parts { Kind::Parts } else { Kind::Gather }
 }

@@ -7,29 +7,17 @@
 #![allow(unsafe_code, reason = "calls into CUDA's driver")]
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::sync::OnceLock;
 
 use libloading::Library;
 
-use crate::{Error, Exchange, Kind, LINE, Order, Plan, Word, lock, reached};
+use crate::{Error, Exchange, Kind, Order, Plan, Word, reached};
 
 type Stream = *mut c_void;
 type Value = unsafe extern "C" fn(Stream, u64, c_uint, c_uint) -> c_int;
 type Copy = unsafe extern "C" fn(u64, u64, usize, Stream) -> c_int;
 type Synchronize = unsafe extern "C" fn(Stream) -> c_int;
-type Allocate = unsafe extern "C" fn(*mut *mut c_void, usize, c_uint) -> c_int;
-type Create = unsafe extern "C" fn(*mut Stream, c_uint, c_int) -> c_int;
 
-/// It does not wait for the default stream.
-const NON_BLOCKING: c_uint = 1;
-/// Streams that are made at most, to find some.
-const TRIES: usize = 64;
-/// A write that has not happened after so long is held up.
-const HELD: Duration = Duration::from_millis(2);
-/// Host memory for every context, which devices see.
-const SHARED: c_uint = 1 | 2;
 /// Wait until `(value in memory - value) >= 0`, with a sign.
 const AT_OR_PAST: c_uint = 0;
 
@@ -47,17 +35,6 @@ pub enum DriverError {
         /// The driver's code.
         code: c_int,
     },
-    /// Too few queues.
-    #[error(
-        "only {found} of {wanted} streams that do not hold each other up can be had: set \
-         CUDA_DEVICE_MAX_CONNECTIONS=32"
-    )]
-    Crowded {
-        /// Streams that were found.
-        found: usize,
-        /// Streams that are needed.
-        wanted: usize,
-    },
     /// A value did not arrive where it was written to.
     #[error("stream memory operations do not reach host memory here")]
     Blind,
@@ -68,8 +45,6 @@ struct Driver {
     write: Value,
     copy: Copy,
     synchronize: Synchronize,
-    create: Create,
-    allocate: Allocate,
 }
 
 /// The process' driver, loaded once and for ever.
@@ -98,8 +73,6 @@ impl Driver {
                 wait: *library.get::<Value>(b"cuStreamWaitValue32_v2\0")?,
                 write: *library.get::<Value>(b"cuStreamWriteValue32_v2\0")?,
                 copy: *library.get::<Copy>(b"cuMemcpyAsync\0")?,
-                allocate: *library.get::<Allocate>(b"cuMemHostAlloc\0")?,
-                create: *library.get::<Create>(b"cuStreamCreateWithPriority\0")?,
                 synchronize: *library.get::<Synchronize>(b"cuStreamSynchronize\0")?,
             })
         }
@@ -117,47 +90,6 @@ impl Driver {
         done("cuStreamWriteValue32", code)
     }
 
-    /// Two words that devices see; they live for ever.
-    fn trial_words(&self) -> Result<&'static Mutex<[&'static AtomicU32; 2]>, DriverError> {
-        static WORDS: OnceLock<Mutex<[&'static AtomicU32; 2]>> = OnceLock::new();
-        if let Some(words) = WORDS.get() {
-            return Ok(words);
-        }
-        let mut memory: *mut c_void = std::ptr::null_mut();
-        // SAFETY: the driver writes one pointer.
-        let code = unsafe { (self.allocate)(&raw mut memory, 2 * LINE, SHARED) };
-        done("cuMemHostAlloc", code)?;
-        // SAFETY: so many bytes were given, aligned to a page and never freed.
-        let words = [0, LINE].map(|at| unsafe { AtomicU32::from_ptr(memory.byte_add(at).cast()) });
-        Ok(WORDS.get_or_init(|| Mutex::new(words)))
-    }
-
-    /// Whether `other` goes on while `stream` waits.
-    fn passes(
-        &self,
-        words: &Mutex<[&'static AtomicU32; 2]>,
-        stream: Stream,
-        other: Stream,
-    ) -> Result<bool, DriverError> {
-        let [gate, seen] = *lock(words);
-        // SAFETY: the caller's streams.
-        done("cuStreamSynchronize", unsafe { (self.synchronize)(other) })?;
-        let value = gate.load(Ordering::Acquire).wrapping_add(1);
-        self.wait(stream, gate.as_ptr() as usize, value)?;
-        let written = self.write(other, seen.as_ptr() as usize, value);
-        let began = Instant::now();
-        while written.is_ok() && seen.load(Ordering::Acquire) != value && began.elapsed() < HELD {
-            std::hint::spin_loop();
-        }
-        let passed = seen.load(Ordering::Acquire) == value;
-        gate.store(value, Ordering::Release);
-        for one in [stream, other] {
-            // SAFETY: as above.
-            done("cuStreamSynchronize", unsafe { (self.synchronize)(one) })?;
-        }
-        written.map(|()| passed)
-    }
-
     /// # Safety
     /// Both areas live until the stream has passed the copy.
     unsafe fn copy(
@@ -171,44 +103,6 @@ impl Driver {
         let code = unsafe { (self.copy)(to as u64, from as u64, bytes, stream) };
         done("cuMemcpyAsync", code)
     }
-}
-
-/// New streams of the current device, at a high priority, as addresses: none waits when `beside` or
-/// another of them does. They are never destroyed.
-///
-/// The driver gives streams its queues to the device in turn, of which there are few
-/// (CUDA_DEVICE_MAX_CONNECTIONS, 8 where unset), and a stream that waits for a word holds up all
-/// that comes after it in its queue. So one more is made until it is found to have its own.
-///
-/// # Errors
-/// [`DriverError`]; [`DriverError::Crowded`] where `count` queues cannot be had.
-pub fn new_streams(count: usize, beside: usize) -> Result<Vec<usize>, DriverError> {
-    let driver = driver()?;
-    let words = driver.trial_words()?;
-    let mut chosen: Vec<usize> = Vec::new();
-    for _ in 0..TRIES {
-        if chosen.len() == count {
-            break;
-        }
-        let mut stream: Stream = std::ptr::null_mut();
-        // SAFETY: the driver writes one pointer.
-        let code = unsafe { (driver.create)(&raw mut stream, NON_BLOCKING, -1) };
-        done("cuStreamCreateWithPriority", code)?;
-        let mut own = true;
-        for other in chosen.iter().chain([&beside]) {
-            own = own && driver.passes(words, stream, *other as Stream)?;
-        }
-        if own {
-            chosen.push(stream as usize);
-        }
-    }
-    if chosen.len() < count {
-        return Err(DriverError::Crowded {
-            found: chosen.len(),
-            wanted: count,
-        });
-    }
-    Ok(chosen)
 }
 
 /// Two streams of the current device, as addresses.

@@ -10,10 +10,11 @@ there are two cases, at most 2 S bytes of traffic for S bytes of gradients:
   complete, fused over its tensors (and fused with a scaling, where one is needed), and `p.grad`
   becomes the view.
 
-A tensor larger than `partition_bytes` lies in several buckets, one behind the other in one buffer, so
-that its view is whole, and yet it is encoded, sent and decoded in parts: others need not wait until
-all of it has crossed (tensor partitioning, Peng et al., ByteScheduler, doi 10.1145/3341301.3359642).
-And buckets get smaller towards the end of backward, for those are what the next step waits for.
+A tensor larger than `partition_bytes` lies in several buckets, one behind the other in one buffer,
+so that its view is whole, and yet it is encoded, sent and decoded in parts: others need not wait
+until all of it has crossed (tensor partitioning; Peng et al., ByteScheduler,
+doi 10.1145/3341301.3359642). And buckets get smaller towards the end of backward, for those are
+what the next step waits for.
 
 Views have the strides of their parameter (channels_last too), so autograd and the optimizer's fused
 kernels see what they would have seen. Buckets are laid out in the order in which backward produces
@@ -53,8 +54,8 @@ class Bucket:
     """A contiguous range of gradients that is reduced as one. `buffer`: [numel], padded.
 
     `index` is its place in the rank-invariant order in which collectives are issued. `dense`: holds
-    what lossy forms leave out, norms and biases. `parts`: the buckets, this one among them, over which
-    its tensor is spread.
+    what lossy forms leave out, norms and biases. `parts`: the buckets, this one among them, over
+    which its tensor is spread.
     """
 
     index: int

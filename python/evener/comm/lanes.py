@@ -8,9 +8,8 @@ timing: that is what keeps collectives from waiting for each other in a circle.
   waits, and whoever completes a bucket (autograd's thread, or the caller of flush) enqueues it.
   Where a transport of Evener's own carries the exchange between nodes, buckets take several outer
   streams in turn: while one waits for its peers' bytes the next is encoded and put on its way, and
-  the transport keeps the order. A bucket has the same stream in every step, but where one is
-  profiled or the order changes. With NCCL there is one: its kernels would only stand in each
-  other's way.
+  the transport keeps the order. A bucket has the same stream in every step, but where the order
+  changes. With NCCL there is one: its kernels would only stand in each other's way.
 - On a CPU collectives block, so a lane is a thread with a queue.
 
 A stage that raises fails its ticket; on a CPU the lanes then refuse all that comes after it,
@@ -25,8 +24,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
-
-from evener.comm import streams
 
 Stage = Callable[[], None]
 # So many exchanges between nodes are under way at once: one that is encoded, one that crosses the
@@ -63,18 +60,20 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.outer = streams.take(device, OUTER_STREAMS)
-        # Where there is one rank a node nothing is ever enqueued on these.
-        self.scatter, self.gather = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self._closed = False
+        # Made when first used: the device has few queues, and streams that share one wait for each
+        # other.
+        self.streams: dict[str, torch.cuda.Stream] = {}
 
     def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
         del name  # a kernel that fails is reported by CUDA, not here
         done = torch.cuda.current_stream(self.device).record_event()
-        chain = (self.scatter, self.outer[outer % OUTER_STREAMS], self.gather)
-        for stream, stage in zip(chain, stages, strict=True):
+        lanes = ("scatter", f"outer {outer % OUTER_STREAMS}", "gather")
+        for lane, stage in zip(lanes, stages, strict=True):
             if stage is None:
                 continue
+            if lane not in self.streams:
+                self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
+            stream = self.streams[lane]
             with torch.cuda.stream(stream):
                 stream.wait_event(done)
                 stage()
@@ -82,11 +81,8 @@ class StreamLanes(Lanes):
         return _EventTicket(self.device, done)
 
     def close(self) -> None:
-        for stream in (self.scatter, *self.outer, self.gather):
+        for stream in self.streams.values():
             stream.synchronize()
-        if not self._closed:
-            self._closed = True
-            streams.give_back(self.device, self.outer)
 
 
 class _EventTicket(Ticket):

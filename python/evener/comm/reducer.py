@@ -97,7 +97,7 @@ class Reducer:
         self.finish: Callable[[], None] = lambda: None
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
-        self._lanes: Lanes = (
+        self.lanes: Lanes = (
             StreamLanes(self.device) if self.device.type == "cuda" else ThreadLanes()
         )
         self.loss_scale = LossScale()
@@ -309,11 +309,10 @@ class Reducer:
         stages = self._stages(exchange, self._step)
         if self.recorder is not None:
             stages = self.recorder.submitted(index, stages)
-        # A profiled step shows each exchange alone.
-        turns = exchange.route.outer.transport is not None and self.recorder is None
+        turns = exchange.route.outer.transport is not None
         with self._failing():
             exchange.route.outer.check()
-            self._tickets[index] = self._lanes.issue(name, stages, self._next if turns else 0)
+            self._tickets[index] = self.lanes.issue(name, stages, self._next if turns else 0)
         self._next += 1
 
     def _begin_step(self) -> Step:
@@ -583,7 +582,7 @@ class Reducer:
         """Remove the hooks and end the lanes. May be called at any time, and twice."""
         for hook in self._hooks:
             hook.remove()
-        self._lanes.close()
+        self.lanes.close()
         if self._records is not None:
             self._records.close()
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from evener._native import StagedExchange
-from evener.comm import streams
 from evener.comm.errors import CommError
 
 # A piece on its way needs about a millisecond in a 25 Gb/s network; the pump has a few in the air.
@@ -32,7 +31,6 @@ class StagedTransport:
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
         """Makes what peers connect to: `connect` below does the rest. RuntimeError: no network."""
         self.rank, self.size, self.device = rank, size, device
-        self._closed = False
         gpu = device.type == "cuda"
         room = _SLOT * _SLOTS
         self._memory = torch.empty(2 * room, dtype=torch.uint8, pin_memory=gpu)
@@ -42,7 +40,8 @@ class StagedTransport:
             rank, size, base, base + room, self._words.data_ptr(), _SLOT, _SLOTS, timeout
         )
         if gpu:
-            self._out, self._back = streams.take(device, 2)
+            self._out = torch.cuda.Stream(device, priority=-1)
+            self._back = torch.cuda.Stream(device, priority=-1)
             with torch.cuda.device(device):
                 self.exchange.try_device(self._out.cuda_stream)
 
@@ -93,12 +92,10 @@ class StagedTransport:
     def close(self) -> None:
         """Ends it. Collectives that are under way end with garbage."""
         self.exchange.close()
-        if self.device.type == "cuda" and not self._closed:
+        if self.device.type == "cuda":
             # The streams run on, over the words and slots: they must live until they are done.
             self._out.synchronize()
             self._back.synchronize()
-            streams.give_back(self.device, [self._out, self._back])
-        self._closed = True
 
 
 def _failed(why: str) -> CommError:

@@ -353,10 +353,16 @@ class _Run:
 
     def _planned(self) -> dict[str, Any] | None:
         """What Evener's planner decided and expected, where this column has one."""
-        planner = getattr(getattr(self.model, "evener_steps", None), "planner", None)
-        if planner is None or planner.decision is None or self.task.rank:
+        steps = getattr(self.model, "evener_steps", None)
+        planner = getattr(steps, "planner", None)
+        if steps is None or planner is None or planner.decision is None or self.task.rank:
             return None
-        return {**planner.decision.to_json(), "costs": planner.costs.to_json()}
+        return {
+            **planner.decision.to_json(),
+            "forced_ms": planner.forced_ms,
+            "costs": planner.costs.to_json(),
+            "profile": steps.profile.to_json(),
+        }
 
     def _phase(self, name: str) -> None:
         now = time.perf_counter()

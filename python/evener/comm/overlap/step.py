@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.comm import streams
 from evener.comm.overlap import guard, interpose, optimizers
 from evener.comm.overlap.guard import Pending
 from evener.comm.profile import Recorder
@@ -76,7 +75,7 @@ class StepOverlap:
         self._updated: torch.cuda.Event | None = None  # the last step's last update
         self._told: set[str] = set()
         gpu = self.device.type == "cuda"
-        self._stream = streams.take(self.device, 1)[0] if gpu else None
+        self._stream = torch.cuda.Stream(self.device, priority=-1) if gpu else None
         self._step_stream: Any = None
         self._inner_step = optimizer.step
         self._inner_zero_grad = optimizer.zero_grad

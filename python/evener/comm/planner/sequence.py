@@ -15,6 +15,8 @@ from evener.comm.profile import StepProfile
 
 _MOVED = 4
 _ROUNDS = 3
+# Places that are tried for one bucket: enough for all of them in most models.
+_TRIED = 48
 
 
 def first_sequence(
@@ -29,27 +31,34 @@ def first_sequence(
     )
 
 
-def best_sequence(profile: StepProfile, stages: Sequence[Stages], overlap: bool) -> tuple[int, ...]:
-    """The shortest step's order that was found; at most a second even for many buckets."""
+def best_sequence(
+    profile: StepProfile,
+    stages: Sequence[Stages],
+    overlap: bool,
+    losses: Sequence[float] | None = None,
+) -> tuple[int, ...]:
+    """The shortest step's order that was found; `losses`: see `play`."""
     best = first_sequence(profile, stages, overlap)
     if not overlap or len(best) < 2:
         return best
-    least = play(profile, stages, best, overlap).step_ms
+    least = play(profile, stages, best, overlap, losses).step_ms
     by_need = sorted(best, key=lambda b: (profile.buckets[b].need_ms, b))
-    costly = sorted(best, key=lambda b: -max(stages[b]))[:_MOVED]
-    for count in range(len(costly) + 1):
+    large = sorted(best, key=lambda b: -max(stages[b]))
+    costly = large[:_MOVED]
+    stride = -(-len(best) // _TRIED)
+    for count in range(0, len(large), stride):
         # Some large ones fill the time until the small ones that are needed first are complete.
-        ahead = costly[:count]
+        ahead = large[:count]
         tried = (*ahead, *(b for b in by_need if b not in ahead))
-        if (step := play(profile, stages, tried, overlap).step_ms) < least - 1e-9:
+        if (step := play(profile, stages, tried, overlap, losses).step_ms) < least - 1e-9:
             best, least = tried, step
     for _ in range(_ROUNDS):
         before = least
         for bucket in costly:
             rest = [b for b in best if b != bucket]
-            for place in range(len(best)):
+            for place in (*range(0, len(rest), stride), len(rest)):
                 tried = (*rest[:place], bucket, *rest[place:])
-                step = play(profile, stages, tried, overlap).step_ms
+                step = play(profile, stages, tried, overlap, losses).step_ms
                 if step < least - 1e-9:
                     best, least = tried, step
         if least == before:
