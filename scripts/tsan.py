@@ -40,7 +40,7 @@ def main() -> int:
     about = subprocess.run(["rustc", "-vV"], capture_output=True, text=True, check=True).stdout
     host = next(line.split()[1] for line in about.splitlines() if line.startswith("host:"))
     command = ["cargo", "+nightly", "test", "--locked", "-Zbuild-std", "--target", host]
-    command += ["--target-dir", "target/tsan", "-p", "evener-engine", *sys.argv[1:]]
+    command += ["--target-dir", "target/tsan", "-p", "evener-engine", "--tests", *sys.argv[1:]]
     env = {**os.environ, "RUSTFLAGS": "-Zsanitizer=thread", "TSAN_OPTIONS": "exitcode=0"}
     run = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
