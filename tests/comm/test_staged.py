@@ -52,7 +52,7 @@ def test_the_same_bytes_as_gloo(size: int) -> None:
 
 
 def one_dies(rank: int, size: int) -> str:
-    made = transport(rank, size, timeout=2.0)
+    made = transport(rank, size, timeout=6.0)
     payload = torch.full((1000,), float(rank))
     got = torch.empty(2000)
     made.all_gather(got, payload)
@@ -65,7 +65,7 @@ def one_dies(rank: int, size: int) -> str:
     with pytest.raises(CommError):
         made.check()
     made.close()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     return str(raised.value)
 
 

@@ -11,6 +11,8 @@ The same exchange serves CPU tensors, where it blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,49 @@ from evener.comm.errors import CommError
 
 # A piece on its way needs about a millisecond in a 25 Gb/s network; the pump has a few in the air.
 _SLOT, _SLOTS = 4 << 20, 16
+
+
+class _Lane:
+    """One exchange, its slots and words, and on a GPU its two streams."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        gpu = device.type == "cuda"
+        room = _SLOT * _SLOTS
+        self.device = device
+        self._memory = torch.empty(2 * room, dtype=torch.uint8, pin_memory=gpu)
+        self._words = torch.zeros(StagedExchange.WORDS // 4, dtype=torch.int32, pin_memory=gpu)
+        base = self._memory.data_ptr()
+        self.exchange = StagedExchange(
+            rank, size, base, base + room, self._words.data_ptr(), _SLOT, _SLOTS, timeout
+        )
+        if gpu:
+            self.out = torch.cuda.Stream(device, priority=-1)
+            self.back = torch.cuda.Stream(device, priority=-1)
+            with torch.cuda.device(device):
+                self.exchange.try_device(self.out.cuda_stream)
+
+    def run(self, parts: bool, received: torch.Tensor, payload: torch.Tensor, size: int) -> None:
+        """`size`: bytes of what one rank has for another."""
+        source, target = payload.data_ptr(), received.data_ptr()
+        if self.device.type != "cuda":
+            self.exchange.run_on_host(parts, size, source, target)
+            return
+        current = torch.cuda.current_stream(self.device)
+        begin = current.record_event()
+        self.out.wait_event(begin)
+        self.back.wait_event(begin)
+        out, back = self.out.cuda_stream, self.back.cuda_stream
+        self.exchange.enqueue(parts, size, source, target, out, back)
+        # The payload may be written again, and the result read.
+        current.wait_event(self.out.record_event())
+        current.wait_event(self.back.record_event())
+
+    def close(self) -> None:
+        self.exchange.close()
+        if self.device.type == "cuda":
+            # The streams run on, over the words and slots: they must live until they are done.
+            self.out.synchronize()
+            self.back.synchronize()
 
 
 class StagedTransport:
@@ -31,19 +76,10 @@ class StagedTransport:
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
         """Makes what peers connect to: `connect` below does the rest. RuntimeError: no network."""
         self.rank, self.size, self.device = rank, size, device
-        gpu = device.type == "cuda"
-        room = _SLOT * _SLOTS
-        self._memory = torch.empty(2 * room, dtype=torch.uint8, pin_memory=gpu)
-        self._words = torch.zeros(StagedExchange.WORDS // 4, dtype=torch.int32, pin_memory=gpu)
-        base = self._memory.data_ptr()
-        self.exchange = StagedExchange(
-            rank, size, base, base + room, self._words.data_ptr(), _SLOT, _SLOTS, timeout
-        )
-        if gpu:
-            self._out = torch.cuda.Stream(device, priority=-1)
-            self._back = torch.cuda.Stream(device, priority=-1)
-            with torch.cuda.device(device):
-                self.exchange.try_device(self._out.cuda_stream)
+        # Among more than two a sum is an all-to-all and then an all-gather; on one lane the next
+        # sum's all-to-all would wait until this one's has been added up.
+        count = 1 if size == 2 else 2
+        self.lanes = [_Lane(rank, size, device, timeout) for _ in range(count)]
 
     def all_gather(self, received: torch.Tensor, payload: torch.Tensor) -> None:
         """`received` [size * n], by rank, of every rank's `payload` [n]: contiguous, one dtype."""
@@ -66,36 +102,31 @@ class StagedTransport:
                 f"{received.nbytes} bytes on {received.device} do not fit {self.size} ranks on "
                 f"{self.device}, or are not contiguous"
             )
-        source, target = payload.data_ptr(), received.data_ptr()
         try:
-            if self.device.type != "cuda":
-                self.exchange.run_on_host(parts, size, source, target)
-                return
-            current = torch.cuda.current_stream(self.device)
-            begin = current.record_event()
-            self._out.wait_event(begin)
-            self._back.wait_event(begin)
-            out, back = self._out.cuda_stream, self._back.cuda_stream
-            self.exchange.enqueue(parts, size, source, target, out, back)
-            # The payload may be written again, and the result read.
-            current.wait_event(self._out.record_event())
-            current.wait_event(self._back.record_event())
+            self.lanes[-1 if parts else 0].run(parts, received, payload, size)
         except RuntimeError as error:
             raise _failed(str(error)) from error
 
+    def handle(self) -> list[bytes]:
+        """What peers need to connect, lane by lane."""
+        return [bytes(lane.exchange.handle()) for lane in self.lanes]
+
+    def join(self, handles: Sequence[Sequence[bytes]], timeout: float) -> None:
+        """Connects to all; `handles` by rank. RuntimeError where a rank does not come."""
+        for place, lane in enumerate(self.lanes):
+            lane.exchange.connect([handle[place] for handle in handles], timeout)
+
     def check(self) -> None:
         """Raises CommError when the network has failed: what was received since is garbage."""
-        why = self.exchange.failure()
-        if why is not None:
-            raise _failed(why)
+        for lane in self.lanes:
+            why = lane.exchange.failure()
+            if why is not None:
+                raise _failed(why)
 
     def close(self) -> None:
-        """Ends it. Collectives that are under way end with garbage."""
-        self.exchange.close()
-        if self.device.type == "cuda":
-            # The streams run on, over the words and slots: they must live until they are done.
-            self._out.synchronize()
-            self._back.synchronize()
+        """Ends it. Collectives that are under way end with garbage. From any thread, or twice."""
+        for lane in self.lanes:
+            lane.close()
 
 
 def _failed(why: str) -> CommError:
@@ -126,13 +157,13 @@ def connect(
         made = StagedTransport(rank, size, device, timeout)
     except (RuntimeError, ValueError) as error:
         problem = str(error)
-    found: list[tuple[bytes, str]] = [(b"", "")] * size
-    mine = (b"" if made is None else bytes(made.exchange.handle()), problem)
+    found: list[tuple[list[bytes], str]] = [([], "")] * size
+    mine = ([] if made is None else made.handle(), problem)
     dist.all_gather_object(found, mine, group=control)
     _agree([why for _, why in found], made)
     assert made is not None
     try:
-        made.exchange.connect([handle for handle, _ in found], timeout)
+        made.join([handle for handle, _ in found], timeout)
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     reasons = [""] * size
