@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     one, other = (kernels(path) for path in options.traces)
     totals = [sum(map(sum, of.values())) / STEPS for of in (one, other)]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "kernel": name,
             "median_ms": [statistics.median(one[name]), statistics.median(other[name])],
