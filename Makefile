@@ -54,7 +54,7 @@ setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need
 
 # 6.4 MB of gradients over 300 Mb/s: on two cores the network costs what it costs VGG16 on fast GPUs
 # over 25 Gb/s. docs/bench-train.md has the arithmetic.
-DEMO_NET := --sizes 65536 --seconds 0.8
+DEMO_NET := --sizes 65536 --seconds 0.5
 demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster, show what the network costs
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \
 		--columns ddp,horovod,exact,fp16,topk --seconds 1.5 --warmup 2 \
@@ -73,17 +73,13 @@ test-rust: $(STAMPS)/deps
 loom: $(STAMPS)/deps ## every interleaving of the engine's rings
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
 
-# Both need Rust's nightly toolchain. Where a path is cut, a piece goes over another as well, and two
-# threads write the same bytes to the same place: to ThreadSanitizer that is a race, so nothing is cut.
-NIGHTLY = cargo +nightly --version >/dev/null 2>&1 || { echo "skipped: cargo +nightly does not run here"; \
-	echo "  fix: rustup toolchain install nightly --component rust-src,miri"; exit 0; }
-
 tsan: $(STAMPS)/deps ## the engine's tests under ThreadSanitizer (nightly Rust; several minutes)
-	@$(NIGHTLY); EVENER_TEST_NO_CUTS=1 RUSTFLAGS=-Zsanitizer=thread cargo +nightly test --locked \
-		-Zbuild-std --target $$(rustc -vV | sed -n 's/host: //p') --target-dir target/tsan -p evener-engine
+	$(BIN)/python scripts/tsan.py
 
 miri: $(STAMPS)/deps ## the engine's rings and parsers under Miri (nightly Rust)
-	@$(NIGHTLY); MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 cargo +nightly miri test --locked \
+	@cargo +nightly miri --version >/dev/null 2>&1 || { echo "skipped: cargo +nightly miri does not run here"; \
+		echo "  fix: rustup toolchain install nightly --component rust-src,miri"; exit 0; }; \
+	MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 cargo +nightly miri test --locked \
 		--target-dir target/miri -p evener-engine --lib
 
 soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the plug-in, a fault every second

@@ -259,6 +259,7 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 
 QUARTER = 0.25
+PARTS = ("before_GBps", "during_GBps", "after_GBps")
 
 
 def _silences(stats: list[dict], spans: list[tuple[float, float]]) -> list[float]:
@@ -303,8 +304,7 @@ def judge(
     row["stall_ms"] = (
         max(0.0, row["longest_silence_ms"] - reference["usual_silence_ms"]) if around else None
     )
-    parts_of = ("before_GBps", "during_GBps", "after_GBps")
-    whole = max(reference[part] or 0.0 for part in parts_of)
+    whole = max(reference[part] or 0.0 for part in PARTS)
     row["share_of_what_is_left"] = _ratio(row["during_GBps"], scenario.left * whole)
     row["share_after_repair"] = _ratio(row["after_GBps"], whole)
     row["bit_equal"] = row["wrong"] == 0 and row["models"] == reference["models"]
@@ -343,6 +343,37 @@ def show(name: str, row: dict) -> str:
         *row["notes"],
     )
     return "; ".join(parts)
+
+
+def table(rows: dict[str, dict]) -> str:
+    """Markdown, as docs/net.md has it."""
+    lines = [
+        "| network | fault | before, during, after (GB/s) | of what is left | after the repair | "
+        "stall | longest step (median) | bit-equal |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    whole = 0.0
+    for name, row in rows.items():
+        scenario = SCENARIOS[name]
+        if "failed" in row:
+            lines.append(f"| {scenario.lab} | {name} | failed: {row['failed']} |||||||")
+            continue
+        rates = [row[part] or 0.0 for part in PARTS]
+        if scenario.begin is None:
+            whole = max(rates)
+        shares = [rates[1] / (scenario.left * whole), rates[2] / whole] if whole else [0.0, 0.0]
+        steps = f"{row['longest_step_ms']:.0f} ms ({row['median_step_ms']:.0f})"
+        cells = [
+            scenario.lab,
+            "none" if scenario.begin is None else " ".join(scenario.begin),
+            ", ".join(f"{rate:.2f}" for rate in rates),
+            *(["", ""] if scenario.begin is None else [f"{share:.2f}" for share in shares]),
+            "-" if row["stall_ms"] is None else f"{row['stall_ms']:.0f} ms",
+            steps,
+            "yes" if row["bit_equal"] else "no",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def run_lab(

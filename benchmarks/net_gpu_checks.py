@@ -206,8 +206,12 @@ def main() -> int:
     parser.add_argument(
         "--stats", type=Path, default=Path("net-faults-stats"), help="what the engines write"
     )
+    parser.add_argument("--table", type=Path, metavar="JSON", help="show what faults has written")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.table:
+        print(net_faults.table(json.loads(options.table.read_text())["found"]))
+        return 0
     began = time.time()
     match options.what:
         case "versions":

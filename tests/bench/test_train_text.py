@@ -66,6 +66,7 @@ def test_text_is_counted_in_sequences_and_tokens() -> None:
     assert shown.returncode == 0, shown.stderr
     taken = Results.from_json(json.loads(shown.stdout))
     assert taken.complete
+    assert taken.settings["trace"] == "", "no trace was asked for"
     assert taken.settings["gradient_bytes"] == 4 * models.TEXT["gpt-tiny"].parameters
     drawn = table.grid(taken)
     assert drawn.unit == "sequences/s a process"

@@ -184,6 +184,8 @@ struct Mine {
     dirty: bool,
     /// When the kernel was last asked what is on its way.
     looked: Duration,
+    /// In which epoch its connections were last asked how long they take.
+    asked: u64,
     /// What its connections here deliver.
     flow: Flow,
 }
@@ -380,6 +382,7 @@ impl Worker {
                 conns: Vec::new(),
                 dirty: false,
                 looked: Duration::ZERO,
+                asked: 0,
                 flow: Flow::default(),
             };
             place_in(&mut self.links, mine)

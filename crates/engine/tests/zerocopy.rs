@@ -154,8 +154,6 @@ fn exchange(mode: Mode, cut: bool) -> Vec<Verdict> {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // See `cuts` in loopback.rs.
-            let cut = cut && std::env::var_os("EVENER_TEST_NO_CUTS").is_none();
             while cut && !stop.load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(10));
                 a.cut_paths(1);

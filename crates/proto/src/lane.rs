@@ -11,15 +11,19 @@
 mod event;
 mod incoming;
 mod outgoing;
+mod waits;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 pub use event::{Event, LaneConfig, Side, Why};
 
+use waits::Team;
+
 use crate::path::{Change, LATE, Path, PathId, PathState, Report};
 use crate::receive::{Outcome, ReceiveComm};
 use crate::send::SendComm;
+use crate::teams::Teams;
 use crate::wire::Frame;
 
 /// The peer does not speak the protocol: give up the path that this came on.
@@ -43,12 +47,6 @@ enum Control {
     Gone(PathId),
 }
 
-/// Paths that need less than this are as good as idle ones: the first of them is as good as any,
-/// and few connections that are warm cost less than many.
-const SHORT: Duration = Duration::from_micros(150);
-/// Bytes a second of a path that has delivered nothing yet.
-const UNKNOWN: f64 = 100e6;
-
 /// See the module.
 #[derive(Debug)]
 pub struct Lane {
@@ -64,6 +62,8 @@ pub struct Lane {
     /// Messages with bytes that wait for a path, oldest first. May name what is gone.
     ready: VecDeque<(u64, u64)>,
     events: VecDeque<Event>,
+    known: Teams,
+    teams: Vec<Team>,
     /// Since when no path has been there.
     pathless: Option<Duration>,
     backlog: u64,
@@ -83,6 +83,8 @@ impl Lane {
             control: VecDeque::new(),
             ready: VecDeque::new(),
             events: VecDeque::new(),
+            known: Teams::default(),
+            teams: Vec::new(),
             pathless: Some(now),
             backlog: 0,
             late: 0,
@@ -222,9 +224,10 @@ impl Lane {
 
     /// The driver lost a path (or gives it up).
     pub fn path_down(&mut self, id: PathId, now: Duration) {
-        if self.paths.remove(&id).is_none() {
+        let Some(path) = self.paths.remove(&id) else {
             return;
-        }
+        };
+        self.leave(id, &path);
         if self.paths.is_empty() {
             self.pathless = Some(now);
         }
@@ -245,31 +248,6 @@ impl Lane {
     /// Smoothed round trip of a path; zero where unknown.
     pub fn rtt(&self, id: PathId) -> Duration {
         self.paths.get(&id).map_or(Duration::ZERO, |path| path.rtt)
-    }
-
-    /// How long a path needs for `queued` bytes that it has not delivered yet. Where a chunk waits
-    /// the shortest, it should go: so paths fill by what they carry, however many flows share them
-    /// and however little there is to send.
-    pub fn wait(&self, id: PathId, queued: u64) -> Duration {
-        let Some(path) = self.paths.get(&id) else {
-            return Duration::MAX;
-        };
-        // A path without a figure is taken for a slow one: it gets a chunk, and then it has one.
-        let rate = if path.rate > 0.0 { path.rate } else { UNKNOWN };
-        let wait = Duration::from_secs_f64(queued as f64 / rate);
-        if wait < SHORT { Duration::ZERO } else { wait }
-    }
-
-    /// Of what the path was given, `outstanding` bytes have not reached the peer, queued ones
-    /// included.
-    pub fn delivered(&mut self, id: PathId, outstanding: u64, now: Duration) {
-        if let Some(path) = self.paths.get_mut(&id) {
-            let confirmed = path.given.saturating_sub(outstanding);
-            if confirmed > path.confirmed {
-                path.confirmed = confirmed;
-                path.moved = now;
-            }
-        }
     }
 
     /// What the driver knows of a path.

@@ -34,12 +34,14 @@
 //! Nothing here assumes that a path is ordered or reliable, except that a path's *loss* is reported
 //! by its death or suspicion. A packet engine adds loss recovery below [`Lane::transmit`].
 
+pub mod ahead;
 pub mod dial;
 pub mod lane;
 pub mod path;
 pub mod ranges;
 pub mod receive;
 pub mod send;
+pub mod teams;
 pub mod wire;
 
 pub use lane::{Event, Lane, LaneConfig, Side, Transmit, Why};

@@ -72,6 +72,8 @@ pub(crate) struct Path {
     pub moved: Duration,
     /// Bytes a second that it delivers while it has something to deliver; 0 where unknown.
     pub rate: f64,
+    /// The place of those that it shares a queue with.
+    pub team: Option<usize>,
     /// Frames that belong to this path and no other.
     pub own: VecDeque<Frame>,
     /// When the oldest unconfirmed frame was sent.
@@ -98,6 +100,7 @@ impl Path {
             confirmed: 0,
             moved: now,
             rate: 0.0,
+            team: None,
             own: VecDeque::new(),
             owes: None,
             progress: now,

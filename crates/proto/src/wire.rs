@@ -132,6 +132,8 @@ pub enum Frame {
     Pong {
         /// The ping's.
         stamp: u64,
+        /// When it came, by the clock of who answers.
+        at: u64,
     },
     /// I gave up this path; do the same.
     Gone {
@@ -196,7 +198,7 @@ impl Frame {
             Frame::CloseReceive { comm } => (8, comm, 0, 0, 0),
             Frame::Closed { comm, of_send } => (9, comm, u64::from(of_send), 0, 0),
             Frame::Ping { stamp } => (10, 0, stamp, 0, 0),
-            Frame::Pong { stamp } => (11, 0, stamp, 0, 0),
+            Frame::Pong { stamp, at } => (11, 0, stamp, at, 0),
             Frame::Gone { path } => (12, 0, path, 0, 0),
         };
         let mut bytes = [0; HEADER];
@@ -276,7 +278,10 @@ impl Frame {
                 of_send: message == 1,
             },
             10 => Frame::Ping { stamp: message },
-            11 => Frame::Pong { stamp: message },
+            11 => Frame::Pong {
+                stamp: message,
+                at: offset,
+            },
             12 => Frame::Gone { path: message },
             kind => return Err(WireError::Kind(kind)),
         };
@@ -326,7 +331,7 @@ mod tests {
             n().prop_map(|comm| Frame::CloseReceive { comm }),
             (n(), any::<bool>()).prop_map(|(comm, of_send)| Frame::Closed { comm, of_send }),
             n().prop_map(|stamp| Frame::Ping { stamp }),
-            n().prop_map(|stamp| Frame::Pong { stamp }),
+            (n(), n()).prop_map(|(stamp, at)| Frame::Pong { stamp, at }),
             n().prop_map(|path| Frame::Gone { path }),
         ]
     }

@@ -58,7 +58,7 @@ fn frame() -> impl Strategy<Value = Frame> {
         number().prop_map(|comm| Frame::CloseReceive { comm }),
         (number(), any::<bool>()).prop_map(|(comm, of_send)| Frame::Closed { comm, of_send }),
         any::<u64>().prop_map(|stamp| Frame::Ping { stamp }),
-        any::<u64>().prop_map(|stamp| Frame::Pong { stamp }),
+        any::<(u64, u64)>().prop_map(|(stamp, at)| Frame::Pong { stamp, at }),
         number().prop_map(|path| Frame::Gone { path }),
     ]
 }

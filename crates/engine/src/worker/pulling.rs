@@ -7,6 +7,8 @@
 
 use std::time::Duration;
 
+use evener_proto::ahead::Ahead;
+use evener_proto::teams::EPOCH;
 use evener_proto::{Frame, Side};
 
 use super::{Mine, Worker};
@@ -24,53 +26,16 @@ const BITE: u64 = 128 << 10;
 /// The kernel is asked this often what is on its way. Between two looks only what was added is
 /// known, which makes no path seem quicker than it is.
 const LOOK: Duration = Duration::from_micros(100);
-/// A worker's connections to a peer have at most this much on its way, in time, and two round trips
-/// more ...
-const AHEAD: Duration = Duration::from_micros(1200);
-/// ... or so many bytes, shared by all workers that have connections to the peer ...
-const AHEAD_LEAST: u64 = 512 << 10;
-/// ... and at least two chunks.
-const AHEAD_CHUNKS: u64 = 128 << 10;
-/// What they deliver is counted over this time.
-const WINDOW: Duration = Duration::from_millis(2);
 /// Turns that the connections to a peer get before the worker looks at other things.
 const TURNS: usize = 8;
 
 /// What a worker's connections to a peer deliver, and whether they may have more.
-///
-/// What is on its way beyond a round trip waits in the fabric's queues: until they drop something,
-/// and with every acknowledgement and credit of the other direction behind it. NCCL keeps a fixed
-/// number of bytes in flight, so what they wait is what it loses. What is not sent yet waits here, and
-/// the next connection with room takes it.
 #[derive(Debug, Default)]
 pub(super) struct Flow {
-    /// Bytes that arrived since `since`.
-    delivered: u64,
-    since: Duration,
-    /// Bytes a second, the best of late.
-    rate: f64,
+    /// What they may have on their way.
+    pub ahead: Ahead,
     /// There is no room for a chunk until something arrives.
     pub full: bool,
-}
-
-impl Flow {
-    /// So much has arrived.
-    pub fn count(&mut self, delivered: u64, now: Duration) {
-        self.delivered += delivered;
-        let passed = now.saturating_sub(self.since);
-        if passed >= WINDOW {
-            let rate = self.delivered as f64 / passed.as_secs_f64();
-            self.rate = rate.max(self.rate * 0.95);
-            (self.delivered, self.since) = (0, now);
-        }
-    }
-
-    /// Bytes that may be on their way, where so many workers have connections to the peer.
-    fn limit(&self, round_trip: Duration, workers: usize) -> u64 {
-        let bytes = self.rate * (AHEAD + round_trip * 2).as_secs_f64();
-        let least = AHEAD_LEAST / workers.max(1) as u64;
-        (bytes as u64).max(least).max(AHEAD_CHUNKS)
-    }
 }
 
 impl Worker {
@@ -180,6 +145,16 @@ fn pull(
     counts: &WorkerStats,
 ) -> bool {
     let mut any = false;
+    // Which connections share a way of the fabric shows where much is sent, and only there matters.
+    let epoch = (now.as_nanos() / EPOCH.as_nanos()) as u64;
+    if epoch != mine.asked && link.lane.backlog() >= BITE {
+        mine.asked = epoch;
+        for number in &mine.conns {
+            if let Some(Some(conn)) = conns.get(*number) {
+                link.lane.ask(conn.path);
+            }
+        }
+    }
     let mut open: Vec<usize> = Vec::with_capacity(mine.conns.len());
     for number in &mine.conns {
         let Some(Some(conn)) = conns.get_mut(*number) else {
@@ -205,39 +180,37 @@ fn pull(
         for number in &mine.conns {
             if let Some(Some(conn)) = conns.get_mut(*number) {
                 delivered += conn.look(now) as u64;
+                link.lane.delivered(conn.path, conn.outstanding(), now);
             }
         }
-        mine.flow.count(delivered, now);
+        mine.flow.ahead.count(delivered, now);
     }
     let here = mine.conns.iter();
     let here = here.filter_map(|number| conns.get(*number).and_then(Option::as_ref));
-    // Where no round trip is known yet, nothing is limited.
-    let (mut ahead, mut round_trip) = (0, Duration::from_secs(1));
+    let (mut ahead, mut round_trip) = (0, None);
     for conn in here {
         // What is stuck on a path that is gone must not keep the others from carrying.
         if !conn.is_stuck(now) {
             ahead += conn.outstanding();
         }
         if !conn.least_rtt.is_zero() {
-            round_trip = round_trip.min(conn.least_rtt);
+            round_trip = Some(
+                round_trip.map_or(conn.least_rtt, |least: Duration| least.min(conn.least_rtt)),
+            );
         }
     }
-    let limit = mine.flow.limit(round_trip, link.workers().count());
+    let limit = mine.flow.ahead.limit(round_trip, link.workers().count());
     mine.flow.full = false;
-    // How long a chunk waits on each; only what gets one changes.
-    let mut open: Vec<(Duration, usize)> = open
-        .into_iter()
-        .filter_map(|number| {
-            let conn = conns.get(number)?.as_ref()?;
-            Some((link.lane.wait(conn.path, conn.outstanding()), number))
-        })
-        .collect();
     let mut bite = 0;
     while link.lane.has_frames() && bite < BITE {
-        let Some(place) = (0..open.len()).min_by_key(|place| open[*place].0) else {
+        let wait = |place: &usize| {
+            let conn = conns.get(open[*place])?.as_ref()?;
+            Some(link.lane.wait(conn.path, conn.outstanding()))
+        };
+        let Some(place) = (0..open.len()).min_by_key(wait) else {
             return any;
         };
-        let Some(Some(conn)) = conns.get_mut(open[place].1) else {
+        let Some(Some(conn)) = conns.get_mut(open[place]) else {
             return any;
         };
         mine.flow.full = ahead >= limit;
@@ -259,9 +232,7 @@ fn pull(
             }
             None => false,
         };
-        if taken && has_room(conn) {
-            open[place].0 = link.lane.wait(conn.path, conn.outstanding());
-        } else {
+        if !taken || !has_room(conn) {
             open.remove(place);
         }
     }

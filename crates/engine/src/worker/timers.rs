@@ -59,7 +59,7 @@ impl Worker {
                     rate: (info.delivery_rate > 0).then_some(info.delivery_rate as f64),
                 };
                 conn.acknowledged = info.bytes_acknowledged;
-                mine.flow.count(conn.look(now) as u64, now);
+                mine.flow.ahead.count(conn.look(now) as u64, now);
                 reports.push((conn.path, report, conn.outstanding()));
             }
             let chores = {

@@ -126,10 +126,12 @@ impl Lane {
             }
             Frame::Ping { stamp } => {
                 if let Some(path) = self.paths.get_mut(&id) {
-                    path.own.push_back(Frame::Pong { stamp });
+                    let at = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+                    path.own.push_back(Frame::Pong { stamp, at });
                 }
             }
-            Frame::Pong { stamp } => {
+            Frame::Pong { stamp, at } => {
+                self.compare(id, stamp, at, now);
                 if let Some(path) = self.paths.get_mut(&id)
                     && path.on_pong(stamp, now)
                 {

@@ -21,12 +21,17 @@ impl Lane {
             None if !usable => None,
             None => self.next_control().or_else(|| {
                 let share = self.backlog / live.max(1);
-                let share = u32::try_from(share).unwrap_or(u32::MAX).max(64 << 10);
+                // Where no ways are known to lie side by side, fewer and larger pieces cost less.
+                let least = if self.teams.is_empty() {
+                    128 << 10
+                } else {
+                    64 << 10
+                };
+                let share = u32::try_from(share).unwrap_or(u32::MAX).max(least);
                 self.next_chunk(id, limit.min(share), now)
             }),
         }?;
-        let path = self.paths.get_mut(&id)?;
-        Some(path.on_sent(frame, now))
+        self.sent(id, frame, now)
     }
 
     /// The next frame for a path that must not have chunks now.
@@ -35,8 +40,7 @@ impl Lane {
             return None;
         }
         let frame = self.next_control()?;
-        let path = self.paths.get_mut(&id)?;
-        Some(path.on_sent(frame, now))
+        self.sent(id, frame, now)
     }
 
     /// Whether there is anything to be said, chunks left aside.
@@ -48,6 +52,12 @@ impl Lane {
     pub fn transmit_own(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
         let path = self.paths.get_mut(&id)?;
         let frame = path.own.pop_front()?;
+        self.sent(id, frame, now)
+    }
+
+    fn sent(&mut self, id: PathId, frame: Frame, now: Duration) -> Option<Frame> {
+        self.gave(id, HEADER as u64 + u64::from(frame.payload()));
+        let path = self.paths.get_mut(&id)?;
         Some(path.on_sent(frame, now))
     }
 

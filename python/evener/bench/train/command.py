@@ -198,7 +198,6 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
 @click.option(
     "--trace",
     type=click.Path(file_okay=False, resolve_path=True),
-    default="",
     metavar="DIR",
     help="After each measurement profile a few more steps; one Chrome trace of rank 0 a run.",
 )
