@@ -56,6 +56,7 @@ def one_dies(rank: int, size: int) -> str:
     payload = torch.full((1000,), float(rank))
     got = torch.empty(2000)
     made.all_gather(got, payload)
+    dist.barrier()  # what it has sent has arrived
     if rank:
         os._exit(0)
     began = time.monotonic()

@@ -83,6 +83,7 @@ def one_dies(rank: int, size: int) -> float:
     got = torch.empty(200_000, device="cuda")
     made.all_gather(got, payload)
     torch.cuda.synchronize()
+    dist.barrier()  # what it has sent has arrived
     if rank:
         os._exit(0)
     began = time.monotonic()
