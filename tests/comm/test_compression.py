@@ -33,6 +33,9 @@ def options(form: str, **more: Any) -> Options:
     return Options(wire=form, ratio=0.05, topk_min_bytes=0, bucket_bytes=4096, **more)
 
 
+PARTS = {"partition_bytes": 4000}  # the weight's 12,800 bytes in four, the last one smaller
+
+
 class Run:
     """A model whose gradients are given, a reducer, and float64 sums of what should arrive."""
 
@@ -82,31 +85,37 @@ class Run:
             assert error <= tolerance * max(wanted.abs().max().item(), 1.0), (name, error)
 
 
-def loses_nothing(rank: int, size: int, cases: list[tuple[str, str, bool]]) -> None:
+def loses_nothing(rank: int, size: int, cases: list[tuple[str, str, bool, bool]]) -> None:
     """Over any number of steps: what was applied and what is owed is the sum of the means."""
-    for form, dtype, half in cases:
+    for form, dtype, half, parts in cases:
         kind = getattr(torch, dtype)
-        run = Run(rank, form, kind, topk_fp16=half)
+        run = Run(rank, form, kind, topk_fp16=half, **(PARTS if parts else {}))
         for step in range(6):
             run.step(step, absent=step == 3 and rank == size - 1)
             weight = run.named["weight"].grad
             assert weight is not None
-            if form.startswith("topk") and step > 0:  # the first step is dense
+            # The first step is dense; chunks are larger than the parts here.
+            if form.startswith("topk") and step > 0 and not (parts and form == "topk-chunk"):
                 assert (weight != 0).float().mean() < 0.05 * size + 0.05
             bias = run.named["bias"].grad
             assert bias is not None and (bias != 0).all()  # norms and biases stay dense
         run.check(run.owed(), TOLERANCE[kind])
-        assert ("weight" in run.reducer.residuals()) == (rank >= 0)
+        pieces = run.reducer.residuals()["weight"]
+        assert len(pieces) == (4 if parts and dtype == "float32" else 2 if parts else 1)
+        assert len({first for first, _ in pieces}) == len(pieces)
+        if size == run.reducer.communicators.route.outer.size:  # no shards: all of it is here
+            assert sum(len(part) for _, part in pieces) == run.named["weight"].numel()
         run.reducer.close()
 
 
 @pytest.mark.parametrize("shape", [[1, 1], [2, 2], [1, 1, 1], [2, 1]], ids=str)
 def test_error_feedback_loses_nothing(shape: list[int]) -> None:
     """Also where a rank has no gradient in a step, as one that has run out of data."""
-    cases = [(form, "float32", False) for form in FEEDBACK]
+    cases = [(form, "float32", False, shape == [2, 1]) for form in FEEDBACK]
     if shape in ([1, 1], [2, 2]):
-        cases += [("topk", "float32", True), ("topk", "bfloat16", False)]
-        cases += [("topk-chunk", "float16", False), ("int8", "bfloat16", False)]
+        cases += [("topk", "float32", True, True), ("topk", "bfloat16", False, False)]
+        cases += [("topk-chunk", "float16", False, True), ("int8", "bfloat16", False, False)]
+        cases += [("int8", "float32", False, True)]
     worlds.run(shape, loses_nothing, cases)
 
 
@@ -184,8 +193,8 @@ def overflow(rank: int, size: int) -> None:
         run.reducer.apply()
         assert run.model.weight.grad is not None
         assert not run.model.weight.grad.isfinite().all()
-        for _, part in run.reducer.residuals().values():
-            assert part.isfinite().all()
+        for parts in run.reducer.residuals().values():
+            assert all(part.isfinite().all() for _, part in parts)
         run.reducer.close()
 
 
@@ -218,8 +227,8 @@ def test_the_scale_is_followed_without_waiting() -> None:
 # --- checkpoints ---
 
 
-def first_half(rank: int, size: int, path: str, form: str) -> None:
-    run = Run(rank, form)
+def first_half(rank: int, size: int, path: str, form: str, parts: bool) -> None:
+    run = Run(rank, form, **(PARTS if parts else {}))
     for step in range(4):
         run.step(step)
     state = run.reducer.state_dict()
@@ -229,7 +238,7 @@ def first_half(rank: int, size: int, path: str, form: str) -> None:
 
 
 def second_half(rank: int, size: int, path: str, form: str, late: bool) -> None:
-    run = Run(rank, form)
+    run = Run(rank, form, **(PARTS if late else {}))
     saved = torch.load(path)
     run.applied, run.wanted = saved["applied"], saved["wanted"]
     if late:  # after the first step, whose layout was a guess
@@ -245,7 +254,7 @@ def second_half(rank: int, size: int, path: str, form: str, late: bool) -> None:
 @pytest.mark.parametrize("form", ["topk", "int8"])
 def test_a_checkpoint_goes_on_in_a_world_of_another_size(form: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
-    worlds.run([2, 2], first_half, path, form)
+    worlds.run([2, 2], first_half, path, form, form == "int8")
     assert torch.load(path)["state"]["residual"]["weight"].abs().max() > 0
     worlds.run([1, 1, 1], second_half, path, form, False)
     worlds.run([1, 1], second_half, path, form, True)
@@ -277,7 +286,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
 def momentum(rank: int, size: int) -> None:
     """In a dense form, and after a fall back to one, it is the optimizer's momentum."""
     for form, fall in (("exact", None), ("int8", None), ("topk", "exact")):
-        run = Run(rank, form, momentum=0.5)
+        run = Run(rank, form, momentum=0.5, **(PARTS if form != "int8" else {}))
         velocity = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in run.named.items()}
         for step in range(5):
             own = run.gradients(step)

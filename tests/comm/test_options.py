@@ -67,3 +67,12 @@ def test_a_variable_that_cannot_be_is_refused_by_name(name: str, value: str) -> 
 def test_an_argument_that_cannot_be_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_carries_the_exchange() -> None:
+    assert Options.resolve(env={}).outer == "auto"
+    assert Options.resolve(env={"EVENER_OUTER": "Staged"}).outer == "staged"
+    with pytest.raises(UsageError, match="auto or nccl or staged"):
+        Options.resolve(env={"EVENER_OUTER": "rdma"})
+    with pytest.raises(UsageError, match="outer='rdma' cannot be"):
+        Options(outer="rdma")

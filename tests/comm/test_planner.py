@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from evener.comm import steps
 from evener.comm.planner import choose, live
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Curve, Link, of_network, paper_forms
 from evener.comm.planner.live import Planner
 from evener.comm.planner.sequence import best_sequence, first_sequence
 from evener.comm.planner.simulate import play
-from evener.comm.profile import BucketProfile, StepProfile
+from evener.comm.profile import BucketProfile, Recorder, StepProfile
 from evener.comm.reducer import Reducer
 from evener.ddp import accelerate
 from evener.errors import UsageError
@@ -89,6 +90,38 @@ def test_a_step_by_hand() -> None:
     assert play(profile, stages, (0, 1), overlap=True).step_ms == pytest.approx(120 + 30)
 
 
+def test_an_exchange_slows_computing_down() -> None:
+    """A quarter of computing is lost while an exchange is under way."""
+    profile = dataclasses.replace(step_of([1.0, 1.0]), drag=0.25)
+    stages = [(0.0, 20.0, 0.0), (0.0, 10.0, 0.0)]
+    # 30 forward; the first is ready after 30 of backward, and for 20 ms only 15 are computed: the
+    # second is ready at 30 + 20 + 15, and lands 10 later.
+    assert play(profile, stages, (0, 1), overlap=False).step_ms == pytest.approx(30 + 75)
+    # The second takes a quarter of 10 ms of the next forward, which needs the other one there.
+    early = (
+        dataclasses.replace(profile.buckets[0], need_ms=0.0),
+        dataclasses.replace(profile.buckets[1], need_ms=30.0),
+    )
+    profile = dataclasses.replace(profile, buckets=early)
+    assert play(profile, stages, (0, 1), overlap=True).step_ms == pytest.approx(32.5 + 65)
+    # A form that encodes for half of its exchange takes that, and a quarter of the rest.
+    assert play(profile, stages, (0, 1), True, [0.625, 0.0]).step_ms == pytest.approx(30 + 72.5)
+    costs = dataclasses.replace(network(25), encode={"int8": Curve.line(0.0, 1.0)})
+    assert costs.loss("exact", MB, 0.25) == 0.25 and costs.loss("int8", MB, 0.25) == 1.0
+
+
+def test_what_slows_computing_down_is_compressed_more() -> None:
+    """Hidden or not, a longer exchange costs more of the computing beside it."""
+    free = choose.choose(VGG, network(50), down_to("int8"), overlap=True)
+    held = dataclasses.replace(VGG, drag=0.2)
+    slowed = choose.choose(held, network(50), down_to("int8"), overlap=True)
+    assert free.hidden and not slowed.hidden
+    busy = [sum(max(c.stages_ms) for c in made.choices) for made in (free, slowed)]
+    assert busy[1] < 0.8 * busy[0]
+    forced = choose.choose(held, network(50), ["int8"], overlap=True)
+    assert slowed.step_ms <= 1.03 * forced.step_ms
+
+
 def test_lanes_are_pipelined() -> None:
     profile = dataclasses.replace(step_of([1.0] * 3), backward_ms=0.0)
     buckets = tuple(dataclasses.replace(b, ready_ms=0.0) for b in profile.buckets)
@@ -120,6 +153,25 @@ def test_a_large_bucket_does_not_keep_small_ones_waiting() -> None:
     listed = play(profile, stages, first_sequence(profile, stages, True), True).step_ms
     busy = sum(stage[1] for stage in stages)
     assert busy <= found <= listed and found < 1.06 * busy
+
+
+@pytest.mark.parametrize("thought", [1.0, 1.6, 0.7])
+def test_a_network_that_is_faster_than_thought_does_not_idle(thought: float) -> None:
+    """Ranks keep to the order: one that waits for what is not complete yet would cost the wait."""
+    sizes = [16.0, *[32.0] * 15, 18.0, 18.0, 16.0, 3.5, 1.0]
+    profile = step_of(sizes)
+    late = [0.0] * 16 + [8.5, 15.0, 21.0, 30.0, 59.0]
+    buckets = tuple(
+        dataclasses.replace(b, ready_ms=ready, need_ms=FORWARD - ready / 2)
+        for b, ready in zip(profile.buckets, late, strict=True)
+    )
+    profile = dataclasses.replace(profile, buckets=buckets)
+    stages = [network(25, 2, 1).stages("2d", "fp16", b.bytes) for b in buckets]
+    guessed = [(a * thought, b * thought, c * thought) for a, b, c in stages]
+    busy = sum(stage[1] for stage in stages)
+    assert busy > profile.compute_ms
+    found = play(profile, stages, best_sequence(profile, guessed, True), True).step_ms
+    assert found < 1.01 * busy
 
 
 def forms(made: Decision) -> set[str]:
@@ -168,6 +220,15 @@ def test_the_mildest_that_hides_is_taken_and_the_floor_holds() -> None:
     assert [c.form for c in small.choices][-1] == "exact"
 
 
+def test_exchanges_that_are_crowded_are_compressed_more() -> None:
+    crowded = dataclasses.replace(VGG, crowd=1.5)
+    made = [choose.choose(p, network(40), down_to("int8"), overlap=True) for p in (VGG, crowded)]
+    milder = [sum(c.form == "exact" for c in m.choices) for m in made]
+    assert milder[0] > milder[1]
+    forced = [choose.choose(p, network(10), ["fp16"], overlap=True).step_ms for p in (VGG, crowded)]
+    assert forced[1] > 1.3 * forced[0]
+
+
 def test_small_buckets_go_flat_where_hops_cost_more_than_bytes() -> None:
     slow_inside = of_network(2, 2, Link.of_rate(100e9, 1), Link(5.0, 150e6), paper_forms(), 3e9)
     slow_inside = dataclasses.replace(slow_inside, flat=Curve.line(1.0, 1 / 12e6))
@@ -185,6 +246,40 @@ def test_curves_are_straight_between_points_and_beyond() -> None:
     assert Curve(((10.0, 2.0),))(20) == 4
     assert Curve.line(1.0, 0.5)(10) == pytest.approx(6)
     assert Curve(((10.0, 3.0), (20.0, 2.0)))(30) == 3, "noise must not make a larger one cheaper"
+    assert Curve(((10.0, 1.0), (20.0, 9.0)))(5) == 0.5, "nor a small one free"
+
+
+def test_exchanges_that_are_under_way_together_pass_one_after_the_other() -> None:
+    recorder = Recorder(torch.device("cpu"))
+    recorder.marks = {"begin": 1.0, "forward_ended": 1.01, "backward_ended": 1.05}
+    # Seconds: three streams; the second waits for the first, the third comes late.
+    recorder.ready = {0: 1.01, 1: 1.01, 2: 1.03}
+    recorder.stages = {(0, 1): (1.01, 1.02), (1, 1): (1.01, 1.028), (2, 1): (1.03, 1.06)}
+    took = recorder.occupied(1)
+    assert [took[b] for b in range(3)] == pytest.approx([10, 8, 30])
+    assert recorder.occupied(0) == {}
+    # Of 40 ms backward 18 + 20 were beside an exchange, and 9.5 more than it takes alone.
+    assert recorder.drag(30.5) == pytest.approx(9.5 / 38)
+    # The second took 8 ms beside backward and 5 alone; the third ended behind it.
+    alone = Recorder(torch.device("cpu"))
+    alone.ready, alone.marks = recorder.ready, recorder.marks
+    alone.stages = {(0, 1): (2.0, 2.02), (1, 1): (2.0, 2.025), (2, 1): (2.0, 2.05)}
+    assert recorder.crowd(alone) == pytest.approx(1.6)
+    assert alone.crowd(recorder) == 1.0
+
+
+def test_the_order_does_not_follow_a_wait_for_peers() -> None:
+    """The first bucket's own time holds it; what its bytes take at the others' rate counts."""
+    sizes = [16.0, 32.0, 32.0, 32.0, 1.0]
+    times = [21.0, 12.0, 12.0, 12.0, 0.5]
+    profile = step_of(sizes)
+    buckets = tuple(
+        dataclasses.replace(b, stages_ms=(0.0, t, 0.0))
+        for b, t in zip(profile.buckets, times, strict=True)
+    )
+    evened = steps._evened(dataclasses.replace(profile, buckets=buckets), 1)
+    assert evened == pytest.approx([6.0, 12.0, 12.0, 12.0, 0.5])
+    assert steps._evened(profile, 1) == [0.0] * 5
 
 
 def test_profiles_are_kept_in_files(tmp_path: Path) -> None:
@@ -273,11 +368,37 @@ def test_a_network_that_drifts_is_planned_again() -> None:
 
 
 def test_the_real_probe_on_two_levels() -> None:
-    found = worlds.run([2, 2], planned, [], 4, True)
+    found = worlds.run([2, 2], planned, [], 6, True)
     first = found[0][2][0]
     assert all(ranks[2][0] == first for ranks in found)
     assert all(sum(choice.stages_ms) > 0 for choice in first.choices)
     assert any("GB/s" in line for line in found[0][1])
+
+
+def watched(rank: int, size: int) -> tuple[list[bool], float, StepProfile]:
+    """Whether buckets left before backward had ended, in each of the first steps."""
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = accelerate(DistributedDataParallel(net), optimizer, bucket_bytes=0, mode="auto")
+    left = []
+    net[0].weight.register_hook(lambda _: left.append(model.evener._next > 0))
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    model.evener_steps.finish("")
+    assert model.evener_steps.planner.forced_ms.keys() == (
+        {"exact", "fp16"} if rank == 0 else set()
+    )
+    return left, model.evener_steps.profile.drag, model.evener_steps.profile
+
+
+def test_profiled_steps_hold_their_buckets_back() -> None:
+    for left, drag, profile in worlds.run([1, 1], watched):
+        assert left == [True, False, False, True, True, True]
+        assert 0 <= drag <= 1 and profile.compute_ms > 0
+        assert StepProfile.from_json(profile.to_json()) == profile
 
 
 def exact_plan(rank: int, size: int) -> bool:

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.timeout(600)
 
 INTERPRETED = """
 import torch
-from evener.comm import chunks, int8, topk, triton_casts, triton_chunks, triton_int8, triton_topk
+from evener.comm import chunks, int8, sums, topk, triton_casts, triton_chunks, triton_int8
+from evener.comm import triton_sums, triton_topk
 from tests.comm.cases import CASES, bits
 
 torch.set_num_threads(1)
@@ -85,7 +86,20 @@ def check_int8(case, n, feedback):
     int8.dequantize_sum_reference(*b, 0.5, total)
     same(out, total, case, n)
 
+def check_sums(case, ranks, n, dtype):
+    generator = torch.Generator().manual_seed(n)
+    parts = torch.stack([CASES[case](n, generator) for _ in range(ranks)]).to(dtype)
+    have, want = parts.new_empty(n), parts.new_empty(n)
+    for scale in (1.0, 1 / ranks):
+        triton_sums.add_in_order(parts, scale, have)
+        sums.add_reference(parts, scale, want)
+        same(have, want, case, ranks, n, dtype)
+
 for case, make in CASES.items():
+    if case != "huge":  # numpy warns of the overflow
+        check_sums(case, 1, 1, torch.float32)
+        check_sums(case, 2, 4099, torch.float32)
+        check_sums(case, 3, 2050, torch.float16)
     for n, k in ((1, 1), (5001, 50)):
         check_topk(case, n, k, torch.float32)
     check_topk(case, 5001, 50, torch.float16, ties=2)
@@ -106,7 +120,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from evener.comm import triton_casts, triton_chunks, triton_int8, triton_topk
+from evener.comm import triton_casts, triton_chunks, triton_int8, triton_sums, triton_topk
 
 constants = {
     triton_topk: {
@@ -116,6 +130,7 @@ constants = {
     triton_chunks: {"CHUNK": 4096, "PLACES": 64, "FIRST": 1 << 22, "EACH": 1},
     triton_int8: {"ROWS": 4, "BLOCK": 1024, "FEEDBACK": True},
     triton_casts: {"BLOCK": 4096},
+    triton_sums: {"BLOCK": 2048, "RANKS": 2},
 }
 kernels = {
     triton_topk: [
@@ -125,11 +140,12 @@ kernels = {
     triton_chunks: ["_select", "_add_in_order"],
     triton_int8: ["_quantize", "_dequantize_sum"],
     triton_casts: ["_cast"],
+    triton_sums: ["_add_in_order"],
 }
 types = {
     "gradient": "*bf16", "residual": "*fp32", "sampled": "*i32", "counts": "*i32", "tied": "*i32",
     "state": "*i32", "noted": "*fp32", "noted_at": "*i32", "values": "*fp16", "out": "*fp32",
-    "scale": "fp32", "factor": "fp32", "scales": "*fp32", "codes": "*i8",
+    "parts": "*bf16", "scale": "fp32", "factor": "fp32", "scales": "*fp32", "codes": "*i8",
 }
 for module, names in kernels.items():
     for name in names:

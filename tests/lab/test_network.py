@@ -106,6 +106,24 @@ def test_one_node_s_path_goes_down_and_the_others_are_told(healed: Lab, probe: P
     assert eventually(lambda: set(probe.paths(PORTS)) == {0, 1})
 
 
+def test_a_nic_that_goes_down_loses_its_carrier_and_gets_it_back() -> None:
+    with Lab(Spec(nodes=2, link=None, nics=2)) as lab, sink(lab.nodes[1]):
+        node = lab.nodes[0]
+
+        def carriers() -> list[str]:
+            paths = [f"/sys/class/net/eth{index}/carrier" for index in range(2)]
+            return node.run(["cat", *paths], check=True).stdout.split()
+
+        assert carriers() == ["1", "1"]
+        lab.fault("node0.eth1", "down")
+        assert carriers() == ["1", "0"]
+        assert attempt(node, "10.1.1.2", PORTS[:1]) == {PORTS[0]: "connected"}
+        assert attempt(node, "10.2.1.2", PORTS[:1]) == {PORTS[0]: "silence"}
+        lab.fault("node0.eth1", "up")
+        assert carriers() == ["1", "1"]
+        assert attempt(node, "10.2.1.2", PORTS[:1], seconds=20) == {PORTS[0]: "connected"}
+
+
 def test_flapping_goes_on_until_it_is_healed(healed: Lab, probe: Probe) -> None:
     port = PORTS[probe.paths(PORTS).index(1)]
     healed.fault("path1", "flap 1s")

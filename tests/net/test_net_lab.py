@@ -3,6 +3,10 @@
 Every byte that arrives is compared. What a fault costs in time is for benchmarks, not for tests.
 """
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 
 from evener.bench.net.drive import Job, command, merge
@@ -17,17 +21,24 @@ pytestmark = [
 TIMEOUT = 60.0
 
 
-def exchange(lab: Lab, seconds: float, *faults: str) -> list[dict[str, float]]:
+def exchange(
+    lab: Lab,
+    seconds: float,
+    *faults: str,
+    env: dict[str, str] | None = None,
+    log: list[str] | None = None,
+) -> list[dict[str, float]]:
+    """What was measured. `log` gets what was said to stderr."""
     job = Job(str(plugin_path()), comms=2, depth=4, sizes="262144", seconds=seconds, verify=True)
     lines: list[str] = []
-    errors: list[str] = []
+    errors = [] if log is None else log
 
     def on_line(rank: int, node: str, stream: str, line: str) -> None:
         (lines if stream == "stdout" else errors).append(f"{rank}@{node}: {line}"[-500:])
 
     if faults:
         lab.schedule(*faults)
-    result = lab.launch(command(job), timeout=TIMEOUT, on_line=on_line)
+    result = lab.launch(command(job), env=env, timeout=TIMEOUT, on_line=on_line)
     assert result.ok, (result, errors)
     return merge([line.partition(": ")[2] for line in lines])
 
@@ -63,3 +74,49 @@ def test_every_nic_carries_its_share() -> None:
             sent.append(int(lab.nodes[0].run(["cat", count], check=True).stdout))
     moved = rows[0]["messages"] * rows[0]["size"]
     assert min(sent) > moved / 5, sent
+
+
+def test_a_lost_carrier_is_noticed_and_comes_back() -> None:
+    # Nodes have a /tmp of their own: what they write is read in the working directory.
+    directory = Path(f".evener-test-{os.getpid()}").resolve()
+    faults = ("1.5s:node0.eth1:down", "3s:node0.eth1:up")
+    try:
+        with Lab(Spec.parse("2x1@100mbit,nics=2,queue=20ms")) as lab:
+            env = {"EVENER_STATS_DIR": str(directory), "EVENER_DRIVE_LOG": "1"}
+            log: list[str] = []
+            rows = exchange(lab, 5.0, *faults, env=env, log=log)
+        # The kernel said it, before silence could: on the node whose NIC it is, and on no other.
+        assert {line[:7] for line in log if "lost its carrier" in line} == {"0@node0"}, log
+        assert rows[0]["messages"] >= 16
+        records = [json.loads(path.read_text()) for path in directory.glob("net-*.json")]
+        assert len(records) == 2
+        for record in records:
+            # Paths of eth1 that are there at the end came after the repair, and carried.
+            paths = [path for path in record["net"]["paths"] if path["nic"] == "eth1"]
+            assert sum(path["bytes_sent"] for path in paths) > 0
+            # Counted while something is waited for, and none lasts as long as the fault.
+            silences = [us for _, us in record["net"]["silences_us"]]
+            assert silences and max(silences) < 1_400_000, silences
+    finally:
+        for path in directory.glob("*"):
+            path.unlink()
+        directory.rmdir()
+
+
+def test_with_no_path_for_too_long_both_ends_get_a_remote_error() -> None:
+    job = Job(str(plugin_path()), comms=1, depth=2, sizes="65536", seconds=30.0)
+    said: dict[int, str] = {0: "", 1: ""}
+
+    def on_line(rank: int, node: str, stream: str, line: str) -> None:
+        said[rank] += line + "\n"
+
+    # The first that fails must not end the other: each has to come to its own error.
+    alone = ["sh", "-c", "trap '' TERM; \"$@\" 2>&1; true", "sh", *command(job)]
+    with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
+        lab.schedule("2s:path0:blackhole", "2s:path1:blackhole")
+        env = {"EVENER_NET_TIMEOUT": "1.5"}
+        result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
+    assert result.ok, result
+    for text in said.values():
+        # NCCL's ncclRemoteError.
+        assert "test returned 6" in text, said

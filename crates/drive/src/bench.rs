@@ -66,6 +66,20 @@ pub struct Run {
     pub cpu_seconds: f64,
     /// Longest time without a message, seconds.
     pub stall: f64,
+    /// Of a steady run: how evenly the comms shared the network, see [`fairness`].
+    pub fairness: Option<f64>,
+}
+
+/// Jain's index of what several had of one thing: 1 where all had the same, 1/n where one had all
+/// (R. Jain, D. Chiu, W. Hawe: A quantitative measure of fairness, DEC TR-301, 1984).
+pub fn fairness(shares: &[f64]) -> f64 {
+    let sum: f64 = shares.iter().sum();
+    let squares: f64 = shares.iter().map(|share| share * share).sum();
+    if squares > 0.0 {
+        sum * sum / (shares.len() as f64 * squares)
+    } else {
+        1.0
+    }
 }
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
@@ -145,7 +159,7 @@ fn steady(
     // Queues and token buckets take the first messages at once: the trial must outlast them.
     let mut count = scenario.depth * 2;
     let each = loop {
-        let (took, _) = measure(scenario, net, memory, size, count)?;
+        let (took, ..) = measure(scenario, net, memory, size, count)?;
         let enough = if scenario.rank == 0 {
             let enough = u64::from(took >= (scenario.seconds / 4.0).min(0.5));
             control.say(enough)?;
@@ -168,7 +182,7 @@ fn steady(
     phase("trial done");
     control.meet()?;
     let before = cpu_seconds();
-    let (seconds, stall) = measure(scenario, net, memory, size, messages as usize)?;
+    let (seconds, stall, fairness) = measure(scenario, net, memory, size, messages as usize)?;
     let cpu = cpu_seconds() - before;
     control.meet()?;
     let messages = messages as usize * scenario.comms;
@@ -180,6 +194,7 @@ fn steady(
         latency_us,
         cpu_seconds: cpu,
         stall,
+        fairness: Some(fairness),
     })
 }
 
@@ -232,6 +247,7 @@ fn rings(
         latency_us: median * 1e6,
         cpu_seconds: cpu,
         stall,
+        fairness: None,
     })
 }
 
@@ -315,20 +331,22 @@ struct Progress {
     done: usize,
 }
 
-/// `count` messages on each comm in both directions; seconds, and the longest time without one.
+/// `count` messages on each comm in both directions: seconds, the longest time without one, and how
+/// evenly what arrived was shared when the first comm had all of its own.
 fn measure(
     scenario: &Scenario,
     net: &mut Net,
     memory: &mut Memory,
     size: usize,
     count: usize,
-) -> Result<(f64, f64), DriveError> {
+) -> Result<(f64, f64, f64), DriveError> {
     memory.turn = memory.turn.wrapping_add(1);
     let mut sides: Vec<[Progress; 2]> = Vec::new();
     sides.resize_with(scenario.comms, Default::default);
     let began = Instant::now();
     let (mut last, mut stall) = (began, Duration::ZERO);
     let mut left = scenario.comms * 2 * count;
+    let mut shared = None;
     while left > 0 {
         let mut moved = false;
         for (comm, pair) in sides.iter_mut().enumerate() {
@@ -339,6 +357,10 @@ fn measure(
             }
         }
         let now = Instant::now();
+        if shared.is_none() && sides.iter().any(|[receive, _]| receive.done == count) {
+            let had: Vec<f64> = sides.iter().map(|[one, _]| one.done as f64).collect();
+            shared = Some(fairness(&had));
+        }
         if moved {
             stall = stall.max(now - last);
             last = now;
@@ -349,7 +371,8 @@ fn measure(
             std::thread::yield_now();
         }
     }
-    Ok((began.elapsed().as_secs_f64(), stall.as_secs_f64()))
+    let seconds = began.elapsed().as_secs_f64();
+    Ok((seconds, stall.as_secs_f64(), shared.unwrap_or(1.0)))
 }
 
 #[allow(clippy::too_many_arguments, reason = "the state of one turn")]
@@ -426,4 +449,16 @@ fn latency(
     }
     samples.sort_by(f64::total_cmp);
     Ok(samples[samples.len() / 2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fairness;
+
+    #[test]
+    fn jain_s_index_is_one_for_equals_and_one_nth_for_one_of_many() {
+        assert!((fairness(&[3.0; 7]) - 1.0).abs() < 1e-12);
+        assert!((fairness(&[5.0, 0.0, 0.0, 0.0]) - 0.25).abs() < 1e-12);
+        assert!((fairness(&[2.0, 1.0]) - 0.9).abs() < 1e-12);
+    }
 }

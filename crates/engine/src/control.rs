@@ -35,7 +35,7 @@ use crate::{Level, Shared, records};
 /// Greetings that may be unfinished at a time.
 pub const MOST_GREETINGS: usize = 256;
 const GREETING_TIME: Duration = Duration::from_secs(2);
-/// A dial is given up after this long; later ones of the same flow after twice, thrice, ...
+/// A dial of a port that was used before is given up after this long, another after twice as long.
 const DIAL_TIME: Duration = Duration::from_millis(500);
 const UNSERVED: Duration = Duration::from_secs(2);
 /// Between two looks at what the paths delivered.
@@ -59,6 +59,8 @@ pub enum News {
     Lost(PeerKey, PathId),
     /// A path is suspect.
     Suspected(PeerKey, PathId),
+    /// And carries again.
+    Recovered(PeerKey, PathId),
     /// The end.
     Stop,
 }
@@ -168,6 +170,11 @@ impl Control {
                         if let Some(state) = self.peers.get_mut(&key) {
                             state.dialer.down(path, now);
                             state.last.remove(&path);
+                        }
+                    }
+                    News::Recovered(key, path) => {
+                        if let Some(state) = self.peers.get_mut(&key) {
+                            state.dialer.recovered(path);
                         }
                     }
                     News::Stop => {
@@ -353,8 +360,9 @@ impl Control {
                 flow,
                 route,
                 entropy,
+                again,
             } => {
-                if let Err(error) = self.dial(key, flow, route, entropy) {
+                if let Err(error) = self.dial(key, (flow, route), entropy, again) {
                     let text = format!("a connection could not be opened: {error}");
                     self.shared.log(Level::Debug, &text);
                     let now = self.now();

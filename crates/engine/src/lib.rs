@@ -33,6 +33,7 @@ pub mod stats;
 mod sync;
 pub mod sys;
 pub mod worker;
+pub mod zerocopy;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
@@ -50,7 +51,7 @@ use hello::{HANDLE, Handle, ProcessId};
 use link::Link;
 use nics::{Family, Nic};
 pub use slots::{Slot, Status};
-use stats::PathStats;
+use stats::{PathStats, Silences};
 pub use sys::Memory;
 use worker::{Task, Worker};
 
@@ -123,6 +124,10 @@ pub struct Config {
     pub eager_bytes: u64,
     /// Where statistics are written.
     pub stats_dir: Option<PathBuf>,
+    /// When to send without the kernel's copy.
+    pub zero_copy: zerocopy::Mode,
+    /// What tells this engine's statistics from those of another in the process: a suffix.
+    pub label: &'static str,
 }
 
 impl Default for Config {
@@ -138,6 +143,8 @@ impl Default for Config {
             eager_slots: 4,
             eager_bytes: 16 << 10,
             stats_dir: None,
+            zero_copy: zerocopy::Mode::Auto,
+            label: "",
         }
     }
 }
@@ -160,6 +167,7 @@ pub struct Shared {
     next: AtomicU64,
     next_home: AtomicUsize,
     started: Instant,
+    silences: Arc<Silences>,
     broken: AtomicBool,
     log: Log,
 }
@@ -218,7 +226,11 @@ impl Shared {
                     under_way: Default::default(),
                     took: Default::default(),
                     placement: Placement::default(),
-                    link: Mutex::new(Link::new(&self.config, self.started.elapsed())),
+                    link: Mutex::new(Link::new(
+                        &self.config,
+                        self.silences.clone(),
+                        self.started.elapsed(),
+                    )),
                 })
             })
             .clone()
@@ -306,6 +318,7 @@ impl Engine {
             next: AtomicU64::new(1),
             next_home: AtomicUsize::new(0),
             started: Instant::now(),
+            silences: Arc::default(),
             broken: AtomicBool::new(false),
             log,
         });

@@ -29,6 +29,7 @@ use evener_proto::{Event, Lane, LaneConfig, PathId, Place, Side, Why};
 use crate::comm::{ACCEPTED, Comm, DECLINED, Peer, lock};
 use crate::control::News;
 use crate::slots::SLOTS;
+use crate::stats::Silences;
 use crate::sys::{self, Memory};
 use crate::{Config, Level, Shared};
 
@@ -66,6 +67,9 @@ struct End {
     over: [Option<Over>; SLOTS],
     /// When each request was taken.
     taken: [Duration; SLOTS],
+    /// Buffers that are posted and not full, and since when nothing was placed in one.
+    waiting: usize,
+    silent: Duration,
 }
 
 impl End {
@@ -77,6 +81,7 @@ impl End {
         if let Some(memory) = self.comm.slots.memory(message) {
             self.less(memory.length as u64);
         }
+        self.waiting = self.waiting.saturating_sub(1);
         match over {
             Over::Done(length) => self.comm.slots.finish(message, length),
             Over::Failed(code) => self.comm.slots.fail(code, |number| number == message),
@@ -98,6 +103,15 @@ impl End {
         true
     }
 
+    /// Bytes were placed in one of its buffers.
+    fn placed(&mut self, silences: &Silences) {
+        if self.waiting > 0 {
+            let now = silences.now();
+            silences.note(self.silent, now);
+            self.silent = now;
+        }
+    }
+
     /// Fails all that is unfinished and not pinned now, and the rest with its last pin.
     fn fail(&mut self, code: usize) {
         for (over, pins) in self.over.iter_mut().zip(&self.pins) {
@@ -105,6 +119,7 @@ impl End {
                 *over = Some(Over::Failed(code));
             }
         }
+        self.waiting = 0;
         let pins = &self.pins;
         let before = self.comm.slots.under_way();
         self.comm
@@ -119,6 +134,8 @@ impl End {
 pub enum Chore {
     /// Close this path.
     Drop(PathId),
+    /// Close this path if the kernel may still read memory for it: it may for long.
+    Reclaim(PathId),
     /// Copy what connections have queued of messages that are over.
     Detach,
 }
@@ -136,11 +153,12 @@ pub struct Link {
     chores: Vec<Chore>,
     eager_bytes: usize,
     eager_slots: usize,
+    silences: Arc<Silences>,
 }
 
 impl Link {
     /// Without comms or paths.
-    pub fn new(config: &Config, now: Duration) -> Link {
+    pub fn new(config: &Config, silences: Arc<Silences>, now: Duration) -> Link {
         let lane = LaneConfig {
             eager_slots: config.eager_slots,
             eager_bytes: config.eager_bytes,
@@ -154,6 +172,14 @@ impl Link {
             chores: Vec::new(),
             eager_bytes: config.eager_bytes as usize,
             eager_slots: config.eager_slots,
+            silences,
+        }
+    }
+
+    /// Counts the silences that have not ended yet, as of now.
+    pub fn note_silences(&mut self) {
+        for end in self.ends.values().filter(|end| end.waiting > 0) {
+            self.silences.note(end.silent, self.silences.now());
         }
     }
 
@@ -220,6 +246,8 @@ impl Link {
             pins: [0; SLOTS],
             over: [None; SLOTS],
             taken: [Duration::ZERO; SLOTS],
+            waiting: 0,
+            silent: Duration::ZERO,
         };
         self.ends.insert((comm.side, comm.id), end);
         comm.registered.store(true, Ordering::Release);
@@ -280,6 +308,12 @@ impl Link {
             end.next += 1;
             end.taken[(end.next - 1) as usize % SLOTS] = shared.started.elapsed();
             peer.under_way[side as usize].fetch_add(length as u64, Ordering::Relaxed);
+            if side == Side::Receive {
+                if end.waiting == 0 {
+                    end.silent = self.silences.now();
+                }
+                end.waiting += 1;
+            }
             let taken = match side {
                 Side::Send => self.lane.send(id, length as u64),
                 Side::Receive => self.lane.post(id, length as u64),
@@ -314,6 +348,9 @@ impl Link {
         };
         let place = message as usize % SLOTS;
         end.pins[place] = end.pins[place].saturating_sub(1);
+        if side == Side::Receive {
+            end.placed(&self.silences);
+        }
         if end.pins[place] == 0 {
             if let Some(over) = end.over[place].take() {
                 end.settle(message, over);
@@ -401,8 +438,12 @@ impl Link {
                 Event::Suspected(path) => {
                     mark(peer, path, true, shared);
                     shared.news(News::Suspected(peer.key, path));
+                    self.chores.push(Chore::Reclaim(path));
                 }
-                Event::Recovered(path) => mark(peer, path, false, shared),
+                Event::Recovered(path) => {
+                    mark(peer, path, false, shared);
+                    shared.news(News::Recovered(peer.key, path));
+                }
                 Event::Open { comm, listener } => {
                     if !shared.offer(listener, peer.clone(), comm) {
                         self.lane.decline(comm);
@@ -419,10 +460,14 @@ impl Link {
     }
 
     fn finish(&mut self, side: Side, comm: u64, message: u64, length: u64) {
-        if let Some(end) = self.ends.get_mut(&(side, comm))
-            && !end.finish(message, Over::Done(length as usize))
-            && side == Side::Send
-        {
+        let Some(end) = self.ends.get_mut(&(side, comm)) else {
+            return;
+        };
+        if side == Side::Receive {
+            // One that came ahead of its buffer is placed now.
+            end.placed(&self.silences);
+        }
+        if !end.finish(message, Over::Done(length as usize)) && side == Side::Send {
             self.chores.push(Chore::Detach);
         }
     }

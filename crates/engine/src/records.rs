@@ -64,6 +64,7 @@ pub fn json(shared: &Shared) -> String {
     let peers: Vec<String> = lock(&shared.peers)
         .values()
         .map(|peer| {
+            lock(&peer.link).note_silences();
             format!(
                 "{{\"peer\":{},\"connections\":{},\"comms\":{},\"under_way\":{},\"trials\":{},\
                  \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{},\"took_us_log2\":{}}}",
@@ -86,7 +87,8 @@ pub fn json(shared: &Shared) -> String {
             let path = stats.report();
             format!(
                 "{{\"peer\":{},\"nic\":{},\"source_port\":{},\"state\":\"{}\",\"bytes_sent\":{},\
-                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"retransmits\":{},\"heals\":{}}}",
+                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"retransmits\":{},\"heals\":{},\
+                 \"zero_copy\":\"{}\"}}",
                 text(&path.peer),
                 text(&path.nic),
                 path.port,
@@ -96,7 +98,8 @@ pub fn json(shared: &Shared) -> String {
                 path.rate,
                 path.rtt_us,
                 path.retransmits,
-                path.heals
+                path.heals,
+                path.zero_copy.name()
             )
         })
         .collect();
@@ -107,9 +110,10 @@ pub fn json(shared: &Shared) -> String {
         .collect();
     let _ = write!(
         out,
-        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
+        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),
+        shared.silences.json(),
         workers.join(","),
         peers.join(","),
         paths.join(",")
@@ -125,7 +129,8 @@ pub fn json(shared: &Shared) -> String {
 pub fn write(shared: &Shared, directory: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     let host = host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
-    let name = format!("net-{host}-{}.json", std::process::id());
+    let label = shared.config.label;
+    let name = format!("net-{host}-{}{label}.json", std::process::id());
     let part = directory.join(format!(".{name}.part"));
     std::fs::write(&part, json(shared))?;
     std::fs::rename(&part, directory.join(name))

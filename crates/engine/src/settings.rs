@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::Config;
 use crate::nics::Family;
 use crate::settings_generated::{self as all, Setting};
+use crate::zerocopy::Mode;
 
 /// An environment variable has a value that cannot be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -113,6 +114,12 @@ impl Settings {
                 most_flows: 2 * flows,
                 congestion: optional(text(env, &all::CONGESTION)),
                 timeout: parse(env, &all::TIMEOUT, seconds)?,
+                zero_copy: parse(env, &all::ZEROCOPY, |text| match text {
+                    "auto" => Some(Mode::Auto),
+                    "off" => Some(Mode::Off),
+                    "always" => Some(Mode::Always),
+                    _ => None,
+                })?,
                 stats_dir: optional(text(env, &all::STATS_DIR)).map(Into::into),
                 ..Config::default()
             },

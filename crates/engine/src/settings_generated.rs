@@ -60,6 +60,13 @@ pub const CONGESTION: Setting = Setting {
     allowed: "a name from net.ipv4.tcp_allowed_congestion_control",
 };
 
+/// Sending without the kernel's copy (MSG_ZEROCOPY). auto: each connection tries a piece of a message and goes on where the kernel did not copy it. always: even where it did, for tests.
+pub const ZEROCOPY: Setting = Setting {
+    name: "EVENER_NET_ZEROCOPY",
+    default: "auto",
+    allowed: "auto or off or always",
+};
+
 /// Seconds for which every path to a peer may be dead before its communicators get an error.
 pub const TIMEOUT: Setting = Setting {
     name: "EVENER_NET_TIMEOUT",

@@ -1,9 +1,10 @@
 //! What each path and each worker did, kept by the worker and read by everybody.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::sys::TcpInfo;
+use crate::zerocopy::Verdict;
 
 /// Counters of one path since it was opened.
 #[derive(Debug, Default)]
@@ -22,6 +23,7 @@ pub struct PathStats {
     busy_us: AtomicU64,
     suspect: AtomicU64,
     heals: AtomicU64,
+    zero_copy: AtomicU64,
 }
 
 /// A copy of [`PathStats`] at one time.
@@ -49,6 +51,8 @@ pub struct PathReport {
     pub suspect: bool,
     /// Times that it was suspect and came back.
     pub heals: u64,
+    /// Whether it sends without the kernel's copy.
+    pub zero_copy: Verdict,
 }
 
 impl PathStats {
@@ -93,6 +97,11 @@ impl PathStats {
         self.suspect.store(suspect.into(), Relaxed);
     }
 
+    /// Whether it sends without the kernel's copy.
+    pub fn zero_copy(&self, verdict: Verdict) {
+        self.zero_copy.store(verdict as u64, Relaxed);
+    }
+
     /// A copy.
     pub fn report(&self) -> PathReport {
         PathReport {
@@ -107,6 +116,7 @@ impl PathStats {
             busy_us: self.busy_us.load(Relaxed),
             suspect: self.suspect.load(Relaxed) == 1,
             heals: self.heals.load(Relaxed),
+            zero_copy: Verdict::ALL[self.zero_copy.load(Relaxed) as usize % Verdict::ALL.len()],
         }
     }
 }
@@ -199,6 +209,69 @@ impl WorkerStats {
             self.looks.load(Relaxed),
             self.nudges.load(Relaxed),
         )
+    }
+}
+
+/// The longest times in which a comm had a buffer posted and no byte was placed in any of its
+/// buffers: one for each [`Silences::PART`] of the last two minutes.
+///
+/// What a fault costs is the longest of them around it, less what is usual.
+#[derive(Debug)]
+pub struct Silences {
+    /// Number of the part << 32 | microseconds, so that a later part replaces an earlier one.
+    parts: [AtomicU64; Silences::KEPT],
+    /// What the clock on the wall said when `epoch` was, since 1970.
+    started: Duration,
+    epoch: Instant,
+}
+
+impl Default for Silences {
+    fn default() -> Self {
+        Silences {
+            parts: [const { AtomicU64::new(0) }; Silences::KEPT],
+            started: SystemTime::now()
+                .duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap_or_default(),
+            epoch: Instant::now(),
+        }
+    }
+}
+
+impl Silences {
+    /// A silence counts in the part in which it ended.
+    pub const PART: Duration = Duration::from_millis(250);
+    const KEPT: usize = 480;
+
+    /// Time for [`Silences::note`].
+    pub fn now(&self) -> Duration {
+        self.epoch.elapsed()
+    }
+
+    /// A silence that lasted from `since` to `now`.
+    pub fn note(&self, since: Duration, now: Duration) {
+        let us = u64::try_from(now.saturating_sub(since).as_micros()).unwrap_or(u64::MAX);
+        let part = (now.as_millis() / Silences::PART.as_millis()) as u64;
+        let word = part << 32 | us.min(u64::from(u32::MAX));
+        let place = &self.parts[part as usize % Silences::KEPT];
+        // Nearly all are shorter than the longest: no locked instruction for them.
+        if place.load(Relaxed) < word {
+            place.fetch_max(word, Relaxed);
+        }
+    }
+
+    /// As JSON: `[[start of the part in seconds since 1970, microseconds], ...]`, oldest first.
+    pub fn json(&self) -> String {
+        let mut words = self.parts.each_ref().map(|one| one.load(Relaxed));
+        words.sort_unstable();
+        let known = words.iter().filter(|word| **word > 0);
+        let pairs: Vec<String> = known
+            .map(|word| {
+                let start = self.started + Silences::PART * (word >> 32) as u32;
+                let us = word & u64::from(u32::MAX);
+                format!("[{:.3},{us}]", start.as_secs_f64())
+            })
+            .collect();
+        format!("[{}]", pairs.join(","))
     }
 }
 

@@ -109,6 +109,31 @@ pub unsafe fn receive(fd: RawFd, into: &[Memory]) -> io::Result<usize> {
 /// # Safety
 /// Each piece is memory that may be read until this returns.
 pub unsafe fn send(fd: RawFd, from: &[Memory]) -> io::Result<usize> {
+    // SAFETY: the caller's promise.
+    unsafe { send_with(fd, from, 0) }
+}
+
+/// As [`send`], of something that more follows at once.
+///
+/// # Safety
+/// As [`send`].
+pub unsafe fn send_more(fd: RawFd, from: Memory) -> io::Result<usize> {
+    // SAFETY: the caller's promise.
+    unsafe { send_with(fd, &[from], libc::MSG_MORE) }
+}
+
+/// As [`send`], without the kernel's copy: each call that takes something has a number, from 0 on,
+/// and [`notice`] tells when the kernel has done with it.
+///
+/// # Safety
+/// The memory may be read, and what is read is what shall be sent, until the notice has come or
+/// [`disconnect`] has returned.
+pub unsafe fn send_zero_copy(fd: RawFd, from: Memory) -> io::Result<usize> {
+    // SAFETY: the caller's promise.
+    unsafe { send_with(fd, &[from], libc::MSG_ZEROCOPY) }
+}
+
+unsafe fn send_with(fd: RawFd, from: &[Memory], flags: libc::c_int) -> io::Result<usize> {
     let mut iov = [Memory::of(&mut []).iov(); PIECES];
     let count = from.len().min(PIECES);
     for (slot, piece) in iov.iter_mut().zip(from) {
@@ -122,10 +147,72 @@ pub unsafe fn send(fd: RawFd, from: &[Memory]) -> io::Result<usize> {
         libc::sendmsg(
             fd,
             &raw const message,
-            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | flags,
         )
     };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// Allows [`send_zero_copy`].
+pub fn allow_zero_copy(fd: RawFd) -> io::Result<()> {
+    set_option(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
+}
+
+/// The kernel has done with the memory of some calls of [`send_zero_copy`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Notice {
+    /// Number of the first.
+    pub first: u32,
+    /// And of the last.
+    pub last: u32,
+    /// It had to copy.
+    pub copied: bool,
+}
+
+/// The oldest notice that has come, if any.
+pub fn notice(fd: RawFd) -> Option<Notice> {
+    /// `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED` of linux/errqueue.h.
+    const ORIGIN: u8 = 5;
+    const COPIED: u8 = 1;
+    // Aligned as a cmsghdr must be.
+    let mut control = [0u64; 32];
+    // SAFETY: a msghdr of zeros is valid; `control` lives through the calls, and the kernel's headers
+    // in it are walked by its own macros. The payload is read where it is long enough.
+    unsafe {
+        let mut message: libc::msghdr = zeroed();
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&control) as _;
+        let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
+        check(libc::recvmsg(fd, &raw mut message, flags) as libc::c_int).ok()?;
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while let Some(one) = header.as_ref() {
+            let data = libc::CMSG_DATA(header);
+            let least = libc::CMSG_LEN(size_of::<libc::sock_extended_err>() as u32) as usize;
+            if one.cmsg_len >= least as _ {
+                let error = data.cast::<libc::sock_extended_err>().read_unaligned();
+                if error.ee_origin == ORIGIN && error.ee_errno == 0 {
+                    return Some(Notice {
+                        first: error.ee_info,
+                        last: error.ee_data,
+                        copied: error.ee_code & COPIED != 0,
+                    });
+                }
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+    }
+    None
+}
+
+/// Resets a connection and empties what it has queued: none of it is read any more.
+pub fn disconnect(fd: RawFd) {
+    // SAFETY: an address of zeros is one without a family, which disconnects; it lives through the
+    // call. Where it fails the connection was gone already.
+    unsafe {
+        let address: libc::sockaddr = zeroed();
+        let length = size_of::<libc::sockaddr>() as libc::socklen_t;
+        libc::connect(fd, &raw const address, length);
+    }
 }
 
 /// Copies as many bytes as the shorter of the two has.
@@ -149,8 +236,10 @@ pub struct Ready {
     pub readable: bool,
     /// There is room.
     pub writable: bool,
-    /// The other side is done, or there is an error.
+    /// The other side is done, or the connection is broken.
     pub hung_up: bool,
+    /// There is a [`notice`] (or an error: then it has hung up as well).
+    pub notice: bool,
 }
 
 /// An epoll instance.
@@ -230,12 +319,13 @@ impl Epoll {
         };
         ready.extend(events[..count].iter().map(|event| {
             let bits = event.events as libc::c_int;
-            let hung_up = bits & (libc::EPOLLRDHUP | libc::EPOLLHUP | libc::EPOLLERR) != 0;
+            let hung_up = bits & (libc::EPOLLRDHUP | libc::EPOLLHUP) != 0;
             Ready {
                 token: event.u64,
                 readable: bits & libc::EPOLLIN != 0 || hung_up,
                 writable: bits & libc::EPOLLOUT != 0,
                 hung_up,
+                notice: bits & libc::EPOLLERR != 0,
             }
         }));
         Ok(())

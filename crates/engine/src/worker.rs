@@ -85,6 +85,8 @@ pub enum Task {
     Release(Arc<Comm>),
     /// A path is not worth keeping, or dead.
     Drop(Arc<Peer>, PathId, &'static str),
+    /// A path is suspect: see [`Chore::Reclaim`].
+    Reclaim(Arc<Peer>, PathId),
     /// Messages are over of which connections may have something queued.
     Detach(Arc<Peer>),
     /// Half of this worker's connections to a peer shall be another's: for tests.
@@ -346,6 +348,13 @@ impl Worker {
                 continue;
             };
             conn.hung_up |= one.hung_up;
+            if one.notice
+                && conn.take_notices()
+                && let Some(Some(mine)) = self.links.get_mut(conn.link)
+            {
+                // What the kernel has done with is unpinned with the next turn.
+                mine.dirty = true;
+            }
             if one.readable && !conn.readable {
                 conn.readable = true;
                 self.hot.push(index);
@@ -408,7 +417,8 @@ impl Worker {
                     link.lane.path_up(path, now);
                     link.own(path, Some(self.index));
                 }
-                let conn = Conn::new(fd, 0, path, interface, stats);
+                let mut conn = Conn::new(fd, 0, path, interface, stats);
+                conn.offer_zero_copy(self.shared.config.zero_copy);
                 self.adopt(&peer, Box::new(conn));
             }
             Task::Adopt(peer, conn) => self.adopt(&peer, conn),
@@ -445,6 +455,7 @@ impl Worker {
                 self.forget_if_over(&comm.peer);
             }
             Task::Drop(peer, path, why) => self.drop_path(&peer, path, why),
+            Task::Reclaim(peer, path) => self.reclaim(&peer, path),
             Task::Detach(peer) => {
                 self.detach(&peer);
             }
@@ -487,6 +498,7 @@ impl Worker {
                 Chore::Drop(path) => {
                     self.drop_path(peer, path, "nothing was confirmed for too long");
                 }
+                Chore::Reclaim(path) => self.reclaim(peer, path),
                 Chore::Detach => detach = true,
             }
         }
@@ -575,6 +587,24 @@ impl Worker {
         let owner = lock(&peer.link).owner(path);
         if let Some(owner) = owner.filter(|owner| *owner != self.index) {
             self.shared.workers[owner].ask(Task::Drop(peer.clone(), path, why));
+        }
+    }
+
+    /// Closes a suspect path that has memory lent to the kernel, or asks the worker that has it.
+    fn reclaim(&mut self, peer: &Arc<Peer>, path: PathId) {
+        if let Some(index) = self.conn_of(peer, path) {
+            let conn = self.conns.get(index).and_then(Option::as_ref);
+            if conn.is_some_and(|conn| conn.is_lent()) {
+                self.lose(
+                    index,
+                    "it is suspect, and the kernel has memory of messages for it",
+                );
+            }
+            return;
+        }
+        let owner = lock(&peer.link).owner(path);
+        if let Some(owner) = owner.filter(|owner| *owner != self.index) {
+            self.shared.workers[owner].ask(Task::Reclaim(peer.clone(), path));
         }
     }
 

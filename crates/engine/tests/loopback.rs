@@ -223,6 +223,10 @@ fn a_comm_to_oneself_works() {
 
 #[test]
 fn connections_that_are_cut_cost_nothing_but_time() {
+    // As in a Python or C process that has not ignored it: a write to a dead connection must not
+    // raise it. Rust's runtime would.
+    // SAFETY: no handler is installed.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
     let (a, b) = (engine(1), engine(1));
     let (send, receive) = pair(&a, &b);
     let stop = AtomicBool::new(false);
@@ -279,6 +283,46 @@ fn strangers_stop_nothing() {
     assert!(matches!(wrong.read(&mut [0; 16]), Ok(0) | Err(_)));
 }
 
+/// Nobody stays for longer than a greeting may take: not who says nothing, nor who says it slowly,
+/// nor who has the wrong token.
+#[test]
+fn strangers_are_closed_in_time_and_hear_nothing() {
+    let b = engine(1);
+    let (_listener, bytes) = b.listen();
+    let handle = Handle::parse(&bytes).unwrap();
+    let greeting = Greeting {
+        token: [7; 16],
+        to: handle.process,
+        from: [1; 16],
+        from_token: [0; 16],
+        port: 1,
+        path: 1,
+        local: 0,
+        remote: 0,
+        addresses: Vec::new(),
+    };
+    let greeting = greeting.emit();
+    let connect = || TcpStream::connect(("127.0.0.1", b.port())).unwrap();
+    let (mut silent, mut slow, mut wrong) = (connect(), connect(), connect());
+    wrong.write_all(&greeting).unwrap();
+    let began = Instant::now();
+    // A byte at a time, of a greeting that would take longer than it may.
+    let mut byte = greeting.iter().cycle();
+    let slow_ended = until(|| {
+        std::thread::sleep(Duration::from_millis(100));
+        let gone = slow.write_all(&[*byte.next().unwrap()]).is_err();
+        gone.then(|| began.elapsed())
+    });
+    assert!(slow_ended >= Duration::from_millis(1500), "{slow_ended:?}");
+    for stranger in [&mut silent, &mut slow, &mut wrong] {
+        stranger.set_read_timeout(Some(LIMIT)).unwrap();
+        let heard = stranger.read(&mut [0; 16]);
+        assert!(!matches!(heard, Ok(1..)), "{heard:?}");
+        let kind = heard.map_err(|error| error.kind());
+        assert_ne!(kind, Err(std::io::ErrorKind::WouldBlock), "still open");
+    }
+}
+
 /// One that was admitted and then says what makes no sense, as a broken build of ourselves would.
 #[test]
 fn a_peer_that_speaks_nonsense_stops_nothing() {
@@ -326,8 +370,9 @@ fn a_peer_that_speaks_nonsense_stops_nothing() {
     for round in 0..20 {
         let (mut from, mut to) = (pattern(round, 100_000), vec![0; 100_000]);
         let posted = post(&b, &receive, &mut to).unwrap();
-        post(&a, &send, &mut from).unwrap();
+        let sent = post(&a, &send, &mut from).unwrap();
         finish(posted);
+        finish(sent);
         assert_eq!(from, to);
     }
     assert!(!b.is_broken());
@@ -353,8 +398,9 @@ fn closing_with_requests_in_flight_fails_the_other_end() {
     // The other comm between the same two is untouched.
     let (mut from, mut to) = (pattern(1, 100_000), vec![0; 100_000]);
     let posted = post(&b, &other_receive, &mut to).unwrap();
-    post(&a, &other_send, &mut from).unwrap();
+    let sent = post(&a, &other_send, &mut from).unwrap();
     finish(posted);
+    finish(sent);
     assert_eq!(from, to);
 }
 

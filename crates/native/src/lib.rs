@@ -15,6 +15,7 @@ mod compress;
 mod launch;
 mod negotiate;
 mod optimizer;
+mod staging;
 
 use evener_drive::bench::{self, Pattern, Scenario};
 use evener_kernels::topk;
@@ -82,7 +83,7 @@ fn topk_with_feedback(
 
 /// One side of a network measurement; see `evener_drive::bench`. For each size the fields of its
 /// `Run`: (bytes, messages, seconds, bytes a second, microseconds, processor seconds, longest stall
-/// in seconds). `pattern`: "steady" or "ring". An empty `plugin` measures a plain TCP stream a comm.
+/// in seconds, fairness). `pattern`: "steady" or "ring". An empty `plugin` measures a plain TCP stream a comm.
 #[pyfunction]
 #[allow(
     clippy::too_many_arguments,
@@ -100,7 +101,7 @@ fn net_bench(
     sizes: Vec<usize>,
     seconds: f64,
     verify: bool,
-) -> PyResult<Vec<(usize, usize, f64, f64, f64, f64, f64)>> {
+) -> PyResult<Vec<(usize, usize, f64, f64, f64, f64, f64, Option<f64>)>> {
     let scenario = Scenario {
         rank,
         control,
@@ -133,6 +134,7 @@ fn net_bench(
             run.latency_us,
             run.cpu_seconds,
             run.stall,
+            run.fairness,
         )
     };
     Ok(runs.into_iter().map(row).collect())
@@ -156,6 +158,8 @@ mod _native {
     use super::optimizer::{
         adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
     };
+    #[pymodule_export]
+    use super::staging::StagedExchange;
     #[pymodule_export]
     use super::topk_with_feedback;
 }

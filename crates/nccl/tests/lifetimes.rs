@@ -1,5 +1,6 @@
-//! What stays behind: communicators made and destroyed a thousand times, and the child of a fork. In
-//! a process of their own, one after the other, because they count what the process has.
+//! What stays behind: communicators made and destroyed a thousand times, the child of a fork, and how
+//! much an idle one works. In a process of their own, one after the other, because they count what the
+//! process has.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(
@@ -75,6 +76,20 @@ fn status(field: &str) -> i64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
+/// Processor time of this process.
+fn worked() -> Duration {
+    // SAFETY: a plain structure is filled.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+        usage
+    };
+    let time = |one: libc::timeval| {
+        Duration::from_secs(one.tv_sec as u64) + Duration::from_micros(one.tv_usec as u64)
+    };
+    time(usage.ru_utime) + time(usage.ru_stime)
+}
+
 /// The first device's sockets in the child of a fork.
 fn sockets_of_a_child() -> usize {
     let mut pipe = [0; 2];
@@ -139,6 +154,14 @@ fn nothing_stays_behind() {
     assert_eq!(status("Threads:"), before.1);
     let kilobytes = status("VmRSS:") - before.2;
     assert!(kilobytes < 8192, "{kilobytes} kB more");
+
+    // An open communicator with nothing to do: less than a hundredth of a core.
+    std::thread::sleep(Duration::from_millis(200));
+    let before = worked();
+    std::thread::sleep(Duration::from_secs(3));
+    let idle = worked() - before;
+    println!("idle: {idle:?} in 3 s");
+    assert!(idle < Duration::from_millis(30), "{idle:?} in 3 s");
 
     assert_eq!(sockets_of_a_child(), 0);
     // The parent's are as they were.

@@ -6,6 +6,11 @@
 //! (a new port is likely to be another path), then after a back-off that doubles up to [`LONGEST`],
 //! with a random part so that many flows do not knock together.
 //!
+//! A flow that was lost is dialled at once from another port, and its *former* port is tried again
+//! for ever beside it ([`COMEBACK`]): a fabric that repairs a path gives the same port the same path.
+//! When that connects it takes the place of the one that stood in for it, so that after a repair every
+//! path has the flows that it had, and no search is needed.
+//!
 //! # Placement
 //! All flows pull from one queue, so it is enough that every path has *a* flow: sixteen random ones
 //! miss one of four paths in 4 of 100 cases. What paths a fabric has cannot be asked, only measured.
@@ -18,9 +23,12 @@
 //!   path with many: it is *re-rolled* (others are opened first, so nothing is lost if none of them
 //!   is better).
 //!
+//! What the peer closes may have been what this side sent most over: then it does not rest, but looks
+//! again.
+//!
 //! So caps a flow and the number of paths are found, not configured.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use crate::path::PathId;
@@ -28,6 +36,8 @@ use crate::path::PathId;
 /// Longest wait between two attempts.
 pub const LONGEST: Duration = Duration::from_secs(5);
 const FIRST: Duration = Duration::from_millis(50);
+/// Between two attempts to use a lost flow's port again; later ones are farther apart.
+const COMEBACK: Duration = Duration::from_millis(250);
 /// A gain of throughput that is worth another flow.
 const WORTH: f64 = 1.05;
 /// A flow below this share of the median is re-rolled.
@@ -63,6 +73,8 @@ pub enum Order {
         route: Route,
         /// To choose the source port from.
         entropy: u64,
+        /// It was used before: others carry meanwhile, so there is no need to wait for long.
+        again: bool,
     },
     /// Close it: it is not worth keeping.
     Close(PathId),
@@ -80,6 +92,10 @@ struct Flow {
     route: Route,
     state: State,
     attempts: u32,
+    /// What its present or last port was chosen from.
+    entropy: u64,
+    /// Of one that tries a lost port again: the flow that took its place, and the path that it was.
+    comeback_of: Option<(u64, PathId)>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -124,6 +140,10 @@ pub struct Dialer {
     rest_until: Duration,
     rest: Duration,
     trials: Trials,
+    /// Paths whose place was taken back.
+    replaced: Vec<PathId>,
+    /// Paths that this side has ordered to be closed.
+    closed: HashSet<PathId>,
 }
 
 /// What was sent over a path since the last measure.
@@ -152,6 +172,8 @@ impl Dialer {
             rest_until: Duration::ZERO,
             rest: REST.0,
             trials: Trials::default(),
+            replaced: Vec::new(),
+            closed: HashSet::new(),
         };
         for route in routes.iter().cycle().take(first) {
             dialer.add(*route, Duration::ZERO);
@@ -167,6 +189,8 @@ impl Dialer {
                 route,
                 state: State::Waiting(at),
                 attempts: 0,
+                entropy: 0,
+                comeback_of: None,
             },
         );
         self.next
@@ -183,6 +207,9 @@ impl Dialer {
 
     /// What is due now.
     pub fn orders(&mut self, now: Duration) -> Vec<Order> {
+        self.forget_comebacks(now);
+        self.closed.extend(&self.replaced);
+        let mut orders: Vec<Order> = self.replaced.drain(..).map(Order::Close).collect();
         let mut due: Vec<u64> = self
             .flows
             .iter()
@@ -190,18 +217,48 @@ impl Dialer {
             .map(|(id, _)| *id)
             .collect();
         due.sort_unstable();
-        due.into_iter()
-            .filter_map(|id| {
-                let entropy = self.random();
-                let flow = self.flows.get_mut(&id)?;
-                flow.state = State::Dialing;
-                Some(Order::Dial {
-                    flow: id,
-                    route: flow.route,
-                    entropy,
-                })
+        orders.extend(due.into_iter().filter_map(|id| {
+            let fresh = self.random();
+            let flow = self.flows.get_mut(&id)?;
+            flow.state = State::Dialing;
+            let again = flow.comeback_of.is_some();
+            if !again {
+                flow.entropy = fresh;
+            }
+            Some(Order::Dial {
+                flow: id,
+                route: flow.route,
+                entropy: flow.entropy,
+                again,
             })
-            .collect()
+        }));
+        orders
+    }
+
+    /// Lets go of ports whose flow is closed, or has not found another way by the time that they
+    /// would be tried: then it is the NIC or the peer, and not the path, that is gone.
+    fn forget_comebacks(&mut self, now: Duration) {
+        let idle: Vec<u64> = self
+            .flows
+            .iter()
+            .filter(|(_, flow)| {
+                let Some((of, _)) = flow.comeback_of else {
+                    return false;
+                };
+                let stands_in = self.flows.get(&of).map(|other| other.state);
+                let first =
+                    flow.attempts == 0 && matches!(flow.state, State::Waiting(at) if at <= now);
+                match stands_in {
+                    None => !matches!(flow.state, State::Dialing),
+                    Some(State::Up(_)) => false,
+                    Some(_) => first,
+                }
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        for id in idle {
+            self.flows.remove(&id);
+        }
     }
 
     /// When [`Dialer::orders`] next has something.
@@ -216,9 +273,27 @@ impl Dialer {
     }
 
     /// A dial succeeded.
-    pub fn connected(&mut self, flow: u64, path: PathId) {
-        if let Some(flow) = self.flows.get_mut(&flow) {
-            flow.state = State::Up(path);
+    pub fn connected(&mut self, id: u64, path: PathId) {
+        let Some(flow) = self.flows.get_mut(&id) else {
+            // It was let go meanwhile.
+            self.replaced.push(path);
+            return;
+        };
+        flow.state = State::Up(path);
+        let of = flow.comeback_of.take();
+        if let Some(other) = of.and_then(|(of, _)| self.flows.remove(&of))
+            && let State::Up(path) = other.state
+        {
+            self.replaced.push(path);
+        }
+    }
+
+    /// A path that was suspect carries again, before it was given up.
+    pub fn recovered(&mut self, path: PathId) {
+        let was = |flow: &Flow| flow.comeback_of.is_some_and(|(_, was)| was == path);
+        let found = self.flows.iter().find(|(_, flow)| was(flow));
+        if let Some(id) = found.map(|(id, _)| *id) {
+            self.connected(id, path);
         }
     }
 
@@ -226,20 +301,43 @@ impl Dialer {
     pub fn failed(&mut self, id: u64, now: Duration) {
         let jitter = self.random();
         if let Some(flow) = self.flows.get_mut(&id) {
-            let wait = (FIRST * 2u32.pow(flow.attempts.min(7))).min(LONGEST);
+            let wait = match flow.comeback_of {
+                Some(_) => COMEBACK * 2u32.pow((flow.attempts / 8).min(5)),
+                None => FIRST * 2u32.pow(flow.attempts.min(7)),
+            };
+            let wait = wait.min(LONGEST);
             flow.attempts += 1;
             let share = 0.75 + 0.5 * (jitter % 1024) as f64 / 1024.0;
             flow.state = State::Waiting(now + wait.mul_f64(share));
         }
     }
 
-    /// A path is suspect or dead: another is dialled at once. Whether it was one of ours.
+    /// A path is suspect or dead: another is dialled at once, and its port again later. Whether it was
+    /// one of ours.
     pub fn down(&mut self, path: PathId, now: Duration) -> bool {
-        let found = self.of(path);
-        if let Some(flow) = found.and_then(|id| self.flows.get_mut(&id)) {
-            flow.state = State::Waiting(now);
+        let Some(id) = self.of(path) else {
+            if !self.closed.remove(&path) {
+                (self.rest_until, self.rest) = (now, REST.0);
+            }
+            return false;
+        };
+        let tried = self
+            .flows
+            .values()
+            .any(|flow| flow.comeback_of.is_some_and(|(of, _)| of == id));
+        let Some(flow) = self.flows.get_mut(&id) else {
+            return false;
+        };
+        flow.state = State::Waiting(now);
+        if !tried {
+            let (route, entropy) = (flow.route, flow.entropy);
+            let comeback = self.add(route, now + COMEBACK);
+            if let Some(flow) = self.flows.get_mut(&comeback) {
+                flow.entropy = entropy;
+                flow.comeback_of = Some((id, path));
+            }
         }
-        found.is_some()
+        true
     }
 
     /// Something came back: nobody waits any longer.
@@ -397,13 +495,15 @@ impl Dialer {
                 }
             }
         }
-        close
+        let closed = close
             .into_iter()
             .filter_map(|id| match self.flows.remove(&id)?.state {
-                State::Up(path) => Some(Order::Close(path)),
+                State::Up(path) => Some(path),
                 _ => None,
-            })
-            .collect()
+            });
+        let closed: Vec<PathId> = closed.collect();
+        self.closed.extend(&closed);
+        closed.into_iter().map(Order::Close).collect()
     }
 }
 
@@ -458,14 +558,144 @@ mod tests {
         assert!(!dialer.down(PathId(99), now));
     }
 
+    #[test]
+    fn after_a_repair_every_path_has_the_flows_that_it_had() {
+        for seed in 0..50 {
+            let mut fabric = Fabric::new();
+            let mut dialer = Dialer::new(&[ROUTE], 16, 32, seed);
+            let orders = dialer.orders(Duration::ZERO);
+            fabric.follow(&mut dialer, orders);
+            let before = fabric.placed();
+            // A path goes black for three seconds; its flows are suspected after a tenth of one.
+            let (fault, repair) = (Duration::from_secs(1), Duration::from_secs(4));
+            for step in 0..700 {
+                let now = fault + Duration::from_millis(10) * step;
+                fabric.now = now;
+                fabric.black = (now < repair).then_some(1);
+                if step == 10 {
+                    let lost = fabric.on.iter().filter(|(_, on)| **on == 1);
+                    let lost: Vec<PathId> = lost.map(|(path, _)| *path).collect();
+                    for path in lost {
+                        fabric.on.remove(&path);
+                        assert!(dialer.down(path, now));
+                    }
+                }
+                let orders = dialer.orders(now);
+                fabric.follow(&mut dialer, orders);
+                if now >= repair + Duration::from_millis(600) {
+                    let after = fabric.placed();
+                    // One whose stand-in had not been found at once may be elsewhere.
+                    assert_eq!(after.iter().sum::<usize>(), 16, "seed {seed}: {after:?}");
+                    assert!(
+                        after[1] + 2 >= before[1],
+                        "seed {seed}: {before:?} {after:?}"
+                    );
+                    assert!(before[1] == 0 || after[1] > 0, "seed {seed}: {after:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_peer_closes_ends_the_rest() {
+        let mut fabric = Fabric {
+            paths: 1,
+            ..Fabric::new()
+        };
+        let mut dialer = Dialer::new(&[ROUTE], 4, 32, 7);
+        let orders = dialer.orders(Duration::ZERO);
+        fabric.follow(&mut dialer, orders);
+        let mut opened = Vec::new();
+        for step in 1..200 {
+            let now = Duration::from_millis(100) * step;
+            let orders = dialer.measure(&fabric.rates(), now);
+            for order in &orders {
+                match order {
+                    Order::Dial { .. } => opened.push(step),
+                    // What it has closed itself is no news.
+                    Order::Close(path) => assert!(!dialer.down(*path, now)),
+                }
+            }
+            fabric.follow(&mut dialer, orders);
+        }
+        // In vain, and so ever more seldom.
+        let last = *opened.last().unwrap();
+        assert!((60..=190).contains(&last), "{opened:?}");
+        let count = opened.len();
+        assert!(!dialer.down(PathId(999), Duration::from_secs(20)));
+        for step in 200..206 {
+            let orders = dialer.measure(&fabric.rates(), Duration::from_millis(100) * step);
+            opened.extend(orders.iter().map(|_| step));
+        }
+        assert!(opened.len() > count, "{opened:?}");
+    }
+
+    #[test]
+    fn a_path_that_recovers_takes_its_place_back() {
+        let mut dialer = Dialer::new(&[ROUTE], 2, 8, 1);
+        for flow in dials(&dialer.orders(Duration::ZERO)) {
+            dialer.connected(flow, PathId(flow));
+        }
+        let now = Duration::from_secs(1);
+        dialer.down(PathId(1), now);
+        for flow in dials(&dialer.orders(now)) {
+            dialer.connected(flow, PathId(77));
+        }
+        dialer.recovered(PathId(1));
+        assert_eq!(dialer.orders(now), [Order::Close(PathId(77))]);
+        assert_eq!(dialer.up(), 2);
+        assert!(dialer.orders(now + LONGEST).is_empty());
+        assert!(dialer.down(PathId(1), now + LONGEST));
+    }
+
+    #[test]
+    fn a_port_is_not_tried_again_where_nothing_leads_to_the_peer() {
+        let mut dialer = Dialer::new(&[ROUTE], 2, 8, 1);
+        for flow in dials(&dialer.orders(Duration::ZERO)) {
+            dialer.connected(flow, PathId(flow));
+        }
+        let mut now = Duration::from_secs(1);
+        for path in [1, 2] {
+            assert!(dialer.down(PathId(path), now));
+        }
+        for _ in 0..200 {
+            now += Duration::from_millis(50);
+            for order in dialer.orders(now) {
+                match order {
+                    Order::Dial { flow, again, .. } => {
+                        assert!(!again);
+                        dialer.failed(flow, now);
+                    }
+                    Order::Close(_) => unreachable!("nothing is up"),
+                }
+            }
+        }
+        assert_eq!(dialer.flows.len(), 2);
+    }
+
     /// A fabric of equal paths: all flows of a path share it equally, but none gets more than a cap.
     struct Fabric {
         on: HashMap<PathId, usize>,
         paths: usize,
         cap: f64,
+        /// This path drops everything.
+        black: Option<usize>,
+        now: Duration,
+        opened: u64,
     }
 
     impl Fabric {
+        fn new() -> Fabric {
+            Fabric {
+                on: HashMap::new(),
+                paths: 4,
+                cap: 1.0,
+                black: None,
+                now: Duration::ZERO,
+                opened: 0,
+            }
+        }
+
         fn rates(&self) -> Vec<Delivered> {
             let mut flows: Vec<_> = self.on.iter().collect();
             flows.sort();
@@ -482,6 +712,12 @@ mod tests {
                 .collect()
         }
 
+        /// Flows on each path.
+        fn placed(&self) -> Vec<usize> {
+            let on = |path| self.on.values().filter(|one| **one == path).count();
+            (0..self.paths).map(on).collect()
+        }
+
         fn sum(&self) -> f64 {
             self.rates().iter().map(|one| one.rate).sum()
         }
@@ -490,9 +726,14 @@ mod tests {
             for order in orders {
                 match order {
                     Order::Dial { flow, entropy, .. } => {
-                        let path = PathId(entropy);
-                        self.on.insert(path, entropy as usize % self.paths);
-                        dialer.connected(flow, path);
+                        self.opened += 1;
+                        let (path, on) = (PathId(self.opened), entropy as usize % self.paths);
+                        if self.black == Some(on) {
+                            dialer.failed(flow, self.now);
+                        } else {
+                            self.on.insert(path, on);
+                            dialer.connected(flow, path);
+                        }
                     }
                     Order::Close(path) => {
                         self.on.remove(&path);
@@ -505,9 +746,9 @@ mod tests {
     /// The share of the fabric that is used after so many tenths of a second of traffic.
     fn used(first: usize, paths: usize, cap: f64, seed: u64, steps: u32) -> f64 {
         let mut fabric = Fabric {
-            on: HashMap::new(),
             paths,
             cap,
+            ..Fabric::new()
         };
         let mut dialer = Dialer::new(&[ROUTE], first, 32, seed);
         let orders = dialer.orders(Duration::ZERO);
@@ -549,9 +790,8 @@ mod tests {
     #[test]
     fn flows_that_bring_nothing_are_closed_again() {
         let mut fabric = Fabric {
-            on: HashMap::new(),
             paths: 1,
-            cap: 1.0,
+            ..Fabric::new()
         };
         let mut dialer = Dialer::new(&[ROUTE], 16, 32, 7);
         let orders = dialer.orders(Duration::ZERO);

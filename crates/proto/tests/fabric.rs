@@ -56,6 +56,8 @@ struct Fabric {
     /// Frames on their way: when, to whom, over which flow.
     air: VecDeque<(Duration, usize, usize, Frame)>,
     sent: u64,
+    /// The same, a comm.
+    sent_by: HashMap<u64, u64>,
     turns: u64,
     last: Duration,
     longest: Duration,
@@ -113,6 +115,7 @@ impl Fabric {
             now: Duration::ZERO,
             air: VecDeque::new(),
             sent: 0,
+            sent_by: HashMap::new(),
             turns: 0,
             last: Duration::ZERO,
             longest: Duration::ZERO,
@@ -280,6 +283,7 @@ impl Fabric {
             {
                 let _ = message;
                 self.sent += length;
+                *self.sent_by.entry(comm).or_default() += length;
                 self.longest = self.longest.max(self.now - self.last);
                 self.last = self.now;
                 let flying = self.done.get_mut(&comm).unwrap();
@@ -367,6 +371,40 @@ fn caps_a_flow_do_not_cap_the_sum() {
     for load in LOADS {
         let share = share(16, network, load, 1);
         assert!(share > 0.95, "{load:?}: {share:.2}");
+    }
+}
+
+/// Jain's index of what the comms had carried in the same time.
+#[test]
+fn comms_share_the_paths_evenly() {
+    for (comms, depth, size) in [
+        (2, 4, 1 << 20),
+        (4, 4, 512 << 10),
+        (8, 4, 512 << 10),
+        (4, 8, 64 << 10),
+    ] {
+        for network in [
+            FOUR,
+            Network {
+                noise: 0.33,
+                ..FOUR
+            },
+        ] {
+            for seed in 1..=3 {
+                let mut fabric = Fabric::new(16, network, seed);
+                fabric.run(comms, depth, size, Duration::from_millis(60));
+                let sent: Vec<f64> = (0..comms)
+                    .map(|comm| fabric.sent_by.get(&comm).copied().unwrap_or(0) as f64)
+                    .collect();
+                let sum: f64 = sent.iter().sum();
+                let squares: f64 = sent.iter().map(|one| one * one).sum();
+                let fairness = sum * sum / (comms as f64 * squares);
+                assert!(
+                    fairness >= 0.95,
+                    "{comms} comms of {depth} x {size}, seed {seed}: {fairness:.3}"
+                );
+            }
+        }
     }
 }
 

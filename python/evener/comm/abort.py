@@ -5,7 +5,8 @@ the GPU (a copy to the host, a memory allocation, a stream's end) waits with it.
 it. `ncclCommAbort` raises a flag at which the communicator's own kernels end, and then frees its
 memory, for which CUDA waits for every kernel of the GPU, other communicators' included: two of them
 with work in flight, aborted one after the other, wait for ever (pytorch issue 119797). So each is
-aborted in a thread of its own: all flags are up before anyone waits.
+aborted in a thread of its own: all flags are up before anyone waits. Evener's own transports
+(`evener.comm.transport`), for which streams may wait as well, are closed beside them.
 
 What was aborted cannot be destroyed in the ordinary way, which first waits for what was started:
 `forget_groups` empties torch's tables instead.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener.comm import transport
 from evener.errors import EvenerError
 from evener.log import logger
 
@@ -61,6 +63,7 @@ def end_collectives(limit: float = 30.0) -> None:
     with _LOCK:
         backends = [(group, backend) for group, backend in nccl_backends() if group not in _ENDED]
         jobs = [_Job(backend.abort) for _, backend in backends]
+        jobs += [_Job(end) for end in transport.take_all()]
         stuck = [job for job in jobs if not job.ended(deadline)]
         _ENDED.update(group for group, _ in backends)
         if dist.group.WORLD is not None:
@@ -70,11 +73,11 @@ def end_collectives(limit: float = 30.0) -> None:
             logger.debug("a group was not aborted: %s", job.error)
     if stuck:
         raise AbortError(
-            f"NCCL did not abort {len(stuck)} of {len(jobs)} communicators within {limit:g} s",
+            f"{len(stuck)} of {len(jobs)} communicators did not end within {limit:g} s",
             "start this process anew; NCCL_DEBUG=INFO shows what it waits for",
         )
     if jobs:
-        logger.debug("aborted %d communicators", len(jobs))
+        logger.debug("ended %d communicators", len(jobs))
 
 
 def wait_for_gpu(limit: float = 30.0) -> None:

@@ -10,6 +10,12 @@ there are two cases, at most 2 S bytes of traffic for S bytes of gradients:
   complete, fused over its tensors (and fused with a scaling, where one is needed), and `p.grad`
   becomes the view.
 
+A tensor larger than `partition_bytes` lies in several buckets, one behind the other in one buffer,
+so that its view is whole, and yet it is encoded, sent and decoded in parts: others need not wait
+until all of it has crossed (tensor partitioning; Peng et al., ByteScheduler,
+doi 10.1145/3341301.3359642). And buckets get smaller towards the end of backward, for those are
+what the next step waits for.
+
 Views have the strides of their parameter (channels_last too), so autograd and the optimizer's fused
 kernels see what they would have seen. Buckets are laid out in the order in which backward produces
 gradients; the order is measured in the first step, see `reducer`.
@@ -24,15 +30,23 @@ import torch
 
 # Views start on 128-byte lines for 4-byte dtypes: vector loads of fused kernels stay aligned.
 ALIGN = 32
+# Up to here a bucket at the end of backward is not made smaller: its latency would be most of it.
+_LAST_BYTES = 1 << 20
+# How much a bucket may hold for a byte that is still to come behind it.
+_TAPER = 4
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: `offset` is in elements from the start of its bucket."""
+    """One parameter's place: `offset` is in elements from the start of its bucket.
+
+    `numel` entries from the parameter's `start`-th on, in the order of its memory.
+    """
 
     index: int
     offset: int
     numel: int
+    start: int = 0
 
 
 @dataclass
@@ -40,13 +54,25 @@ class Bucket:
     """A contiguous range of gradients that is reduced as one. `buffer`: [numel], padded.
 
     `index` is its place in the rank-invariant order in which collectives are issued. `dense`: holds
-    what lossy forms leave out, norms and biases.
+    what lossy forms leave out, norms and biases. `parts`: the buckets, this one among them, over
+    which its tensor is spread.
     """
 
     index: int
     buffer: torch.Tensor
     slots: tuple[Slot, ...]
     dense: bool = False
+    parts: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether its tensors lie in no other bucket."""
+        return len(self.parts) == 1
+
+    @property
+    def part(self) -> str:
+        """Which part of its tensor it is, in words; empty where it is whole."""
+        return "" if self.whole else f", {self.parts.index(self.index) + 1} of {len(self.parts)}"
 
     @property
     def bytes(self) -> int:
@@ -70,23 +96,43 @@ def group_by_size(
     Those in `dense` have buckets of their own. Buckets come in the order in which their last
     gradient does.
 
-    A bucket is closed by the tensor that would take it past `bucket_bytes`; a larger tensor is a
-    bucket of its own, and so is every tensor where `bucket_bytes` is 0.
+    A bucket is closed by the tensor that would take it past `bucket_bytes`, or past four times what
+    is still to come (1 MiB is always allowed); a larger tensor is a bucket of its own, and so is
+    every tensor where `bucket_bytes` is 0.
     """
     groups: list[list[int]] = []
+    to_come: dict[tuple[torch.device, torch.dtype, bool], int] = {}
+    for index in order:
+        parameter = parameters[index]
+        key = (parameter.device, parameter.dtype, index in dense)
+        to_come[key] = to_come.get(key, 0) + parameter.numel() * parameter.element_size()
     open_group: dict[tuple[torch.device, torch.dtype, bool], tuple[list[int], int]] = {}
     for index in order:
         parameter = parameters[index]
         key = (parameter.device, parameter.dtype, index in dense)
         size = parameter.numel() * parameter.element_size()
+        to_come[key] -= size
         group, used = open_group.get(key, ([], 0))
-        if not group or used + size > bucket_bytes:
+        most = min(bucket_bytes, max(_LAST_BYTES, _TAPER * to_come[key]))
+        if not group or used + size > most:
             group, used = [], 0
             groups.append(group)
         group.append(index)
         open_group[key] = (group, used + size)
     position = {index: place for place, index in enumerate(order)}
     return sorted(groups, key=lambda group: position[group[-1]])
+
+
+def partitions(numel: int, itemsize: int, partition_bytes: int, multiple: int) -> list[int]:
+    """Into how many entries each the parts of a tensor go: equal ones, the last one the rest.
+
+    All but the last are a multiple of `multiple`. One part where `partition_bytes` is 0.
+    """
+    count = -(-numel * itemsize // partition_bytes) if partition_bytes else 1
+    if count <= 1:
+        return [numel]
+    length = padded(-(-numel // count), multiple)
+    return [min(length, numel - start) for start in range(0, numel, length)]
 
 
 class Buckets:
@@ -99,33 +145,57 @@ class Buckets:
         bucket_bytes: int,
         shards: int,
         dense: frozenset[int] = frozenset(),
+        partition_bytes: int = 0,
     ) -> None:
         """`shards`: every bucket's length is a multiple of it, for the reduce-scatter. `dense`:
-        parameters that lossy forms leave out.
+        parameters that lossy forms leave out. `partition_bytes`: larger tensors are spread over
+        several buckets; 0: none is.
         """
         self.order = tuple(order)
         self.buckets: list[Bucket] = []
         self.views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
-        self.bucket_of: list[int] = [-1] * len(parameters)
+        # The buckets in which each parameter lies; none for those that are not in `order`.
+        self.buckets_of: list[tuple[int, ...]] = [()] * len(parameters)
         for group in group_by_size(parameters, order, bucket_bytes, dense):
-            bucket = self._bucket(parameters, group, shards)
-            bucket.dense = group[0] in dense
-            self.buckets.append(bucket)
+            first = parameters[group[0]]
+            itemsize, unit = first.element_size(), ALIGN * shards
+            cut = partitions(first.numel(), itemsize, partition_bytes, unit)
+            if len(group) == 1 and len(cut) > 1:
+                self._spread(parameters, group[0], cut, unit)
+            else:
+                self._fuse(parameters, group, unit)
+            for bucket in self.buckets[self.buckets_of[group[0]][0] :]:
+                bucket.dense = group[0] in dense
 
-    def _bucket(
-        self, parameters: Sequence[torch.Tensor], group: Sequence[int], shards: int
-    ) -> Bucket:
+    def _fuse(self, parameters: Sequence[torch.Tensor], group: Sequence[int], unit: int) -> None:
+        """One bucket for all of `group`."""
         slots, offset = [], 0
         for index in group:
             numel = parameters[index].numel()
             slots.append(Slot(index, offset, numel))
             offset += padded(numel, ALIGN)
-        first = parameters[group[0]]
-        buffer = torch.zeros(padded(offset, ALIGN * shards), dtype=first.dtype, device=first.device)
+        buffer = _zeros(padded(offset, unit), parameters[group[0]])
+        number = len(self.buckets)
         for slot in slots:
             self.views[slot.index] = place(buffer, slot, parameters[slot.index])
-            self.bucket_of[slot.index] = len(self.buckets)
-        return Bucket(len(self.buckets), buffer, tuple(slots))
+            self.buckets_of[slot.index] = (number,)
+        self.buckets.append(Bucket(number, buffer, tuple(slots), parts=(number,)))
+
+    def _spread(
+        self, parameters: Sequence[torch.Tensor], index: int, cut: Sequence[int], unit: int
+    ) -> None:
+        """One parameter over several buckets, whose buffers follow each other in memory."""
+        parameter = parameters[index]
+        buffer = _zeros(padded(parameter.numel(), unit), parameter)
+        self.views[index] = place(buffer, Slot(index, 0, parameter.numel()), parameter)
+        first = len(self.buckets)
+        parts = tuple(range(first, first + len(cut)))
+        self.buckets_of[index] = parts
+        start = 0
+        for number, numel in zip(parts, cut, strict=True):
+            part = buffer[start : start + padded(numel, unit)]
+            self.buckets.append(Bucket(number, part, (Slot(index, 0, numel, start),), parts=parts))
+            start += numel
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
@@ -138,11 +208,18 @@ class Buckets:
 
 
 def place(buffer: torch.Tensor, slot: Slot, parameter: torch.Tensor) -> torch.Tensor:
-    """The view of `buffer` that has the shape of `parameter`, and its strides where it can."""
+    """The view of `buffer` that has the shape of `parameter`, and its strides where it can.
+
+    `slot` holds all of it.
+    """
     flat = buffer[slot.offset : slot.offset + slot.numel]
     if _dense(parameter):
         return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
     return flat.view(parameter.size())
+
+
+def _zeros(numel: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evener.comm import wires
-from evener.comm.buckets import Bucket, Buckets, place
+from evener.comm.buckets import Bucket, Buckets, Slot, place
 from evener.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,19 +41,36 @@ def collect(reducer: Reducer) -> dict[str, Any]:
         ):
             if tensor is not None:
                 whole = exchange.owed(tensor, local).div_(scale)
-                found[key].update(_by_name(reducer, exchange.bucket, whole))
+                _add(found[key], reducer, exchange.bucket, whole)
         for name in exchange.names:
-            found["forms"][name] = exchange.wire.name
-            found["compressed_steps"][name] = state.steps
+            form, steps = exchange.wire.name, state.steps
+            if (before := found["forms"].get(name, "exact")) != "exact":
+                form = before if form == "exact" else wires.milder(form, before)
+            found["forms"][name] = form
+            found["compressed_steps"][name] = max(steps, found["compressed_steps"].get(name, 0))
+    for key in ("residual", "velocity"):
+        found[key] = _shaped(reducer, found[key])
     return found
 
 
-def _by_name(reducer: Reducer, bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+def _add(
+    found: dict[str, torch.Tensor], reducer: Reducer, bucket: Bucket, whole: torch.Tensor
+) -> None:
+    """Bring a bucket's parts of parameters into `found`: name to all of it, flat, on the CPU."""
+    for slot in bucket.slots:
+        name, numel = reducer.names[slot.index], reducer.parameters[slot.index].numel()
+        if name not in found:
+            found[name] = torch.zeros(numel, dtype=whole.dtype)
+        part = whole[slot.offset : slot.offset + slot.numel]
+        found[name][slot.start : slot.start + slot.numel] = part.cpu()
+
+
+def _shaped(reducer: Reducer, flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `_add` has brought together, in the shape of the parameters."""
+    parameters = dict(zip(reducer.names, reducer.parameters, strict=True))
     return {
-        reducer.names[slot.index]: place(whole, slot, reducer.parameters[slot.index])
-        .contiguous()
-        .to("cpu", copy=True)
-        for slot in bucket.slots
+        name: place(whole, Slot(0, 0, whole.numel()), parameters[name]).contiguous()
+        for name, whole in flat.items()
     }
 
 
@@ -116,7 +133,11 @@ def _whole(reducer: Reducer, bucket: Bucket, tensors: dict[str, torch.Tensor]) -
     for slot in bucket.slots:
         tensor = tensors.get(reducer.names[slot.index])
         if tensor is not None:
-            place(whole, slot, reducer.parameters[slot.index]).copy_(tensor)
+            parameter = reducer.parameters[slot.index]
+            flat = torch.empty(parameter.numel())
+            place(flat, Slot(0, 0, parameter.numel()), parameter).copy_(tensor)
+            part = flat[slot.start : slot.start + slot.numel]
+            whole[slot.offset : slot.offset + slot.numel] = part
     return whole
 
 
@@ -126,7 +147,8 @@ def move_velocity(reducer: Reducer, before: Buckets, velocity: dict[int, torch.T
         return
     tensors: dict[str, torch.Tensor] = {}
     for bucket in before:
-        tensors.update(_by_name(reducer, bucket, velocity[bucket.index]))
+        _add(tensors, reducer, bucket, velocity[bucket.index])
+    tensors = _shaped(reducer, tensors)
     for exchange in reducer.exchanges:
         whole = _whole(reducer, exchange.bucket, tensors)
         exchange.state.velocity = exchange.take_over(whole, local=False)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from evener.comm.buckets import Bucket
 from evener.comm.groups import Route
 from evener.comm.options import Options
-from evener.comm.state import ScaleChange, ShardState
+from evener.comm.state import ScaleChange, ShardState, let_go
 from evener.comm.wires import Wire
 
 
@@ -58,7 +58,7 @@ class Exchange:
     @property
     def title(self) -> str:
         """For logs and records."""
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else self.bucket.part
         return f"bucket {self.bucket.index} ({self.names[0]}{more})"
 
     def place(self) -> tuple[int, int]:
@@ -84,6 +84,7 @@ class Exchange:
         state.keep_sent = step.follows_scale
         if state.residual is not None and not self.wire.feedback:
             shard.add_(state.residual)
+            let_go(state.residual)
             state.residual, state.sent = None, None
         if self.options.momentum and self.wire.sparse:
             self._own_velocity(shard)
@@ -120,7 +121,7 @@ class Exchange:
     def _add_up(self, tensor: torch.Tensor) -> None:
         """What the ranks of the outer group hold, as one gradient. Collective."""
         if self.crosses:
-            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.route.outer.handle)
+            self.route.outer.all_reduce(tensor, dist.ReduceOp.SUM)
             tensor.mul_(self.route.scaling.outer)
 
     # --- the guard ---

@@ -12,24 +12,109 @@ default process group.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from evener.comm import sums, transport
+from evener.comm.buckets import padded
 from evener.comm.errors import CommError
 from evener.comm.options import Options
+from evener.comm.scratch import Scratch
 from evener.comm.topology import Levels, host_identity, levels
+from evener.comm.transport import Carrier, Transport
+
+# A sum over a transport is taken in pieces of so many bytes, so that its scratch memory stays
+# within twice that on each lane.
+PIECE = 128 << 20
 
 
 @dataclass(frozen=True)
 class Group:
-    """A communicator. `rank` and `size` are this process's in it."""
+    """A communicator. `rank` and `size` are this process's in it.
+
+    An outer group may have a `transport`; then its operations go there. All of them enqueue on the
+    current stream on a GPU, and block on a CPU.
+    """
 
     handle: dist.ProcessGroup
     rank: int
     size: int
+    transport: Transport | None = None
+    # What is received, what is sent, and this rank's part of the sum.
+    _scratch: tuple[Scratch, Scratch, Scratch] = field(
+        default_factory=lambda: (Scratch(), Scratch(), Scratch()), compare=False, repr=False
+    )
+
+    def all_gather(self, received: torch.Tensor, payload: torch.Tensor) -> None:
+        """`received` [size * n] <- every rank's `payload` [n], contiguous, in rank order."""
+        if self.transport is None:
+            dist.all_gather_into_tensor(received, payload, group=self.handle)
+        else:
+            self.transport.all_gather(received, payload)
+
+    def all_to_all(self, received: torch.Tensor, payload: torch.Tensor) -> None:
+        """Part r of `payload` [size * n] goes to rank r; part r of `received` came from there."""
+        if self.transport is None:
+            dist.all_to_all_single(received, payload, group=self.handle)
+        else:
+            self.transport.all_to_all(received, payload)
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """`tensor`, contiguous, becomes the sum (SUM) or mean (AVG) over the ranks, in place.
+
+        Over a transport all ranks end with the same bits: parts are added in rank order, 16-bit
+        ones in float32 and rounded once (`evener.comm.sums`). Raises ValueError for another `op`.
+        """
+        if self.transport is None:
+            dist.all_reduce(tensor, op, group=self.handle)
+            return
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"{op} is neither SUM nor AVG")
+        scale = 1 / self.size if op == dist.ReduceOp.AVG else 1.0
+        reduce = self._sum_of_two if self.size == 2 else self._sum_by_parts
+        for piece in tensor.view(-1).split(max(1, PIECE // tensor.element_size())):
+            reduce(piece, scale)
+
+    def _sum_of_two(self, tensor: torch.Tensor, scale: float) -> None:
+        """Each has both: as many bytes as by parts, in one exchange."""
+        n = tensor.numel()
+        received = self._scratch[0].get(2 * n, tensor.dtype, tensor.device)
+        self.all_gather(received, tensor)
+        sums.add_in_order(received.view(2, n), scale, tensor)
+
+    def _sum_by_parts(self, tensor: torch.Tensor, scale: float) -> None:
+        """Each rank adds up one part of it (all-to-all), and all gather the sums.
+
+        What one rank sends, 2 (size - 1) / size of the tensor, is the least there is (Patarasuk and
+        Yuan, doi 10.1016/j.jpdc.2008.09.002), but for the padding to equal parts.
+        """
+        n, whole = tensor.numel(), tensor
+        part = padded(-(-n // self.size), 16)  # entries: every part is aligned
+        received, payload, own = self._scratch
+        if part * self.size != n:
+            whole = payload.get(part * self.size, tensor.dtype, tensor.device)
+            whole[:n].copy_(tensor)
+            whole[n:].zero_()
+        parts = received.get(part * self.size, tensor.dtype, tensor.device)
+        self.all_to_all(parts, whole)
+        mine = own.get(part, tensor.dtype, tensor.device)
+        sums.add_in_order(parts.view(self.size, part), scale, mine)
+        self.all_gather(whole, mine)
+        if whole is not tensor:
+            tensor.copy_(whole[:n])
+
+    def check(self) -> None:
+        """Raise CommError when the transport's network has failed. (NCCL has a watchdog.)"""
+        if self.transport is not None:
+            self.transport.check()
+
+    def release(self) -> None:
+        """Give scratch memory back: between steps."""
+        for scratch in self._scratch:
+            scratch.clear()
 
 
 @dataclass(frozen=True)
@@ -61,13 +146,17 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Route:
-    """One way for a bucket: `scatter` and `gather` are None where there is no inner level."""
+    """One way for a bucket: `scatter` and `gather` are None where there is no inner level.
+
+    `carrier`: what carries the exchange of `outer`, and why.
+    """
 
     levels: Levels
     scatter: Group | None
     outer: Group
     gather: Group | None
     scaling: Scaling
+    carrier: Carrier
 
     @property
     def shards(self) -> int:
@@ -119,6 +208,7 @@ class Communicators:
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         self._lent: list[tuple[Key, dist.ProcessGroup]] = []
+        self._carriers: list[tuple[object, Carrier]] = []
         try:
             _level_counts(parent or _world(), self.timeout)
             self.control = self._group(tuple(range(self.size)), "gloo")
@@ -143,6 +233,12 @@ class Communicators:
             )
         return self._flat
 
+    def check(self) -> None:
+        """Raise CommError when the network below a transport has failed."""
+        self.route.outer.check()
+        if self._flat is not None:
+            self._flat.outer.check()
+
     def close(self) -> None:
         """Give the groups back, healthy: call it in the same order on all ranks.
 
@@ -152,6 +248,9 @@ class Communicators:
         for key, handle in self._lent:
             free.setdefault(key, []).append(handle)
         self._lent.clear()
+        for place, carrier in self._carriers:
+            transport.give_back(_world(), place, carrier)
+        self._carriers.clear()
 
     def _meet(self) -> list[str]:
         """Wait for all ranks, learn their hosts."""
@@ -169,20 +268,40 @@ class Communicators:
         for group in (scatter, outer, gather):
             if group is not None:  # connect now: a network that fails should fail at start
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group.handle)
+        carrier = self._carrier(shape, outer)
+        outer = replace(outer, transport=carrier.transport)
         scaling = Scaling.of(self.options, self.size, outer.size, divides=backend == "nccl")
-        return Route(shape, scatter, outer, gather, scaling)
+        return Route(shape, scatter, outer, gather, scaling, carrier)
+
+    def _carrier(self, shape: Levels, outer: Group) -> Carrier:
+        ranks = [self.ranks[place] for place in shape.outer]
+        key = (tuple(ranks), self.device, self.options.outer, self.timeout)
+        carrier = transport.lend(
+            _world(),
+            key,
+            lambda: transport.connect(
+                outer,
+                self.control,
+                self.device,
+                self.options,
+                hosts=len({self.hosts[place] for place in shape.outer}),
+                meeting=lambda: self._new(ranks, "gloo"),
+            ),
+        )
+        self._carriers.append((key, carrier))
+        return carrier
 
     def _group(self, places: tuple[int, ...], backend: str) -> Group:
         ranks = [self.ranks[place] for place in places]
         key = (tuple(ranks), backend, self.timeout)
         free = _FREE.setdefault(_world(), {}).get(key)
-        handle = (
-            free.pop(0)
-            if free
-            else dist.new_group(
-                ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
-            )
-        )
-        assert handle is not None  # this process is always one of `ranks`
+        handle = free.pop(0) if free else self._new(ranks, backend)
         self._lent.append((key, handle))
         return Group(handle, ranks.index(dist.get_rank()), len(ranks))
+
+    def _new(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
+        handle: dist.ProcessGroup | None = dist.new_group(
+            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+        assert handle is not None  # this process is always one of `ranks`
+        return handle

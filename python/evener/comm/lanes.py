@@ -1,4 +1,4 @@
-"""Three lanes, one a stage: while one bucket crosses the network, the next is reduced in the node.
+"""Lanes for the stages: while one bucket crosses the network, the next is reduced in the node.
 
 Every bucket passes all lanes in the order in which it was issued, also where a stage has nothing to
 do for it. So each communicator sees the buckets in the same order on every rank, whatever the
@@ -6,6 +6,10 @@ timing: that is what keeps collectives from waiting for each other in a circle.
 
 - On a GPU a lane is a stream, and issuing is only enqueuing: events chain the stages, no thread
   waits, and whoever completes a bucket (autograd's thread, or the caller of flush) enqueues it.
+  Where a transport of Evener's own carries the exchange between nodes, buckets take several outer
+  streams in turn: while one waits for its peers' bytes the next is encoded and put on its way, and
+  the transport keeps the order. A bucket has the same stream in every step, but where the order
+  changes. With NCCL there is one: its kernels would only stand in each other's way.
 - On a CPU collectives block, so a lane is a thread with a queue.
 
 A stage that raises fails its ticket; on a CPU the lanes then refuse all that comes after it,
@@ -22,6 +26,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 Stage = Callable[[], None]
+# So many exchanges between nodes are under way at once: one that is encoded, one that crosses the
+# network, one that is decoded.
+OUTER_STREAMS = 3
 STAGES = ("reduce-scatter in the node", "exchange between nodes", "all-gather in the node")
 
 
@@ -37,8 +44,11 @@ class Lanes(ABC):
     """Somewhere to run a bucket's stages."""
 
     @abstractmethod
-    def issue(self, name: str, stages: Sequence[Stage | None]) -> Ticket:
-        """Run `stages`, one a lane, each after the one before it. `name` appears in errors."""
+    def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
+        """Run `stages`, one a lane, each after the one before it. `name` appears in errors.
+
+        `outer`: which of the outer lanes to take, any number; those are used round and round.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -50,14 +60,20 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in STAGES]
+        # Made when first used: the device has few queues, and streams that share one wait for each
+        # other.
+        self.streams: dict[str, torch.cuda.Stream] = {}
 
-    def issue(self, name: str, stages: Sequence[Stage | None]) -> Ticket:
+    def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
         del name  # a kernel that fails is reported by CUDA, not here
         done = torch.cuda.current_stream(self.device).record_event()
-        for stream, stage in zip(self.streams, stages, strict=True):
+        lanes = ("scatter", f"outer {outer % OUTER_STREAMS}", "gather")
+        for lane, stage in zip(lanes, stages, strict=True):
             if stage is None:
                 continue
+            if lane not in self.streams:
+                self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
+            stream = self.streams[lane]
             with torch.cuda.stream(stream):
                 stream.wait_event(done)
                 stage()
@@ -65,7 +81,7 @@ class StreamLanes(Lanes):
         return _EventTicket(self.device, done)
 
     def close(self) -> None:
-        for stream in self.streams:
+        for stream in self.streams.values():
             stream.synchronize()
 
 
@@ -92,7 +108,8 @@ class ThreadLanes(Lanes):
         for thread in self._threads:
             thread.start()
 
-    def issue(self, name: str, stages: Sequence[Stage | None]) -> Ticket:
+    def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
+        del outer  # there is one thread for it: a second would change the order
         job = _Job(name, stages)
         if self._closed:
             raise RuntimeError(f"{name} was issued after close")

@@ -30,8 +30,10 @@ class Options:
     by the reducer, not the optimizer; top-k then applies it before it selects. `guard_steps`: steps
     between two checks of the accuracy guard, 0 for none; `guard_residual` 0 and `guard_cosine` -1
     stand for each form's own limits. Sizes are bytes; `bucket_bytes` 0 means one bucket a tensor.
+    A tensor of more than `partition_bytes` goes in parts; 0: in one.
     `average`: divide by the world size. `predivide`: gradients are divided by it before they are
-    summed, and the sum by world size / predivide (both only where `average`).
+    summed, and the sum by world size / predivide (both only where `average`). `outer`: what carries
+    the exchange between nodes (`evener.comm.transport`).
     """
 
     algorithm: Algorithm = "auto"
@@ -48,9 +50,11 @@ class Options:
     two_level_max_bytes: int = 1 << 30
     intra_size: int = 8
     bucket_bytes: int = 25 << 20
+    partition_bytes: int = 0
     average: bool = True
     predivide: float = 1.0
     timeout: float = 300.0
+    outer: str = "auto"
 
     def __post_init__(self) -> None:
         _one_of("algorithm", self.algorithm, get_args(Algorithm))
@@ -58,10 +62,13 @@ class Options:
 
         _one_of("wire", self.wire, wires.names())
         _one_of("floor", self.floor, wires.names())
+        _one_of("outer", self.outer, settings.OUTER)
         _require("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps")
         _require("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
         _require("ratio", self.ratio, 0 < self.ratio <= 1, "a number above 0 and at most 1")
         _require("bucket_bytes", self.bucket_bytes, self.bucket_bytes >= 0, "0 or more bytes")
+        least = self.partition_bytes == 0 or self.partition_bytes >= 256
+        _require("partition_bytes", self.partition_bytes, least, "0, or 256 bytes or more")
         _require("intra_size", self.intra_size, self.intra_size >= 1, "1 or more ranks")
         _require("predivide", self.predivide, self.predivide > 0, "a number above 0")
         if self.predivide != 1.0 and not self.average:
@@ -81,6 +88,7 @@ class Options:
         momentum: float = 0.0,
         floor: str = "exact",
         bucket_bytes: int = 25 << 20,
+        partition_bytes: int | None = None,
         average: bool = True,
         predivide: float = 1.0,
         default_algorithm: Algorithm = "auto",
@@ -106,6 +114,12 @@ class Options:
             ratio = _overruled("ratio", ratio, settings.LIGHT_TOPK_RATIO.get(env), name)
         if warmup_steps is None:
             warmup_steps = settings.EVENER_TOPK_WARMUP.get(env)
+        from evener.comm import wires  # it needs this module
+
+        if partition_bytes is None:
+            # Selecting from a part takes as many launches as from the whole, to send little.
+            whole = wire in wires.names() and wires.get(str(wire)).sparse
+            partition_bytes = 0 if whole else settings.EVENER_PARTITION_BYTES.get(env)
         return cls(
             algorithm=default_algorithm if algorithm is None else algorithm,
             wire="exact" if wire is None else wire,
@@ -121,9 +135,11 @@ class Options:
             two_level_max_bytes=settings.LIGHT_HIERARCHICAL_THRESHOLD.get(env),
             intra_size=settings.LIGHT_INTRA_SIZE.get(env),
             bucket_bytes=bucket_bytes,
+            partition_bytes=partition_bytes,
             average=average,
             predivide=predivide,
             timeout=settings.EVENER_TIMEOUT.get(env),
+            outer=settings.EVENER_OUTER.get(env),
         )
 
 

@@ -22,6 +22,7 @@ from evener.errors import UsageError
 
 Stage = Callable[[], None]
 VERSION = 1
+_MOST_CROWDED = 2.0
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,19 @@ class BucketProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A step without its communication: forward, backward, and the rest (optimizer, input)."""
+    """A step without its communication: forward, backward, and the rest (optimizer, input).
+
+    `drag`: the share of computing that is lost while an exchange is under way, because the
+    collective holds multiprocessors (on a CPU: cores); 0 where it was not measured. `crowd`: how
+    many times as long an exchange takes beside computing, with which it shares memory and buses.
+    """
 
     forward_ms: float
     backward_ms: float
     rest_ms: float
     buckets: tuple[BucketProfile, ...]
+    drag: float = 0.0
+    crowd: float = 1.0
 
     @property
     def compute_ms(self) -> float:
@@ -68,7 +76,8 @@ class StepProfile:
             dataclasses.replace(b, ready_ms=k * b.ready_ms, need_ms=k * b.need_ms)
             for b in self.buckets
         )
-        return StepProfile(k * self.forward_ms, k * self.backward_ms, k * self.rest_ms, buckets)
+        forward, backward, rest = k * self.forward_ms, k * self.backward_ms, k * self.rest_ms
+        return StepProfile(forward, backward, rest, buckets, self.drag, self.crowd)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -86,7 +95,14 @@ class StepProfile:
             buckets = tuple(
                 BucketProfile(**{**b, "stages_ms": tuple(b["stages_ms"])}) for b in raw["buckets"]
             )
-            return StepProfile(raw["forward_ms"], raw["backward_ms"], raw["rest_ms"], buckets)
+            return StepProfile(
+                raw["forward_ms"],
+                raw["backward_ms"],
+                raw["rest_ms"],
+                buckets,
+                float(raw.get("drag", 0.0)),
+                float(raw.get("crowd", 1.0)),
+            )
         except (KeyError, TypeError) as error:
             raise UsageError(
                 f"this is not a step's profile: {error!r}",
@@ -178,6 +194,60 @@ class Recorder:
         wanted = {"begin", "forward_ended", "backward_ended", "landed", "end"}
         return wanted <= set(self.marks) and bool(self.ready)
 
+    def drag(self, backward_ms: float) -> float:
+        """The share of computing that exchanges beside this step's backward took from it.
+
+        `backward_ms`: how long it takes without them. `profile` was called: the device is done.
+        """
+        begin = self.marks["forward_ended"]
+        took = self.clock.ms(begin, self.marks["backward_ended"])
+        beside = done = 0.0
+        for start, end in sorted(self._spans(1, begin).values()):  # between nodes
+            start, end = max(start, done), min(end, took)
+            beside += max(0.0, end - start)
+            done = max(done, end)
+        return min(max(0.0, took - backward_ms) / beside, 1.0) if beside > 0 else 0.0
+
+    def crowd(self, alone: Recorder) -> float:
+        """How many times as long exchanges took beside this step's backward as in `alone`; from 1.
+
+        The first one does not count: its own time holds the wait for peers. 1 where none ended
+        before backward did.
+        """
+        begin = self.marks["forward_ended"]
+        took = self.clock.ms(begin, self.marks["backward_ended"])
+        spans = sorted(self._spans(1, begin).items(), key=lambda item: item[1][1])[1:]
+        inside = [bucket for bucket, (_, end) in spans if end <= took]
+        here, there = self.occupied(1), alone.occupied(1)
+        least = sum(there.get(bucket, 0.0) for bucket in inside)
+        ratio = sum(here[bucket] for bucket in inside) / least if least > 0 else 1.0
+        return min(max(1.0, ratio), _MOST_CROWDED)
+
+    def _spans(self, place: int, since: Any) -> dict[int, tuple[float, float]]:
+        """When each bucket was in this stage, in milliseconds since that mark."""
+        return {
+            bucket: (self.clock.ms(since, start), self.clock.ms(since, end))
+            for (bucket, at), (start, end) in self.stages.items()
+            if at == place
+        }
+
+    def occupied(self, place: int) -> dict[int, float]:
+        """For how long each bucket occupied this stage.
+
+        Where several are on their way at once, they pass one after the other: from the end of the
+        one before, or from its own start.
+        """
+        if not self.stages:
+            return {}
+        # Whatever came before all of them.
+        since = self.marks.get("begin", next(iter(self.ready.values())))
+        spans = self._spans(place, since)
+        times, done = {}, float("-inf")
+        for bucket, (start, end) in sorted(spans.items(), key=lambda item: item[1][1]):
+            times[bucket] = end - max(start, min(done, end))
+            done = end
+        return times
+
     def profile(self, buckets: Sequence[tuple[str, int, int]]) -> StepProfile:
         """`buckets[i]`: name, entries and bytes an entry of bucket i. Waits for the device.
 
@@ -190,12 +260,10 @@ class Recorder:
         forward = ms(marks["begin"], marks["forward_ended"])
         backward = ms(marks["forward_ended"], marks["backward_ended"])
         found = []
+        occupied = [self.occupied(place) for place in range(3)]
         for index, (name, numel, itemsize) in enumerate(buckets):
             need, ready = self.need.get(index), self.ready.get(index)
-            times = [0.0, 0.0, 0.0]
-            for place in range(3):
-                if (index, place) in self.stages:
-                    times[place] = ms(*self.stages[index, place])
+            times = [occupied[place].get(index, 0.0) for place in range(3)]
             found.append(
                 BucketProfile(
                     name,

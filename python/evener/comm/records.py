@@ -102,6 +102,7 @@ class Records:
             "bytes": exchange.bucket.bytes,
             "algorithm": "2d" if exchange.route.levels.two_level else "flat",
             "compressor": exchange.wire.name,
+            "carrier": exchange.route.carrier.name if crosses else None,
             "bytes_sent": exchange.wire.sent_bytes(end - start, size) if crosses else 0,
             "predicted_ms": exchange.predicted_ms,
             "measured_ms": exchange.timer.ms,

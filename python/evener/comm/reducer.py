@@ -21,9 +21,10 @@ What happens to a bucket between nodes is `evener.comm.exchange`'s; what the com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,11 +91,13 @@ class Reducer:
         self.densified: set[int] = set()
         self.track_unused = track_unused
         self.recorder: Recorder | None = None
+        # Nothing is issued before `flush`: backward is then seen without communication beside it.
+        self.holds = False
         # Brings in what a front door has left on its way between steps.
         self.finish: Callable[[], None] = lambda: None
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
-        self._lanes: Lanes = (
+        self.lanes: Lanes = (
             StreamLanes(self.device) if self.device.type == "cuda" else ThreadLanes()
         )
         self.loss_scale = LossScale()
@@ -121,7 +124,14 @@ class Reducer:
         dense = frozenset[int]()
         if any(wires.get(form).lossy for form in (self.options.wire, self.options.floor)):
             dense = frozenset(i for i, p in enumerate(self.parameters) if p.dim() <= 1)
-        self.buckets = Buckets(self.parameters, list(order), self.options.bucket_bytes, size, dense)
+        self.buckets = Buckets(
+            self.parameters,
+            list(order),
+            self.options.bucket_bytes,
+            size,
+            dense,
+            self.options.partition_bytes,
+        )
         self._fallen: dict[int, str] = {}
         self._make_exchanges()
         self.sequence = tuple(range(len(self.buckets)))
@@ -210,6 +220,7 @@ class Reducer:
         self._passes_left = [self.passes] * len(self.parameters)
         self._missing = [len(bucket.slots) for bucket in self.buckets]
         self._here = [False] * len(self.parameters)
+        self._packed: set[int] = set()
         self._order: list[int] = []
         self._next = 0
         self._tickets: dict[int, Ticket] = {}
@@ -254,13 +265,10 @@ class Reducer:
                 "(no_sync(), backward_passes_per_step)",
             )
         self._here[index] = True
-        bucket = self.buckets.bucket_of[index]
         if sparse:
             assert self.on_sparse is not None
             self.sparse.add(index)
             self.on_sparse(index)
-            if bucket < 0:
-                return
         elif index in self.sparse:
             raise CommError(
                 f"the gradient of {self.names[index]} is dense, and was sparse before",
@@ -268,10 +276,12 @@ class Reducer:
             )
         else:
             self._order.append(index)
-        self._missing[bucket] -= 1
-        if self.recorder is not None and not self._missing[bucket]:
-            self.recorder.complete(bucket)
-        self._issue_complete()
+        for bucket in self.buckets.buckets_of[index]:
+            self._missing[bucket] -= 1
+            if self.recorder is not None and not self._missing[bucket]:
+                self.recorder.complete(bucket)
+        if not self.holds:
+            self._issue_complete()
 
     def catch_up(self) -> None:
         """Take the gradients that are there as this step's: they came before this reducer."""
@@ -291,14 +301,18 @@ class Reducer:
                 f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
             )
         exchange = self.exchanges[index]
-        self._pack(exchange.bucket, exchange.route)
+        if exchange.bucket.slots[0].index not in self._packed:
+            self._pack(exchange.bucket, exchange.route)
         if self._next == 0:
             self._step = self._begin_step()
         name = f"bucket {index} ({exchange.names[0]} ...)"
         stages = self._stages(exchange, self._step)
         if self.recorder is not None:
             stages = self.recorder.submitted(index, stages)
-        self._tickets[index] = self._lanes.issue(name, stages)
+        turns = exchange.route.outer.transport is not None
+        with self._failing():
+            exchange.route.outer.check()
+            self._tickets[index] = self.lanes.issue(name, stages, self._next if turns else 0)
         self._next += 1
 
     def _begin_step(self) -> Step:
@@ -325,6 +339,8 @@ class Reducer:
             parameter = self.parameters[slot.index]
             if parameter.grad is not None and slot.index not in self.sparse:
                 parameter.grad = self.buckets.views[slot.index]
+        if not bucket.whole:  # the first part of a tensor brings all of it
+            self._packed.add(bucket.slots[0].index)
 
     def _stages(self, exchange: Exchange, step: Step) -> tuple[Stage | None, Stage, Stage | None]:
         route, whole = exchange.route, exchange.bucket.buffer
@@ -347,8 +363,19 @@ class Reducer:
 
     # --- the end of a step ---
 
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After a CommError the groups' state is unknown: they are not lent again."""
+        try:
+            yield
+        except CommError:
+            self._failed = True
+            raise
+
     def flush(self) -> None:
         """Submit every bucket that is still open. What has no gradient counts as zeros."""
+        with self._failing():
+            self.communicators.check()
         while self._next < len(self.sequence):
             self.submit(self.sequence[self._next])
 
@@ -372,6 +399,8 @@ class Reducer:
 
     def wait(self, index: int) -> None:
         """Wait for one bucket that was submitted; as `apply`, on the current stream."""
+        with self._failing():
+            self.exchanges[index].route.outer.check()
         try:
             self._tickets[index].wait()
         except Exception as error:
@@ -397,6 +426,8 @@ class Reducer:
 
     def end_step(self) -> None:
         """All buckets were waited for: expect the next step's gradients."""
+        with self._failing():
+            self.communicators.check()
         order, first_step, self._measuring = self._order, self._measuring, False
         self.steps += 1
         self._reset()
@@ -482,18 +513,20 @@ class Reducer:
         forms = [self._form(e.bucket, e.route) for e in self.exchanges]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
+        staged = ", staged between nodes" if route.outer.transport is not None else ""
         return (
-            f"{self.communicators.size} ranks, {kind} all-reduce ({route.levels.reason}); "
+            f"{self.communicators.size} ranks, {kind} all-reduce ({route.levels.reason}){staged}; "
             f"{total:.1f} MB of gradients in {len(self.buckets)} buckets: {counts}"
         )
 
-    def residuals(self) -> dict[str, tuple[int, torch.Tensor]]:
-        """What compression has not sent yet: parameter name to (first element, float32 [n]).
+    def residuals(self) -> dict[str, list[tuple[int, torch.Tensor]]]:
+        """What compression has not sent yet: parameter name to parts (first element, float32 [n]).
 
-        Only the part that falls into this rank's shard; views, not copies.
+        Only what falls into this rank's shards, in the order of the parameter's memory; views, not
+        copies.
         """
         self.finish()
-        found = {}
+        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for exchange in self.exchanges:
             residual = exchange.state.residual
             if residual is None:
@@ -503,7 +536,8 @@ class Reducer:
                 low, high = max(slot.offset, start), min(slot.offset + slot.numel, end)
                 if low < high:
                     part = residual[low - start : high - start]
-                    found[self.names[slot.index]] = (low - slot.offset, part)
+                    first = slot.start + low - slot.offset
+                    found.setdefault(self.names[slot.index], []).append((first, part))
         return found
 
     def follow(self, scaler: GradScaler) -> None:
@@ -526,7 +560,10 @@ class Reducer:
         that `load_state_dict` works in a world of any size.
         """
         self.finish()
-        return checkpoint.collect(self)
+        state = checkpoint.collect(self)
+        with self._failing():
+            self.communicators.check()  # what came over a dead network must not be kept
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave: on all ranks alike, between steps.
@@ -545,7 +582,7 @@ class Reducer:
         """Remove the hooks and end the lanes. May be called at any time, and twice."""
         for hook in self._hooks:
             hook.remove()
-        self._lanes.close()
+        self.lanes.close()
         if self._records is not None:
             self._records.close()
 

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evener import interfaces, settings
-from evener.comm import abort, contact, elastic, libmpi, pmix
+from evener.comm import abort, contact, elastic, libmpi, pmix, transport
 from evener.comm.ranks import Ranks, detect
 from evener.comm.topology import host_identity
 from evener.errors import EvenerError
@@ -168,6 +168,7 @@ def _join(seconds: float) -> tuple[Ranks, Any]:
 def shutdown() -> None:
     """Destroy the default group if `init_process_group` made it. A later init works again."""
     if _process.ours and dist.is_initialized():
+        transport.end_all()
         if abort.aborted():
             abort.forget_groups()
         else:

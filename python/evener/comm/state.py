@@ -58,10 +58,18 @@ class ShardState:
             keep = returned.isfinite() & _on(change.skipped, returned.device)
             returned = torch.where(keep, returned, 0.0)
             self.residual.index_add_(0, self.sent.places, returned)
+            let_go(self.sent.values)
+            let_go(self.sent.places)
             self.sent = None
         for tensor in (self.residual, self.velocity):
             if tensor is not None:
                 tensor.mul_(_on(change.factor, tensor.device))
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """It is dropped now, on a stream that may be another than the one that made it."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _on(value: float | bool | torch.Tensor, device: torch.device) -> Any:

@@ -1,13 +1,17 @@
 """The course of training steps, as a front door sees it: what is observed when, and what follows.
 
 step 0   the reducer measures the order of gradients and lays out its buckets
-step 1   one step is profiled: when each bucket is complete, when forward needs it, what its
-         stages take; then rank 0 decides (order of issue, and a planner's choices) for all
+1, 2     two steps are profiled, their buckets held back until backward has ended: when each is
+         complete, when forward needs it, what its stages take. The shorter one counts: in the
+         first, memory is still being allocated
+3        with a planner: one with communication beside backward tells how much each costs the other
+then     rank 0 decides for all: the order of issue, and with a planner what each bucket does
 after    steps as decided, overlapped where there is an optimizer to defer
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,8 @@ from evener.comm.reducer import Reducer
 logger = logging.getLogger("evener.comm")
 
 _PROFILED = 1
+# Whether buckets are held back in the profiled steps.
+_ORDER, _PLAN = (True, True), (True, True, False)
 
 
 class Steps:
@@ -39,8 +45,13 @@ class Steps:
         self._count = self._begun = 0
         self._profile_at = _PROFILED
         self._recorder: Recorder | None = None
+        self._taken: list[Recorder] = []
         self._path = settings.EVENER_PROFILE.get()
         self._wanted = overlap is not None or planner is not None or bool(self._path)
+
+    @property
+    def _held(self) -> tuple[bool, ...]:
+        return _ORDER if self.planner is None else _PLAN
 
     @_disable_dynamo
     def forward_began(self, compiled: bool) -> None:
@@ -55,14 +66,20 @@ class Steps:
             return
         if self._recorder is not None and "landed" in self._recorder.marks:
             self._recorder.mark("end")
-            self._settle(self._recorder)
+            self._taken.append(self._recorder)
+            self._recorder = self.reducer.recorder = None
+            if len(self._taken) == len(self._held):
+                taken, self._taken = self._taken, []
+                self._settle(taken)
         if self.planner is not None and self._begun < self._count:
             self._begun = self._count
             if self.planner.step_begins():
                 self._profile_at = self._count
-        if self._wanted and self._count == self._profile_at:
+        place = self._count - self._profile_at
+        if self._wanted and 0 <= place < len(self._held):
             if self._recorder is None:
                 self._recorder = self.reducer.recorder = Recorder(self.reducer.device)
+                self.reducer.holds = self._held[place]
             if self.overlap is not None:
                 self.overlap.trace(self._recorder)
             self._recorder.mark("begin")
@@ -82,6 +99,7 @@ class Steps:
     def backward_ended(self) -> None:
         """A backward that brought gradients has ended: reduce what is missing, bring it in."""
         self.reducer.flush()
+        self.reducer.holds = False
         recorder = self._recorder
         if recorder is not None:
             recorder.mark("backward_ended")
@@ -98,12 +116,11 @@ class Steps:
         if self.overlap is not None:
             self.overlap.finish(reason)
 
-    def _settle(self, recorder: Recorder) -> None:
-        """The profiled step is over: agree on what follows."""
-        self._recorder = self.reducer.recorder = None
-        profile = None
-        if recorder.whole:  # it is not where the script went round the model's forward
-            profile = self.profile = recorder.profile(self._describe())
+    def _settle(self, taken: list[Recorder]) -> None:
+        """The profiled steps are over: agree on what follows."""
+        profile = self._profiled(taken)
+        if profile is not None:
+            self.profile = profile
             if self._path and self.reducer.communicators.rank == 0:
                 profile.save(Path(self._path))
         if self.planner is not None:
@@ -118,10 +135,32 @@ class Steps:
                 if self.reducer.communicators.rank == 0:
                     logger.info("buckets leave in the order %s", " ".join(map(str, box[0])))
 
+    def _profiled(self, taken: list[Recorder]) -> StepProfile | None:
+        """What these steps say together; None where the script went round the model's forward."""
+        steps = list(zip(taken, self._held, strict=True))
+        alone = [(r.profile(self._describe()), r) for r, held in steps if held and r.whole]
+        if not alone:
+            return None
+        best, recorder = min(alone, key=lambda found: found[0].compute_ms)
+        least = []
+        for several in zip(*(profile.buckets for profile, _ in alone), strict=True):
+            a, b, c = (min(times) for times in zip(*(s.stages_ms for s in several), strict=True))
+            least.append((a, b, c))
+        buckets = tuple(
+            dataclasses.replace(bucket, stages_ms=times)
+            for bucket, times in zip(best.buckets, least, strict=True)
+        )
+        best = dataclasses.replace(best, buckets=buckets)
+        for beside, held in steps:
+            if not held and beside.whole:
+                drag, crowd = beside.drag(best.backward_ms), beside.crowd(recorder)
+                best = dataclasses.replace(best, drag=drag, crowd=crowd)
+        return best
+
     def _describe(self) -> list[tuple[str, int, int]]:
         return [
             (
-                self.reducer.names[bucket.slots[0].index],
+                self.reducer.names[bucket.slots[0].index] + bucket.part,
                 sum(slot.numel for slot in bucket.slots),
                 bucket.buffer.element_size(),
             )
@@ -130,4 +169,25 @@ class Steps:
 
 
 def _order(profile: StepProfile) -> tuple[int, ...]:
-    return best_sequence(profile, [bucket.stages_ms for bucket in profile.buckets], overlap=True)
+    """By the median rate of each stage: the first bucket's own time holds the wait for peers."""
+    places = [_evened(profile, place) for place in range(3)]
+    stages = [(a, b, c) for a, b, c in zip(*places, strict=True)]
+    return best_sequence(profile, stages, overlap=True)
+
+
+def _evened(profile: StepProfile, place: int) -> list[float]:
+    """What the stage should take for each bucket: the least of all, and its bytes at the median of
+    what bytes took, by bytes."""
+    sizes = [bucket.bytes for bucket in profile.buckets]
+    times = [bucket.stages_ms[place] for bucket in profile.buckets]
+    taken = sorted((t / size, size) for t, size in zip(times, sizes, strict=True) if t and size)
+    if not taken:
+        return times
+    half, rate = sum(size for _, size in taken) / 2, 0.0
+    for each, size in taken:
+        rate = each
+        half -= size
+        if half <= 0:
+            break
+    least = min(t for t in times if t)
+    return [max(least, rate * size) if t else 0.0 for t, size in zip(times, sizes, strict=True)]

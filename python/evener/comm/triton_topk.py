@@ -39,8 +39,9 @@ import triton.language as tl
 # Of the pass: entries and warps a program, and entries that a thread loads at once (1 or 4).
 # benchmarks/compress_kernels.py --variants compares.
 STREAM = (2048, 8, 1)
-# Of everything after it.
+# Of everything after it; and of `_take` alone.
 BLOCK, WARPS = 4096, 8
+TAKE = (1024, 4)
 # (shift of this digit, shift of the prefix above it); `tl.histogram`'s time grows with its bins.
 DIGITS = ((23, 31), (15, 23), (7, 15), (0, 7))
 BINS = 256
@@ -417,8 +418,8 @@ def select(
         raise ValueError(f"k={k} of n={n} entries: need 0 < k <= n < 2**31")
     device = residual.device
     target, room = notes(n, k)
-    zeros = torch.zeros(BINS + WORDS, dtype=torch.int32, device=device)
-    counts, state = zeros[:BINS], zeros[BINS:]
+    zeros = torch.zeros(WORDS + BINS, dtype=torch.int32, device=device)
+    state, counts = zeros[:WORDS], zeros[WORDS:]
     # Samples, ties and their counts are never wanted at the same time.
     words = torch.empty(max(SAMPLES, TIES) + PROGRAMS, dtype=torch.int32, device=device)
     few, tie_counts = words[:-PROGRAMS], words[-PROGRAMS:]
@@ -447,48 +448,16 @@ def select(
         _count_digit[programs](
             residual, counts, state, noted, n, k, room, shift, above, BLOCK, BINS, num_warps=WARPS
         )
-    _take[programs](
-        residual,
-        state,
-        noted,
-        noted_at,
-        few,
-        values,
-        indices,
-        n,
-        k,
-        room,
-        TIES,
-        BLOCK,
-        32 * WARPS,
-        num_warps=WARPS,
-    )
+    block, warps = TAKE
+    _take[(min(PROGRAMS * BLOCK // block, triton.cdiv(n, block)),)](
+        residual, state, noted, noted_at, few, values, indices, n, k, room, TIES,
+        block, 32 * warps, num_warps=warps,
+    )  # fmt: skip
     _count_ties[programs](
-        residual,
-        state,
-        tie_counts,
-        few,
-        values,
-        indices,
-        n,
-        k,
-        room,
-        TIES,
-        BLOCK,
-        num_warps=WARPS,
+        residual, state, tie_counts, few, values, indices, n, k, room, TIES, BLOCK, num_warps=WARPS
     )
     _take_ties[programs](
-        residual,
-        state,
-        tie_counts,
-        values,
-        indices,
-        n,
-        k,
-        TIES,
-        BLOCK,
-        PROGRAMS,
-        num_warps=WARPS,
+        residual, state, tie_counts, values, indices, n, k, TIES, BLOCK, PROGRAMS, num_warps=WARPS
     )
     _settle[programs](residual, state, values, indices, n, k, room, TIES, BLOCK, num_warps=WARPS)
 

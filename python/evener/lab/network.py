@@ -129,6 +129,8 @@ class Network:
                 self._cable(realm, nic.device, leaf, "node")
                 realm.address(nic.device, nic.address, 24)
                 leaf.address("node", nic.gateway, 24)
+                # While the node is unplugged, what comes for it must not go round in circles.
+                leaf.routes.route("add", dst=nic.network, type="blackhole", priority=1000)
                 for uplink in nic.uplinks:
                     self._uplink(leaf, uplink)
                 self._spread(leaf, nic.uplinks, "default")
@@ -223,6 +225,8 @@ class Network:
             if target.includes(nic.node, nic.index, uplink.path)
         ]
         try:
+            if target.node is not None and target.path is None:
+                self._plug({nic for nic, _ in touched}, action)
             for nic, uplink in touched:
                 self._fault_one(nic, uplink, target, action)
             if action.kind in ("down", "up", "heal"):
@@ -259,6 +263,15 @@ class Network:
             for realm, device in (up, down):
                 realm.tc.undrop(realm.find(device))
                 self._let_out(realm, device, self.plan.shape)
+
+    def _plug(self, nics: set[Nic], action: Action) -> None:
+        """What happens to all of a NIC's paths happens to its own cable, as the node sees."""
+        for nic in nics:
+            leaf = self.leaves[nic.leaf]
+            if action.kind == "down":
+                leaf.down("node")
+            elif action.kind in ("up", "heal"):
+                leaf.up("node")
 
     def _route_around(self, nics: set[Nic]) -> None:
         """Tell the other leaves which paths still lead to `nics`, as a routing protocol would.

@@ -213,15 +213,12 @@ def _profile(given: dict[str, Any]) -> tuple[StepProfile, str]:
     if compute_ms is None:
         compute_ms = _measure(name, given["batch_size"])
         said = "measured here"
-    import torch
-
     from evener.comm.planner.forecast import profile_of
 
-    size = models.image_size(name)
     click.echo(f"tracing {name} without memory", err=True)
     profile = profile_of(
         lambda: models.build(name),
-        lambda: (torch.empty(given["batch_size"], 3, size, size),),
+        lambda: (models.data(name, given["batch_size"], "meta")[0],),
         compute_ms,
         given["bucket_mb"] << 20,
     )
@@ -244,15 +241,13 @@ def _measure(name: str, batch: int) -> float:
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     model = models.build(name).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    size = models.image_size(name)
-    images = torch.randn(batch, 3, size, size, device="cuda")
+    inputs, targets = models.data(name, batch, "cuda")
     best = float("inf")
     for _ in range(12):
         torch.cuda.synchronize()
         start = time.perf_counter()
         optimizer.zero_grad()
-        output = model(images)
-        getattr(output, "logits", output).float().square().mean().backward()
+        models.criterion(model(inputs), targets).backward()
         optimizer.step()
         torch.cuda.synchronize()
         best = min(best, (time.perf_counter() - start) * 1e3)

@@ -21,9 +21,9 @@ impl Control {
     pub(super) fn dial(
         &mut self,
         key: PeerKey,
-        flow: u64,
-        route: Route,
+        (flow, route): (u64, Route),
         entropy: u64,
+        again: bool,
     ) -> std::io::Result<()> {
         let none = || std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
         let state = self.peers.get(&key).ok_or_else(none)?;
@@ -50,7 +50,9 @@ impl Control {
                 Ok(()) => break socket,
                 Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => break socket,
                 Err(error)
-                    if tries < 16
+                    // A port that was used before is wanted for the path that it leads to.
+                    if !again
+                        && tries < 16
                         && matches!(
                             error.kind(),
                             std::io::ErrorKind::AddrInUse | std::io::ErrorKind::AddrNotAvailable
@@ -69,7 +71,8 @@ impl Control {
             route,
             greeted: false,
         };
-        self.watch(socket, kind, DIAL_TIME * 2)
+        let time = if again { DIAL_TIME } else { DIAL_TIME * 2 };
+        self.watch(socket, kind, time)
     }
 
     fn prepare(&self, socket: &Socket, nic: Option<&str>, peer: &IpAddr) {

@@ -70,7 +70,8 @@ def net(
     """A single TCP stream a communicator, as NCCL does by default, against Evener.
 
     Two processes drive the plug-in as NCCL's threads would, both directions at once, without a GPU.
-    A steady run has --depth messages in flight on each comm. A ring does what NCCL's does: a comm
+    A steady run has --depth messages in flight on each comm; its fairness is Jain's index of what
+    the comms had got when the first of them had all. A ring does what NCCL's does: a comm
     each way is a channel, whose chunks wait for the peer's; the GPU's part is a clock.
     """
     sizes = sizes or _SIZES[pattern]
@@ -109,7 +110,7 @@ def _print(results: dict[str, Rows], pattern: str) -> None:
     ring = pattern == "ring"
     table = Table("all-reduce" if ring else "message", "transport")
     rate, time = ("GB/s", "ms") if ring else ("Gb/s each way", "us")
-    for name in (rate, "ratio", time, "cpu s/GB", "stall ms"):
+    for name in (rate, "ratio", time, "cpu s/GB", "stall ms", *([] if ring else ["fairness"])):
         table.add_column(name, justify="right")
     names = list(results)
     for place, first in enumerate(results[names[0]]):
@@ -123,6 +124,7 @@ def _print(results: dict[str, Rows], pattern: str) -> None:
                 f"{row['latency_us'] / 1e3:.2f}" if ring else f"{row['latency_us']:.0f}",
                 f"{row['cpu_per_gb']:.2f}",
                 f"{row['stall'] * 1e3:.0f}",
+                *([] if ring else [f"{row['fairness']:.2f}"]),
                 end_section=name == names[-1],
             )
     console = Console()

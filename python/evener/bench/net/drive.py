@@ -64,6 +64,8 @@ def merge(lines: list[str]) -> Rows:
         row["bandwidth"] = min(first["bandwidth"], second["bandwidth"])
         row["latency_us"] = max(first["latency_us"], second["latency_us"])
         row["stall"] = max(first["stall"], second["stall"])
+        if "fairness" in first:
+            row["fairness"] = min(first["fairness"], second["fairness"])
         row["cpu_seconds"] = first["cpu_seconds"] + second["cpu_seconds"]
         ways = 2 if answers[0]["pattern"] == "steady" else 1
         moved = ways * row["messages"] * row["size"] / 1e9

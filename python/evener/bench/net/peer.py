@@ -14,7 +14,8 @@ from evener import _native
 
 def measure(job: dict[str, object], rank: int, address: str, port: int) -> list[dict[str, float]]:
     """Run this side; rows with size, messages, seconds, bandwidth (bytes/s in each direction),
-    latency_us, cpu_seconds and stall (seconds); of a ring, all-reduces are the messages."""
+    latency_us, cpu_seconds and stall (seconds); of a ring, all-reduces are the messages. A steady
+    run has fairness besides: Jain's index of the comms' shares."""
     rows = _native.net_bench(
         rank,
         f"{address}:{port}",
@@ -27,7 +28,13 @@ def measure(job: dict[str, object], rank: int, address: str, port: int) -> list[
         bool(job["verify"]),
     )
     names = ("size", "messages", "seconds", "bandwidth", "latency_us", "cpu_seconds", "stall")
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    found = []
+    for *figures, fairness in rows:
+        row: dict[str, float] = dict(zip(names, figures, strict=True))
+        if fairness is not None:
+            row["fairness"] = fairness
+        found.append(row)
+    return found
 
 
 def main() -> None:

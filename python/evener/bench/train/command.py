@@ -61,20 +61,22 @@ def _complete_columns(ctx: click.Context, param: click.Parameter, incomplete: st
 def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     del ctx, param
     usual = ["resnet50", "vgg16", "vgg16_bn", "vit_b_16", "efficientnet_b0", "convnext_base"]
-    return [name for name in [*models.BUILT_IN, *usual] if name.startswith(incomplete)]
+    known = [*models.BUILT_IN, *models.TEXT, *usual]
+    return [name for name in known if name.startswith(incomplete)]
 
 
 @click.command(cls=_Command)
 @click.option(
     "--model",
     shell_complete=_complete_models,
-    help="A classifier of torchvision or a built-in (--list-models). "
+    help="A built-in, gpt2 and bert-base among them, or a classifier of torchvision "
+    "(--list-models). "
     "Default: vgg16 on GPUs, vgg-tiny on CPUs.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(1),
-    help="Images a rank and step. Default: 128 on GPUs, 16 on CPUs.",
+    help="Samples a rank and step. Default: 128 on GPUs (gpt2 8, bert-base 16), 16 on CPUs.",
 )
 @click.option(
     "--image-size", type=click.IntRange(1), help="Pixels a side. Default: what the model is for."
@@ -193,6 +195,12 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     metavar="PATH",
     help="Write settings, machine, every sample and the figures; - for stdout.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(file_okay=False, resolve_path=True),
+    metavar="DIR",
+    help="After each measurement profile a few more steps; one Chrome trace of rank 0 a run.",
+)
 @click.option("--html", "html_path", metavar="PATH", help="Write one page with the chart.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the table in Markdown.")
 @click.option(
@@ -205,7 +213,7 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
 @click.option("--list-models", is_flag=True, help="List the models and their gradients' size.")
 @click.pass_context
 def train(ctx: click.Context, /, **given: Any) -> None:
-    """Train on synthetic images, combining gradients in several ways, side by side.
+    """Train on synthetic images or text, combining gradients in several ways, side by side.
 
     Rows are numbers of ranks, columns ways to combine gradients; every cell is run in fresh
     processes, repeats are interleaved, medians are shown with their spread. A column whose ranks
@@ -271,6 +279,11 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
     cpu = device == "cpu"
     model = given["model"] or ("vgg-tiny" if cpu else "vgg16")
     models.require(model)
+    if model in models.TEXT and (given["image_size"] or given["channels_last"]):
+        raise UsageError(
+            f"model {model} trains on text, and --image-size and --channels-last are for images",
+            "leave them out",
+        )
     simulated = not isinstance(cluster, clusters.Ranks)
     local = cluster.nodes * cluster.slots if simulated else cluster.slots
     background = given["background"]
@@ -279,7 +292,7 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
     options |= {
         "device": device,
         "model": model,
-        "batch_size": given["batch_size"] or (16 if cpu else 128),
+        "batch_size": given["batch_size"] or (16 if cpu else models.gpu_batch(model)),
         "threads": given["threads"] or max(1, len(os.sched_getaffinity(0)) // local),
         "background": cpu if background is None else background,
     }
@@ -376,8 +389,16 @@ def _list_models() -> None:
     click.echo("built in, for CPUs:")
     for model in models.BUILT_IN.values():
         click.echo(f"  {model.name:24} {_gradients(model.parameters):>12}  {model.what}")
+    click.echo("built in, text:")
+    for text in models.TEXT.values():
+        click.echo(f"  {text.name:24} {_gradients(text.parameters):>12}  {text.what}")
+    try:
+        listed = models.torchvision_listing()
+    except ImportError as error:
+        click.echo(f"torchvision's cannot be listed: {error}")
+        return
     click.echo("torchvision, for GPUs:")
-    for name, parameters in models.torchvision_listing():
+    for name, parameters in listed:
         click.echo(f"  {name:24} {_gradients(parameters):>12}")
 
 

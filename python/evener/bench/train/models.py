@@ -1,7 +1,10 @@
-"""The models: small built-ins for CPUs, any classifier of torchvision for GPUs.
+"""The models: small built-ins for CPUs, GPT-2 small and BERT-base, any classifier of torchvision.
 
-The built-ins are made so that two CPU cores and a slow link stand to each other as a GPU and a
-25 Gb/s card do: many parameters for little arithmetic.
+The small classifiers are made so that two CPU cores and a slow link stand to each other as a GPU
+and a 25 Gb/s card do: many parameters for little arithmetic.
+
+A model trains on images or on text; `sample` says what one sample is, `data` makes a batch of them,
+and `criterion` the loss between the model's output and the targets.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from typing import TYPE_CHECKING
 from evener.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+    from evener.bench.train.transformers import Shape
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,55 @@ class BuiltIn:
     size: int
     parameters: int
 
+
+@dataclass(frozen=True)
+class TextModel:
+    """A transformer: `kind` "gpt" guesses every next symbol, "bert" the masked 15%.
+
+    `context`: symbols of a sample. `batch`: samples a rank and step on a GPU, where none is said.
+    """
+
+    name: str
+    what: str
+    kind: str
+    layers: int
+    heads: int
+    width: int
+    symbols: int
+    context: int
+    batch: int
+    parameters: int
+
+    @property
+    def shape(self) -> Shape:
+        """For transformers.py; imports torch."""
+        from evener.bench.train.transformers import Shape
+
+        return Shape(self.layers, self.heads, self.width, self.symbols, self.context)
+
+
+TEXT = {
+    model.name: model
+    for model in (
+        TextModel(
+            "gpt-tiny", "GPT-2's shape in small, for tests", "gpt",
+            2, 2, 32, 96, 64, 16, 30592,
+        ),
+        TextModel(
+            "bert-tiny", "BERT's shape in small, for tests", "bert",
+            2, 2, 32, 96, 64, 16, 31872,
+        ),
+        TextModel(
+            "gpt2", "GPT-2 small: sequences of 1,024, batch 8", "gpt",
+            12, 12, 768, 50257, 1024, 8, 124_439_808,
+        ),
+        TextModel(
+            "bert-base", "BERT-base, masked words: sequences of 512, batch 16", "bert",
+            12, 12, 768, 30522, 512, 16, 109_514_298,
+        ),
+    )
+}  # fmt: skip
+MASKED = 0.15
 
 BUILT_IN = {
     model.name: model
@@ -45,7 +100,22 @@ TORCHVISION_CLASSES = 1000
 
 def is_built_in(name: str) -> bool:
     """Whether `name` needs no torchvision."""
-    return name in BUILT_IN
+    return name in BUILT_IN or name in TEXT
+
+
+def sample(name: str) -> str:
+    """What one sample of the model's data is: "image" or "sequence"."""
+    return "sequence" if name in TEXT else "image"
+
+
+def symbols(name: str) -> int:
+    """Symbols (tokens) of one sample; 0 for images."""
+    return TEXT[name].context if name in TEXT else 0
+
+
+def gpu_batch(name: str) -> int:
+    """Samples a rank and step on a GPU, where none is said."""
+    return TEXT[name].batch if name in TEXT else 128
 
 
 def image_size(name: str) -> int:
@@ -62,14 +132,14 @@ def classes(name: str) -> int:
 
 def require(name: str) -> None:
     """Raise UsageError unless there is such a model. Built-ins are known without torchvision."""
-    if name in BUILT_IN:
+    if is_built_in(name):
         return
     try:
         import torchvision.models
     except ImportError as error:
         raise UsageError(
             f"model {name!r} would come from torchvision, which cannot be imported: {error}",
-            f"pip install torchvision, or choose a built-in: {', '.join(BUILT_IN)}",
+            f"pip install torchvision, or choose a built-in: {', '.join([*BUILT_IN, *TEXT])}",
         ) from error
     if name not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(
@@ -106,6 +176,11 @@ def build(name: str) -> nn.Module:
             nn.Flatten(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(),
             nn.Linear(512, 10),
         )  # fmt: skip
+    if name in TEXT:
+        from evener.bench.train import transformers
+
+        made = transformers.GPT if TEXT[name].kind == "gpt" else transformers.Bert
+        return made(TEXT[name].shape)
     require(name)
     import torchvision.models
 
@@ -117,6 +192,40 @@ def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     from torch import nn
 
     return nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+
+
+def data(
+    name: str, batch: int, device: torch.device | str, size: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random inputs and targets from torch's generator.
+
+    Images: float32 [batch, 3, size, size] and int64 [batch]; `size` 0: what the model is for. Text:
+    int64 [batch, context] twice, the target -100 where nothing is to be guessed.
+    """
+    import torch
+
+    if name not in TEXT:
+        size = size or image_size(name)
+        images = torch.randn(batch, 3, size, size, device=device)
+        return images, torch.randint(classes(name), (batch,), device=device)
+    model = TEXT[name]
+    text = torch.randint(model.symbols, (batch, model.context + 1), device=device)
+    if model.kind == "gpt":
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    text = text[:, 1:]
+    masked = torch.rand(text.shape, device=device) < MASKED
+    masked[:, 0] = True  # at least one is to be guessed
+    mask = 0  # the symbol that stands for what is to be guessed
+    return torch.where(masked, mask, text), torch.where(masked, text, -100)
+
+
+def criterion(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over classes, or over the symbols that are to be guessed."""
+    from torch.nn.functional import cross_entropy
+
+    # Inception and GoogLeNet answer with a named tuple in training.
+    logits: torch.Tensor = getattr(output, "logits", output)
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def torchvision_listing() -> list[tuple[str, int]]:

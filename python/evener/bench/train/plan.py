@@ -35,6 +35,7 @@ class Options:
     threads: int = 0
     background: bool = False
     seed: int = 1
+    trace: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from evener.bench.train import models
 from evener.bench.train.plan import Plan, Run
 from evener.bench.train.results import RunResult
 from evener.bench.train.table import number
@@ -43,11 +44,11 @@ def describe(plan: Plan, run: Run) -> str:
     return f"{row.title}, {column.title}, repeat {run.repeat + 1}/{plan.options.repeats}"
 
 
-def outcome(result: RunResult, word: str) -> str:
-    """A run's figure, or why it has none."""
+def outcome(result: RunResult, word: str, sample: str) -> str:
+    """A run's figure, or why it has none. `sample`: what is counted, "image" or "sequence"."""
     if result.reason or result.rate is None:
         return f"failed: {result.reason}"
-    return f"{number(result.rate)} images/s a {word}"
+    return f"{number(result.rate)} {sample}s/s a {word}"
 
 
 class Lines:
@@ -55,6 +56,7 @@ class Lines:
 
     def __init__(self, plan: Plan, word: str, write: Callable[[str], None] | None = None) -> None:
         self.plan, self.word = plan, word
+        self.sample = models.sample(plan.options.model)
         self.write = write or (lambda line: click.echo(line, err=True))
         self.width = len(str(len(plan.runs)))
 
@@ -69,7 +71,7 @@ class Lines:
 
     def done(self, run: Run, result: RunResult) -> None:
         count = f"{run.index + 1:{self.width}}/{len(self.plan.runs)}"
-        text = f"[{count}] {describe(self.plan, run)}: {outcome(result, self.word)}"
+        text = f"[{count}] {describe(self.plan, run)}: {outcome(result, self.word, self.sample)}"
         self.write(f"{text} ({result.seconds:.1f} s)")
 
     def say(self, text: str) -> None:
@@ -81,6 +83,7 @@ class Live:
 
     def __init__(self, plan: Plan, word: str, console: Console, expected: float) -> None:
         self.plan, self.word, self.console = plan, word, console
+        self.sample = models.sample(plan.options.model)
         self.bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -122,7 +125,7 @@ class Live:
     def done(self, run: Run, result: RunResult) -> None:
         style = "red" if result.reason else ""
         self.bars.console.print(
-            f"{describe(self.plan, run)}: {outcome(result, self.word)}",
+            f"{describe(self.plan, run)}: {outcome(result, self.word, self.sample)}",
             style=style,
             highlight=False,
             markup=False,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evener.bench.train import guard, nccl
+from evener.bench.train import guard, models, nccl
 from evener.bench.train.columns import PLAIN
 from evener.bench.train.plan import Plan, Row, Run, reference_column
 from evener.bench.train.stats import Spread, efficiency, spread
@@ -39,7 +39,7 @@ class ColumnInfo:
 
 @dataclass
 class RunResult:
-    """One run. `rate`: images/s a rank, of the slowest rank; None where it failed."""
+    """One run. `rate`: samples/s a rank, of the slowest rank; None where it failed."""
 
     row: str
     column: str
@@ -82,6 +82,16 @@ class Cell:
         return statistics.median(sent) if sent else None
 
     @property
+    def coding_share(self) -> float | None:
+        """Encoding and decoding on the GPU over the step, median over the runs; None unknown."""
+        shares = [
+            run.ranks[0]["coding_ms"] / statistics.median(run.ranks[0]["step_ms"])
+            for run in self.runs
+            if run.ranks and run.ranks[0].get("coding_ms") is not None
+        ]
+        return statistics.median(shares) if shares else None
+
+    @property
     def nccl(self) -> str:
         """NCCL's choices in words; several where runs differ."""
         seen = dict.fromkeys(nccl.in_words(run.nccl) for run in self.runs if run.nccl)
@@ -111,6 +121,11 @@ class Results:
     def device_word(self) -> str:
         """What a rank is: "GPU" or "process"."""
         return "process" if self.settings.get("device") == "cpu" else "GPU"
+
+    @property
+    def sample(self) -> str:
+        """What is counted: "image" or "sequence"."""
+        return models.sample(self.settings["model"])
 
     def cell(self, row: Row, column: str) -> Cell | None:
         """The cell, or None where it was not planned or has not run."""
@@ -163,11 +178,12 @@ class Results:
                 {
                     "row": cell.row.name,
                     "column": cell.column,
-                    "images_per_second_per_rank": cell.rate and cell.rate.to_json(),
-                    "images_per_second_total": cell.rate
+                    f"{self.sample}s_per_second_per_rank": cell.rate and cell.rate.to_json(),
+                    f"{self.sample}s_per_second_total": cell.rate
                     and cell.rate.times(cell.row.ranks).to_json(),
                     "efficiency": cell.efficiency and cell.efficiency.to_json(),
                     "sent_bytes_per_step": cell.sent_bytes_per_step,
+                    "coding_share": cell.coding_share,
                     "nccl": cell.nccl,
                     "reason": cell.reason,
                 }
@@ -260,7 +276,7 @@ def _figures(
     for outcome in done:
         groups.setdefault(outcome["group"], []).append(outcome)
     rates = [
-        sum(rank["images"] for rank in ranks) / len(ranks) / max(r["elapsed_s"] for r in ranks)
+        sum(rank["samples"] for rank in ranks) / len(ranks) / max(r["elapsed_s"] for r in ranks)
         for ranks in groups.values()
     ]
     taken.rate = statistics.mean(rates)

@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from evener.bench.train import models
 from evener.bench.train.columns import PLAIN, REFERENCE
 from evener.bench.train.plan import Row
 from evener.bench.train.results import Cell, Results
@@ -49,7 +50,7 @@ def grid(results: Results) -> Grid:
     """The table of `results`."""
     made = Grid(
         title=title(results),
-        unit=f"images/s a {results.device_word}",
+        unit=f"{results.sample}s/s a {results.device_word}",
         heads=tuple(column.title for column in results.columns),
     )
     for row in results.rows:
@@ -140,23 +141,22 @@ def _extras(made: Grid, results: Results, row: Row) -> None:
             for cell in cells
         )
         made.extras.append(("times DDP", ratios))
-    made.extras.append(
-        (
-            "images/s in total",
-            tuple(
-                number(cell.rate.median * row.ranks)
-                if cell and cell.rate and not cell.reason
-                else ""
-                for cell in cells
-            ),
-        )
-    )
+    made.extras.append((f"{results.sample}s/s in total", _total(cells, row.ranks)))
+    if symbols := models.symbols(results.settings["model"]):
+        made.extras.append(("tokens/s in total", _total(cells, row.ranks * symbols)))
     sent = tuple(
         megabytes(cell.sent_bytes_per_step) if cell and cell.sent_bytes_per_step else ""
         for cell in cells
     )
     if any(sent):
         made.extras.append(("MB that a node sends a step", sent))
+
+
+def _total(cells: list[Cell | None], factor: int) -> tuple[str, ...]:
+    return tuple(
+        number(cell.rate.median * factor) if cell and cell.rate and not cell.reason else ""
+        for cell in cells
+    )
 
 
 def _notes(made: Grid, results: Results) -> None:
@@ -174,6 +174,15 @@ def _notes(made: Grid, results: Results) -> None:
         )
     if results.cluster.get("why"):
         made.notes.append(f"No simulated cluster: {results.cluster['why']}. No link was limited.")
+    coded = [
+        f"{cell.column} {100 * cell.coding_share:.1f}%"
+        for cell in results.cells()
+        if cell.coding_share is not None and cell.row == results.rows[-1]
+    ]
+    if coded:
+        made.notes.append(
+            f"Encoding and decoding, time of the GPU over the step: {', '.join(coded)}."
+        )
     chosen = {}
     for cell in results.cells():
         if cell.nccl and cell.row == results.rows[-1]:

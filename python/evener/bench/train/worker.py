@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from evener.bench.train import guard, models, nccl, wrap
+from evener.bench.train import coding, guard, models, nccl, wrap
 from evener.bench.train.columns import Column
 from evener.bench.train.plan import Options
 from evener.settings import LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO
@@ -37,6 +37,7 @@ from evener.settings import LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK
 Report = Callable[[dict[str, Any]], None]
 
 _PROGRESS_EVERY = 0.5
+_TRACED = 3
 _LEAST_STEPS = 5
 _MOST_STEPS = 20_000
 
@@ -182,12 +183,15 @@ class _Run:
         last_loss = self.loss.item()
         self._wait_for_device()
         self._phase("measure")
+        if options.trace:
+            self._trace(Path(options.trace))
+        coding_ms = self._coding()
         done: dict[str, Any] = {
             "rank": task.rank,
             "group": task.group,
             "world": task.world,
             "steps": steps,
-            "images": steps * options.batch_size,
+            "samples": steps * options.batch_size,
             "elapsed_s": elapsed,
             "step_ms": [round(value, 4) for value in step_ms],
             "first_loss": first_loss,
@@ -200,6 +204,7 @@ class _Run:
             ),
             "device": self.device.type,
             "plan": self._planned(),
+            "coding_ms": coding_ms,
         }
         self._phase("check")
         done["phases_s"] = self.phases
@@ -209,31 +214,26 @@ class _Run:
     def _build(self) -> None:
         options = self.options
         torch.manual_seed(options.seed)
-        size = options.image_size or models.image_size(options.model)
         model = models.build(options.model).to(self.device)
-        # Every rank has images of its own, so that ranks that do not synchronise drift apart.
+        # Every rank has samples of its own, so that ranks that do not synchronise drift apart.
         torch.manual_seed(options.seed + 1000 * (1 + self.task.rank))
-        self.images = torch.randn(options.batch_size, 3, size, size, device=self.device)
-        self.labels = torch.randint(
-            models.classes(options.model), (options.batch_size,), device=self.device
+        self.inputs, self.targets = models.data(
+            options.model, options.batch_size, self.device, options.image_size
         )
         if options.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            self.images = self.images.contiguous(memory_format=torch.channels_last)
+            self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=options.lr)
         self.model = wrap.wrap(model, self.optimizer, self.device, self.column, options)
         self.model.train()
-        self.criterion = nn.CrossEntropyLoss()
         self.loss = torch.zeros((), device=self.device)
         self._phase("build")
 
     def _step(self) -> None:
         self.optimizer.zero_grad()
         with self._precision():
-            output = self.model(self.images)
-            # Inception and GoogLeNet answer with a named tuple in training.
-            loss = self.criterion(getattr(output, "logits", output), self.labels)
+            loss = models.criterion(self.model(self.inputs), self.targets)
         loss.backward()
         self.optimizer.step()
         self.loss = loss.detach()
@@ -263,6 +263,18 @@ class _Run:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
         return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
+
+    def _trace(self, directory: Path) -> None:
+        """Train a few more steps; rank 0 writes what torch's profiler saw of them."""
+        if self.task.rank or self.task.group:
+            self._timed(_TRACED)
+            return
+        with torch.profiler.profile() as profile:
+            self._timed(_TRACED)
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"{self.options.model}-{self.column.name}-{self.task.world}-run{self.task.run}"
+        profile.export_chrome_trace(str(directory / f"{name}.json.gz"))
+        self._phase("trace")
 
     def _mark(self, gpu: bool) -> Any:
         if not gpu:
@@ -297,6 +309,9 @@ class _Run:
         store.wait([f"{name}/open"])
 
     def _wait_for_device(self) -> None:
+        # What a step has left for the next forward belongs to it, and not to what is timed next.
+        if (steps := getattr(self.model, "evener_steps", None)) is not None:
+            steps.finish("")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -324,12 +339,33 @@ class _Run:
             digest.update(raw.cpu().numpy().data)
         return digest.hexdigest()
 
+    def _coding(self) -> float | None:
+        """Milliseconds of a step's encoding and decoding, where this is known; see coding.py."""
+        exchanges = getattr(getattr(self.model, "evener", None), "exchanges", ())
+        compressed = any(exchange.wire.name != "exact" for exchange in exchanges)
+        if self.device.type != "cuda" or not compressed:
+            return None
+
+        def finish() -> None:
+            if (left := getattr(self.model, "evener_steps", None)) is not None:
+                left.finish("")
+
+        took = coding.measure(self._step, finish, here=self.task.rank == 0)
+        self._phase("coding")
+        return took
+
     def _planned(self) -> dict[str, Any] | None:
         """What Evener's planner decided and expected, where this column has one."""
-        planner = getattr(getattr(self.model, "evener_steps", None), "planner", None)
-        if planner is None or planner.decision is None or self.task.rank:
+        steps = getattr(self.model, "evener_steps", None)
+        planner = getattr(steps, "planner", None)
+        if steps is None or planner is None or planner.decision is None or self.task.rank:
             return None
-        return {**planner.decision.to_json(), "costs": planner.costs.to_json()}
+        return {
+            **planner.decision.to_json(),
+            "forced_ms": planner.forced_ms,
+            "costs": planner.costs.to_json(),
+            "profile": steps.profile.to_json(),
+        }
 
     def _phase(self, name: str) -> None:
         now = time.perf_counter()

@@ -65,9 +65,10 @@ class StepOverlap:
         self._lock = threading.RLock()
         self._recorder: Recorder | None = None
         self._layout: Any = None
-        self._members: list[list[nn.Parameter]] = []
+        self._members: dict[int, list[nn.Parameter]] = {}
+        self._last: dict[int, int] = {}
         self._place: dict[int, int] = {}
-        self._waiting: set[int] = set()
+        self._waiting: set[int] = set()  # units, see `_look_at_layout`
         self._groups: dict[int, list[optimizers.Group]] = {}
         self._dropped: set[int] = set()
         self._events: dict[int, torch.cuda.Event] = {}
@@ -111,7 +112,7 @@ class StepOverlap:
             self.finish("")
             self._look_at_layout()
             self._recorder, self.state = recorder, State.TRACING
-            self._arm(range(len(self._members)))
+            self._arm(self._members)
 
     def forward_begins(self) -> None:
         """A forward that will be differentiated begins."""
@@ -135,7 +136,7 @@ class StepOverlap:
                 self._step_stream = torch.cuda.current_stream(self.device)
             self._look_at_layout()
             self.state = State.REDUCING
-            self._arm(range(len(self._members)))
+            self._arm(self._members)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step: deferred where it may be."""
@@ -154,9 +155,9 @@ class StepOverlap:
 
     def _defer(self) -> None:
         self._groups = optimizers.split(self.optimizer, self._place)
-        self._disarm(range(len(self._members)))
+        self._disarm(self._members)
         optimizers.update(self.optimizer, self._groups.pop(optimizers.NOWHERE, []))
-        self._waiting = set(range(len(self._members)))
+        self._waiting = set(self._members)
         self._dropped.clear()
         if self._stream is not None:
             self._step_stream = torch.cuda.current_stream(self.device)
@@ -164,8 +165,10 @@ class StepOverlap:
             with torch.cuda.stream(self._stream):
                 for bucket in self.reducer.sequence:
                     self.reducer.wait(bucket)
-                    optimizers.update(self.optimizer, self._groups.get(bucket, []))
-                    self._events[bucket] = self._stream.record_event()
+                    if bucket in self._last:
+                        unit = self._last[bucket]
+                        optimizers.update(self.optimizer, self._groups.get(unit, []))
+                        self._events[unit] = self._stream.record_event()
                 self._updated = self._stream.record_event()
                 # Here, on the stream that waits for all of them: it may look at what they measured.
                 self.reducer.end_step()
@@ -173,22 +176,23 @@ class StepOverlap:
         self.state = State.DEFERRED
         self._arm(self._waiting)
 
-    def _land(self, bucket: int) -> None:
-        """The bucket's parameters as they are after the step, from here on the current stream."""
-        if bucket not in self._waiting:
+    def _land(self, unit: int) -> None:
+        """The unit's parameters as they are after the step, from here on the current stream."""
+        if unit not in self._waiting:
             return
-        members = self._members[bucket]
+        members = self._members[unit]
         if self._stream is not None:
-            self._wait_on_stream(self._events[bucket])
-            self._disarm([bucket])
+            self._wait_on_stream(self._events[unit])
+            self._disarm([unit])
         else:
-            self.reducer.wait(bucket)
-            self._disarm([bucket])
-            optimizers.update(self.optimizer, self._groups.pop(bucket, []))
+            for bucket in self.reducer.buckets[unit].parts:
+                self.reducer.wait(bucket)
+            self._disarm([unit])
+            optimizers.update(self.optimizer, self._groups.pop(unit, []))
             for parameter in members:
                 if id(parameter) in self._dropped:
                     parameter.grad = None
-        self._waiting.discard(bucket)
+        self._waiting.discard(unit)
         if not self._waiting:
             self.state = State.IDLE
             if self._stream is None:
@@ -241,16 +245,16 @@ class StepOverlap:
             if reason and self.state is not State.TRACING:
                 self._tell(reason)
             if self.state is State.TRACING:
-                self._disarm(range(len(self._members)))
+                self._disarm(self._members)
                 self.state = State.IDLE
             elif self.state is State.REDUCING:
                 self._wait_for_all()
-                self._disarm(range(len(self._members)))
+                self._disarm(self._members)
                 self.state = State.IDLE
                 self.reducer.end_step()
             else:
                 for bucket in self.reducer.sequence:
-                    self._land(bucket)
+                    self._land(self.reducer.buckets[bucket].parts[0])
             if on_host and self._stream is not None:
                 torch.cuda.current_stream(self.device).synchronize()
 
@@ -302,12 +306,13 @@ class StepOverlap:
             if self.state is State.REDUCING:
                 self.finish(f"between backward and step, {_name(function)} in {_caller()}")
             for parameter in parameters:
-                bucket = self._place[id(parameter)]
+                unit = self._place[id(parameter)]
                 if self.state is State.DEFERRED:
-                    self._land(bucket)
+                    self._land(unit)
                 elif self.state is State.TRACING and self._recorder is not None:
-                    self._recorder.needed(bucket)
-                    self._disarm([bucket])
+                    for bucket in self.reducer.buckets[unit].parts:
+                        self._recorder.needed(bucket)
+                    self._disarm([unit])
             guard.disarm(parameters)
 
     def dropped(self, parameter: Pending) -> bool:
@@ -330,22 +335,29 @@ class StepOverlap:
     # --- bookkeeping ---
 
     def _look_at_layout(self) -> None:
-        if self._layout is self.reducer.buckets:
-            return
-        self._layout = self.reducer.buckets
-        self._members = [
-            [self.reducer.parameters[slot.index] for slot in bucket.slots]
-            for bucket in self.reducer.buckets
-        ]
-        self._place = {id(p): b for b, members in enumerate(self._members) for p in members}
+        """What is updated at once is a unit: a bucket, or those over which a tensor is spread.
 
-    def _arm(self, buckets: Any) -> None:
-        for bucket in buckets:
-            guard.arm(self._members[bucket], self)
+        It has the number of its first bucket.
+        """
+        if self._layout is not self.reducer.buckets:
+            self._layout = self.reducer.buckets
+            self._members = {
+                bucket.index: [self.reducer.parameters[slot.index] for slot in bucket.slots]
+                for bucket in self.reducer.buckets
+                if bucket.index == bucket.parts[0]
+            }
+            self._place = {id(p): u for u, members in self._members.items() for p in members}
+        # The bucket with which each unit is complete.
+        last = {self.reducer.buckets[b].parts[0]: b for b in self.reducer.sequence}
+        self._last = {bucket: unit for unit, bucket in last.items()}
 
-    def _disarm(self, buckets: Any) -> None:
-        for bucket in buckets:
-            guard.disarm(self._members[bucket])
+    def _arm(self, units: Iterable[int]) -> None:
+        for unit in units:
+            guard.arm(self._members[unit], self)
+
+    def _disarm(self, units: Iterable[int]) -> None:
+        for unit in units:
+            guard.disarm(self._members[unit])
 
 
 def refuse_model(reducer: Reducer, model: nn.Module) -> str:

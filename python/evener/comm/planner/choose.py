@@ -23,11 +23,15 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """One bucket: "2d" or "flat", the form between nodes, and the times expected of its stages."""
+    """One bucket: "2d" or "flat", the form between nodes, and the times expected of its stages.
+
+    `loss`: the share of computing that its exchange takes from whatever runs beside it.
+    """
 
     algorithm: str
     form: str
     stages_ms: tuple[float, float, float]
+    loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,27 +108,35 @@ class _Search:
         return self._choices[key]
 
     def _best_algorithm(self, size: int, form: str) -> Choice:
-        two = Choice("2d", form, self.costs.stages("2d", form, size))
+        loss = self.costs.loss(form, size, self.profile.drag)
+        two = Choice("2d", form, self._stages("2d", form, size), loss)
         if self.costs.flat is None or form != "exact" or self.algorithm == "2d":
             return two
-        flat = Choice("flat", form, self.costs.stages("flat", form, size))
+        flat = Choice("flat", form, self._stages("flat", form, size), loss)
         if self.algorithm == "flat" or self.costs.per_node == 1:
             return flat
         # Buckets are pipelined through the lanes: what counts is the longest, then the sum.
         faster = max(flat.stages_ms) < (1 - TOLERANCE) * max(two.stages_ms)
         return flat if faster else two
 
+    def _stages(self, algorithm: str, form: str, size: int) -> tuple[float, float, float]:
+        scatter, exchange, gather = self.costs.stages(algorithm, form, size)
+        return scatter, exchange * self.profile.crowd, gather
+
     def stages(self, levels: Sequence[int]) -> list[tuple[float, float, float]]:
         return [self.choice(b, level).stages_ms for b, level in enumerate(levels)]
+
+    def losses(self, levels: Sequence[int]) -> list[float]:
+        return [self.choice(b, level).loss for b, level in enumerate(levels)]
 
     def play(self, levels: Sequence[int], sequence: Sequence[int] | None = None) -> Played:
         stages = self.stages(levels)
         if sequence is None:
             sequence = first_sequence(self.profile, stages, self.overlap)
-        return play(self.profile, stages, sequence, self.overlap)
+        return play(self.profile, stages, sequence, self.overlap, self.losses(levels))
 
     def best(self, levels: Sequence[int]) -> tuple[int, ...]:
-        return best_sequence(self.profile, self.stages(levels), self.overlap)
+        return best_sequence(self.profile, self.stages(levels), self.overlap, self.losses(levels))
 
     def exact(self) -> Played:
         forms, self.forms = self.forms, ["exact"]

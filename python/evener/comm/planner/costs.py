@@ -33,7 +33,9 @@ class Curve:
         place = min(max(place, 1), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[place - 1], self.points[place]
         slope = max(0.0, (y1 - y0) / (x1 - x0))
-        return max(0.0, y0 + (size - x0) * slope)
+        # Below the first point noise must not make it nothing: latency is never negative.
+        least = y0 * size / x0 if size < x0 else 0.0
+        return max(least, y0 + (size - x0) * slope)
 
     @staticmethod
     def line(fixed_ms: float, ms_a_byte: float) -> Curve:
@@ -47,7 +49,8 @@ class Costs:
 
     `scatter`, `gather`: in the node, over the bucket's bytes. `exchange[form]`: between nodes, over
     the shard's bytes before they are encoded; encoding and decoding included. `flat`: all ranks in
-    one level, exact, over the bucket's bytes; None where it was not asked for.
+    one level, exact, over the bucket's bytes; None where it was not asked for. `encode[form]`: of
+    the exchange, what encoding and decoding take, for which the device computes nothing else.
     """
 
     nodes: int
@@ -57,6 +60,7 @@ class Costs:
     exchange: Mapping[str, Curve]
     flat: Curve | None = None
     notes: Mapping[str, float] = field(default_factory=dict)
+    encode: Mapping[str, Curve] = field(default_factory=dict)
 
     def stages(self, algorithm: str, form: str, size: int) -> tuple[float, float, float]:
         """Milliseconds of the three stages of a bucket of `size` bytes."""
@@ -66,6 +70,18 @@ class Costs:
         if self.per_node == 1:
             return 0.0, self.exchange[form](shard), 0.0
         return self.scatter(size), self.exchange[form](shard), self.gather(size)
+
+    def loss(self, form: str, size: int, drag: float) -> float:
+        """The share of computing that is lost during the exchange of a bucket of `size` bytes.
+
+        `drag`: what a collective alone takes, see `StepProfile`.
+        """
+        shard = size / self.per_node
+        took = self.exchange[form](shard)
+        if took <= 0 or form not in self.encode:
+            return drag
+        own = min(1.0, self.encode[form](shard) / took)
+        return own + (1.0 - own) * drag
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -77,6 +93,7 @@ class Costs:
             "exchange": {form: curve.points for form, curve in self.exchange.items()},
             "flat": None if self.flat is None else self.flat.points,
             "notes": dict(self.notes),
+            "encode": {form: curve.points for form, curve in self.encode.items()},
         }
 
 
@@ -124,6 +141,16 @@ def paper_forms(ratio: float = 0.01) -> tuple[Form, ...]:
     )
 
 
+def encoding(memory_bytes_a_ms: float, forms: Sequence[str]) -> dict[str, Curve]:
+    """What encoding and decoding take at the memory's rate, by form; over a shard's bytes."""
+    passes = {form.name: form.passes for form in paper_forms()}
+    passes["bf16"] = passes["fp16"]
+    return {
+        form: Curve.line(0.0, passes.get(form, passes["int8"]) / memory_bytes_a_ms)
+        for form in forms
+    }
+
+
 def of_network(
     nodes: int,
     per_node: int,
@@ -152,4 +179,5 @@ def of_network(
         2 * (n - 1) * between.latency_ms + 2 * (total - n) * inside.latency_ms,
         crossing / between.bytes_a_ms if n > 1 else 2 * around,
     )
-    return Costs(n, ranks, inner, inner, exchange, flat)
+    encode = encoding(memory_bytes_a_ms, list(exchange))
+    return Costs(n, ranks, inner, inner, exchange, flat, encode=encode)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from evener.comm.buckets import group_by_size
+from evener.comm.buckets import ALIGN, group_by_size, partitions
 from evener.comm.profile import BucketProfile, StepProfile
 
 # Operations that a GPU of today does in the time in which it moves one byte.
@@ -29,8 +29,12 @@ def profile_of(
     inputs: Callable[[], tuple[Any, ...]],
     compute_ms: float,
     bucket_bytes: int = 25 << 20,
+    partition_bytes: int = 32 << 20,
 ) -> StepProfile:
-    """The profile of a step that computes for `compute_ms`. `build` and `inputs` run on meta."""
+    """The profile of a step that computes for `compute_ms`. `build` and `inputs` run on meta.
+
+    Buckets are laid out as in training with lossy forms, on nodes of one rank.
+    """
     with torch.device("meta"):
         model = build().train()
         given = inputs()
@@ -51,17 +55,18 @@ def profile_of(
     parameters = [p for _, p in trained]
     order = sorted(range(len(trained)), key=lambda i: (ready.get(id(parameters[i]), backward), -i))
     buckets = []
-    for group in group_by_size(parameters, order, bucket_bytes):
-        numel = sum(parameters[i].numel() for i in group)
-        buckets.append(
-            BucketProfile(
-                trained[group[0]][0],
-                numel,
-                parameters[group[0]].element_size(),
-                max(ready.get(id(parameters[i]), backward) for i in group),
-                min(need.get(id(parameters[i]), forward) for i in group),
-            )
-        )
+    dense = frozenset(i for i, p in enumerate(parameters) if p.dim() <= 1)
+    for group in group_by_size(parameters, order, bucket_bytes, dense):
+        first, numel = parameters[group[0]], sum(parameters[i].numel() for i in group)
+        last = max(ready.get(id(parameters[i]), backward) for i in group)
+        use = min(need.get(id(parameters[i]), forward) for i in group)
+        cut = [numel]
+        if len(group) == 1:
+            cut = partitions(numel, first.element_size(), partition_bytes, ALIGN)
+        name = trained[group[0]][0]
+        for part, size in enumerate(cut):
+            said = f"{name}, {part + 1} of {len(cut)}" if len(cut) > 1 else name
+            buckets.append(BucketProfile(said, size, first.element_size(), last, use))
     return StepProfile(forward, backward, 0.0, tuple(buckets))
 
 

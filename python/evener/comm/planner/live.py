@@ -50,6 +50,8 @@ class Planner:
         self.forms = wires.ladder(reducer.options.floor)
         self.decision: Decision | None = None
         self.costs: Costs | None = None
+        # On rank 0: the step that each form alone would give.
+        self.forced_ms: dict[str, float] = {}
         self.measured_ms: float | None = None
         self._measure = self._probe if measure is None else measure
         self._every = watch_every
@@ -71,7 +73,10 @@ class Planner:
         self.costs = self._measure(agreed)
         box = [None]
         if self.reducer.communicators.rank == 0:
-            box = [self._choose(agreed, self.costs)]
+            box = [self._choose(agreed, self.costs, self.forms)]
+            self.forced_ms = {
+                form: self._choose(agreed, self.costs, [form]).step_ms for form in self.forms
+            }
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.decision = box[0]
         assert self.decision is not None
@@ -87,11 +92,11 @@ class Planner:
         if self.reducer.communicators.rank == 0:
             self._log(agreed)
 
-    def _choose(self, profile: StepProfile, costs: Costs) -> Decision:
+    def _choose(self, profile: StepProfile, costs: Costs, forms: Sequence[str]) -> Decision:
         return choose.choose(
             profile,
             costs,
-            self.forms,
+            forms,
             overlap=self.overlap,
             algorithm=self.reducer.options.algorithm,
             allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
@@ -103,7 +108,7 @@ class Planner:
         # One node: nothing crosses a network.
         forms = self.forms if communicators.route.levels.nodes > 1 else ("exact",)
         made = {form: wires.get(form)(communicators.route, options) for form in forms}
-        return probe.Probe(communicators).costs(
+        return probe.Probe(communicators, self.reducer.lanes).costs(
             made, (min(sizes), max(sizes)), flat=options.algorithm != "2d"
         )
 
@@ -126,12 +131,12 @@ class Planner:
     def _compare(self, recorder: Recorder) -> bool:
         assert self.decision is not None
         expected = measured = 0.0
+        occupied = [recorder.occupied(place) for place in range(3)]
         for index, choice in enumerate(self.decision.choices):
             for place, took in enumerate(choice.stages_ms):
-                marks = recorder.stages.get((index, place))
-                if marks is not None and max(choice.stages_ms) == took > 0:
+                if index in occupied[place] and max(choice.stages_ms) == took > 0:
                     expected += took
-                    measured += recorder.clock.ms(*marks)
+                    measured += occupied[place][index]
         now = time.perf_counter()
         if self._since is not None:
             self.measured_ms = (now - self._since) * 1e3 / self._every
@@ -161,15 +166,23 @@ class Planner:
     def _log(self, profile: StepProfile) -> None:
         made, costs = self.decision, self.costs
         assert made is not None and costs is not None
+        carrier = self.reducer.communicators.route.carrier
+        logger.info("probe: the exchange between nodes goes by %s", carrier.name)
         for line in probe.describe(costs):
             logger.info("probe: %s", line)
+        logger.info(
+            "profile: beside an exchange %.0f%% of computing is lost, beside computing an exchange "
+            "takes %.2f times as long",
+            100 * profile.drag,
+            profile.crowd,
+        )
         state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"
         logger.info(
-            "plan: step %.1f ms expected, compute %.1f ms, communication %s; all exact %.1f ms",
+            "plan: step %.1f ms expected, compute %.1f ms, communication %s; forced: %s",
             made.step_ms,
             made.compute_ms,
             state,
-            made.exact_ms,
+            ", ".join(f"{form} {step:.1f} ms" for form, step in self.forced_ms.items()),
         )
         for line in table(profile, made):
             logger.info("plan: %s", line)

@@ -2,8 +2,8 @@
 
 Every rank takes part, all at the same time, as in a step: the links are shared then as they are
 here. Sizes are the buckets' own, from the smallest to the largest, as far as one call stays within
-`MOST_MS`; rank 0 decides on sizes and reports the slowest rank's times, for that is what a step
-waits for. Forms are whatever makes a `Wire`; their time includes encoding and decoding.
+a third of `MOST_MS`; reported is the slowest rank's time, for that is what a step waits for. Forms
+are whatever makes a `Wire`; their time includes encoding and decoding.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from evener.comm.buckets import ALIGN, padded
 from evener.comm.groups import Communicators, Group
-from evener.comm.planner.costs import Costs, Curve
+from evener.comm.lanes import OUTER_STREAMS, Lanes
+from evener.comm.planner.costs import Costs, Curve, encoding
+from evener.comm.profile import Clock
 from evener.comm.state import ShardState
 from evener.comm.wires import Wire
 
@@ -25,17 +28,21 @@ logger = logging.getLogger("evener.comm")
 
 MOST_MS = 120.0
 _LEAST_BYTES = 1 << 16
+_GROWTH = 16
 _MOST_BYTES = 128 << 20
 _REPEATS = 3
+_AHEAD = 1 << 20  # cycles, about half a millisecond
 
 
 class Probe:
     """One measurement of one reducer's network. All methods are collective."""
 
-    def __init__(self, communicators: Communicators) -> None:
+    def __init__(self, communicators: Communicators, lanes: Lanes | None = None) -> None:
+        """`lanes`: on which exchanges are in flight at once, as training has them."""
         self.communicators = communicators
+        self.lanes = lanes
         self.device = communicators.device
-        self._states: dict[tuple[str, int], ShardState] = {}
+        self._states: dict[tuple[str, int, int], ShardState] = {}
 
     def costs(self, wires: Mapping[str, Wire], sizes: tuple[int, int], *, flat: bool) -> Costs:
         """Costs for buckets from `sizes[0]` to `sizes[1]` bytes, of FP32 gradients.
@@ -55,6 +62,7 @@ class Probe:
             name: self._curve(
                 (sizes[0] // shards, sizes[1] // shards),
                 lambda shard, wire=wire: self._exchange(shard, wire),  # type: ignore[misc]
+                self.lanes if route.outer.transport is not None else None,
             )
             for name, wire in wires.items()
         }
@@ -62,11 +70,22 @@ class Probe:
         if flat and shards > 1:
             everyone = self.communicators.flat().outer
             flat_curve = self._curve(
-                sizes, lambda whole: dist.all_reduce(whole, group=everyone.handle)
+                sizes, lambda whole: everyone.all_reduce(whole, dist.ReduceOp.SUM)
             )
+            everyone.release()
+        route.outer.release()
         notes = {"probe_s": time.perf_counter() - began}
         nodes = self.communicators.size // shards
-        return Costs(nodes, shards, scatter, gather, exchange, flat_curve, notes)
+        encode = encoding(self._memory(), list(wires))
+        return Costs(nodes, shards, scatter, gather, exchange, flat_curve, notes, encode)
+
+    def _memory(self) -> float:
+        """Bytes a millisecond that this device's memory moves: a copy reads and writes."""
+        # More than a GPU's cache holds.
+        size = (128 if self.device.type == "cuda" else 16) << 20
+        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self._best(lambda: target.copy_(source))
 
     def _scatter(self, whole: torch.Tensor, group: Group, shards: int) -> None:
         length = whole.numel() // shards
@@ -80,39 +99,75 @@ class Probe:
 
     def _exchange(self, shard: torch.Tensor, wire: Wire) -> None:
         # Some forms keep residuals, which must have the shard's length.
-        key = (wire.name, shard.numel())
+        key = (wire.name, shard.numel(), shard.data_ptr())
         wire.exchange(shard, self._states.setdefault(key, ShardState(0)))
 
-    def _curve(self, sizes: tuple[int, int], operation: Callable[[torch.Tensor], None]) -> Curve:
+    def _curve(
+        self,
+        sizes: tuple[int, int],
+        operation: Callable[[torch.Tensor], None],
+        lanes: Lanes | None = None,
+    ) -> Curve:
         large = min(max(sizes[1], 4 * _LEAST_BYTES), _MOST_BYTES)
         small = max(min(sizes[0], large // 4), _LEAST_BYTES)
-        points = [(float(small), self._time(small, operation))]
-        # What the small one says of the large one: latency makes it too much, never too little.
-        while large >= 8 * small and points[0][1] * large / small > MOST_MS:
-            large //= 2
-        points.append((float(large), self._time(large, operation)))
-        middle = int((small * large) ** 0.5)
-        if large >= 16 * small:
-            points.insert(1, (float(middle), self._time(middle, operation)))
+        points = [(float(small), self._time(small, operation, lanes))]
+        while points[-1][0] < large:
+            last, took = points[-1]
+            # What the last one says of the next: latency makes it too much, never too little.
+            most = last * max(2.0, MOST_MS / _REPEATS / max(took, 1e-6))
+            size = min(float(large), last * _GROWTH, most)
+            points.append((size, self._time(int(size), operation, lanes)))
+            if points[-1][1] > MOST_MS / _REPEATS / 2:
+                break
         return Curve(tuple(points))
 
-    def _time(self, size: int, operation: Callable[[torch.Tensor], None]) -> float:
-        """Milliseconds of one call on `size` bytes of FP32: the slowest rank's, best of a few."""
+    def _time(
+        self, size: int, operation: Callable[[torch.Tensor], None], lanes: Lanes | None
+    ) -> float:
+        """Milliseconds of one call on `size` bytes of FP32 among others: the slowest rank's."""
         numel = padded(size // 4, ALIGN * self.communicators.route.shards)
-        data = torch.randn(numel, device=self.device)
-        operation(data)
-        best = float("inf")
-        for _ in range(_REPEATS):
-            self._meet()
-            start = time.perf_counter()
-            operation(data)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            best = min(best, (time.perf_counter() - start) * 1e3)
+        data = [
+            torch.randn(numel, device=self.device) for _ in range(OUTER_STREAMS if lanes else 1)
+        ]
+
+        def turns() -> None:
+            assert lanes is not None
+            calls = [partial(operation, part) for part in data]
+            tickets = [
+                lanes.issue("probe", (None, calls[turn % OUTER_STREAMS], None), turn)
+                for turn in range(2 * OUTER_STREAMS)
+            ]
+            for ticket in tickets:
+                ticket.wait()
+
+        if lanes is None:
+            best = self._best(lambda: operation(data[0]))
+        else:
+            best = self._best(turns, 1) / (2 * OUTER_STREAMS)
         slowest = torch.tensor([best], dtype=torch.float64)
         control = self.communicators.control.handle
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)
         return float(slowest.item())
+
+    def _best(self, call: Callable[[], object], repeats: int = _REPEATS) -> float:
+        """Milliseconds of one call, of a few in a row, as buckets follow each other: best of two.
+
+        On a GPU by the device's clock: that the host waits for the end is not what a step does.
+        """
+        call()
+        clock, best = Clock(self.device), float("inf")
+        for _ in range(2):
+            self._meet()
+            if clock.gpu:
+                torch.cuda._sleep(_AHEAD)  # the host enqueues all calls meanwhile
+            start = clock.mark()
+            for _ in range(repeats):
+                call()
+            end = clock.mark()
+            if clock.gpu:
+                torch.cuda.synchronize(self.device)
+            best = min(best, clock.ms(start, end) / repeats)
+        return best
 
     def _meet(self) -> None:
         if self.device.type == "cuda":

@@ -41,7 +41,11 @@ class Limits:
 
 
 class Wire(ABC):
-    """See the module. One object serves all buckets of one route, one after another."""
+    """See the module. One object serves all buckets of one route.
+
+    It talks to its peers by the methods of `self.outer`, and its scratch memory is `Scratch`: on a
+    GPU buckets may be at work on several streams at once.
+    """
 
     name: ClassVar[str]
     milder: ClassVar[str] = "exact"
@@ -60,9 +64,9 @@ class Wire(ABC):
     def exchange(self, shard: torch.Tensor, state: ShardState) -> None:
         """Reduce `shard` [n], of the bucket's dtype, over the outer group, in place.
 
-        Leaves the same bits on every rank of the group. It runs on the outer lane: on a CPU it may
+        Leaves the same bits on every rank of the group. It runs on an outer lane: on a CPU it may
         block, on a GPU it only enqueues on the current stream, so scratch memory may be used again
-        by the next bucket without waiting.
+        by the next bucket of that stream without waiting.
         """
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
@@ -73,20 +77,6 @@ class Wire(ABC):
 def _around(peers: int, size: int) -> int:
     """Bytes that one rank of a bandwidth-optimal all-reduce of `size` bytes sends."""
     return 2 * (peers - 1) * size // peers
-
-
-class Scratch:
-    """One growing buffer, used again and again."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def get(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[numel] of `dtype`, uninitialised, valid until the next call."""
-        size = numel * dtype.itemsize
-        if self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._buffer[:size].view(dtype)
 
 
 _FORMS: dict[str, type[Wire]] = {}

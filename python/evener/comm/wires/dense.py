@@ -10,8 +10,9 @@ import torch.distributed as dist
 from evener.comm import casts
 from evener.comm.groups import Route
 from evener.comm.options import Options
+from evener.comm.scratch import Scratch
 from evener.comm.state import ShardState
-from evener.comm.wires.base import Limits, Scratch, Wire, register
+from evener.comm.wires.base import Limits, Wire, register
 
 
 @register
@@ -23,7 +24,7 @@ class ExactWire(Wire):
     def exchange(self, shard: torch.Tensor, state: ShardState) -> None:
         """See `Wire`."""
         del state
-        dist.all_reduce(shard, self.scaling.op, group=self.outer.handle)
+        self.outer.all_reduce(shard, self.scaling.op)
 
 
 class CastWire(Wire):
@@ -40,7 +41,7 @@ class CastWire(Wire):
         del state
         small = self._scratch.get(shard.numel(), self.dtype, shard.device)
         casts.narrow(shard, self.scaling.outer, small)
-        dist.all_reduce(small, dist.ReduceOp.SUM, group=self.outer.handle)
+        self.outer.all_reduce(small, dist.ReduceOp.SUM)
         casts.widen(small, 1.0, shard)
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:

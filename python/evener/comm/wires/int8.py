@@ -10,14 +10,14 @@ rounded, so that nothing is lost there either.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from evener.comm import int8
 from evener.comm.buckets import padded
 from evener.comm.groups import Route
 from evener.comm.options import Options
+from evener.comm.scratch import Scratch
 from evener.comm.state import ShardState
-from evener.comm.wires.base import Limits, Scratch, Wire, register
+from evener.comm.wires.base import Limits, Wire, register
 
 
 @register
@@ -47,7 +47,7 @@ class Int8Wire(Wire):
         codes, scales = _views(payload.unsqueeze(0), room)
         int8.quantize(shard, residual, codes[0], scales[0], self._key(state, 0))
         received = self._received.get(payload.numel() * 2, torch.uint8, shard.device)
-        dist.all_gather_into_tensor(received, payload, group=self.outer.handle)
+        self.outer.all_gather(received, payload)
         self._add_up(received.view(2, -1), room, shard)
 
     def _by_parts(self, shard: torch.Tensor, residual: torch.Tensor, state: ShardState) -> None:
@@ -62,7 +62,7 @@ class Int8Wire(Wire):
             key = self._key(state, part)
             int8.quantize(shard[own], residual[own], codes[part], scales[part], key)
         received = self._received.get(size * peers, torch.uint8, shard.device)
-        dist.all_to_all_single(received, payload.view(-1), group=self.outer.handle)
+        self.outer.all_to_all(received, payload.view(-1))
         mine = slice(starts[rank], starts[rank + 1])
         total = self._part.get(mine.stop - mine.start, torch.float32, shard.device)
         self._add_up(received.view(peers, -1), room, total)
@@ -72,7 +72,7 @@ class Int8Wire(Wire):
         left = torch.zeros_like(total)
         int8.quantize(total, left, codes[0], scales[0], self._key(state, peers))
         residual[mine].add_(left, alpha=1.0 / self.scaling.outer)
-        dist.all_gather_into_tensor(received, second, group=self.outer.handle)
+        self.outer.all_gather(received, second)
         codes, scales = _views(received.view(peers, -1), room)
         for part in range(peers):
             out = shard[starts[part] : starts[part + 1]]

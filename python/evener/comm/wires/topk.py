@@ -14,14 +14,14 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from evener.comm import chunks, topk
 from evener.comm.buckets import padded
 from evener.comm.groups import Route
 from evener.comm.options import Options
+from evener.comm.scratch import Scratch
 from evener.comm.state import Sent, ShardState
-from evener.comm.wires.base import Limits, Scratch, Wire, register
+from evener.comm.wires.base import Limits, Wire, register
 
 # DGC begins with a quarter of the entries and divides by four four times.
 _WARM, _STAGES = 0.25, 5
@@ -69,7 +69,7 @@ class SparseWire(Wire):
         """All ranks' payloads, uint8 [ranks, bytes]."""
         peers = self.outer.size
         received = self._received.get(payload.numel() * peers, torch.uint8, payload.device)
-        dist.all_gather_into_tensor(received, payload, group=self.outer.handle)
+        self.outer.all_gather(received, payload)
         return received.view(peers, -1)
 
     def _sent(self, state: ShardState, values: torch.Tensor, places: torch.Tensor) -> None:

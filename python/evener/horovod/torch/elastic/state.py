@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from evener.comm import abort, elastic
+from evener.comm import abort, elastic, transport
 from evener.horovod.common.elastic import ObjectState
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.torch.elastic.sampler import ElasticSampler
@@ -130,8 +130,8 @@ class TorchState(ObjectState):
     def settle(self) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        # What NCCL left when it failed or was aborted must not be kept.
-        if why := elastic.broken() or abort.nccl_error():
+        # What NCCL or a transport left when it failed or was aborted must not be kept.
+        if why := elastic.broken() or abort.nccl_error() or transport.failure():
             raise HorovodInternalError(why, "the last commit is restored")
 
     def save(self) -> None:

@@ -1,0 +1,217 @@
+//! The device's part: copies and stream memory operations of CUDA's driver, found at run time.
+//!
+//! NVIDIA, CUDA Driver API, "Stream Memory Operations": `cuStreamWaitValue32` holds a stream, and
+//! nothing else, until a word in memory is at or past a value on a circle of 2^32;
+//! `cuStreamWriteValue32` writes one after all that the stream did before.
+
+#![allow(unsafe_code, reason = "calls into CUDA's driver")]
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use crate::{Error, Exchange, Kind, Order, Plan, Word, reached};
+
+type Stream = *mut c_void;
+type Value = unsafe extern "C" fn(Stream, u64, c_uint, c_uint) -> c_int;
+type Copy = unsafe extern "C" fn(u64, u64, usize, Stream) -> c_int;
+type Synchronize = unsafe extern "C" fn(Stream) -> c_int;
+
+/// Wait until `(value in memory - value) >= 0`, with a sign.
+const AT_OR_PAST: c_uint = 0;
+
+/// The driver says no.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// It cannot be loaded.
+    #[error("CUDA's driver cannot be loaded: {0}")]
+    Load(String),
+    /// A call failed.
+    #[error("{call} returned {code}")]
+    Call {
+        /// Which.
+        call: &'static str,
+        /// The driver's code.
+        code: c_int,
+    },
+    /// A value did not arrive where it was written to.
+    #[error("stream memory operations do not reach host memory here")]
+    Blind,
+}
+
+struct Driver {
+    wait: Value,
+    write: Value,
+    copy: Copy,
+    synchronize: Synchronize,
+}
+
+/// The process' driver, loaded once and for ever.
+fn driver() -> Result<&'static Driver, DriverError> {
+    static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
+    DRIVER
+        .get_or_init(|| Driver::load().map_err(|error| error.to_string()))
+        .as_ref()
+        .map_err(|error| DriverError::Load(error.clone()))
+}
+
+fn done(call: &'static str, code: c_int) -> Result<(), DriverError> {
+    if code == 0 {
+        Ok(())
+    } else {
+        Err(DriverError::Call { call, code })
+    }
+}
+
+impl Driver {
+    fn load() -> Result<Driver, libloading::Error> {
+        // SAFETY: CUDA's driver, whose functions have these types; it is never unloaded.
+        unsafe {
+            let library = std::mem::ManuallyDrop::new(Library::new("libcuda.so.1")?);
+            Ok(Driver {
+                wait: *library.get::<Value>(b"cuStreamWaitValue32_v2\0")?,
+                write: *library.get::<Value>(b"cuStreamWriteValue32_v2\0")?,
+                copy: *library.get::<Copy>(b"cuMemcpyAsync\0")?,
+                synchronize: *library.get::<Synchronize>(b"cuStreamSynchronize\0")?,
+            })
+        }
+    }
+
+    fn wait(&self, stream: Stream, address: usize, value: u32) -> Result<(), DriverError> {
+        // SAFETY: the word outlives the exchange, and the stream is the caller's.
+        let code = unsafe { (self.wait)(stream, address as u64, value, AT_OR_PAST) };
+        done("cuStreamWaitValue32", code)
+    }
+
+    fn write(&self, stream: Stream, address: usize, value: u32) -> Result<(), DriverError> {
+        // SAFETY: as for `wait`.
+        let code = unsafe { (self.write)(stream, address as u64, value, 0) };
+        done("cuStreamWriteValue32", code)
+    }
+
+    /// # Safety
+    /// Both areas live until the stream has passed the copy.
+    unsafe fn copy(
+        &self,
+        stream: Stream,
+        to: usize,
+        from: usize,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
+        // SAFETY: promised by the caller.
+        let code = unsafe { (self.copy)(to as u64, from as u64, bytes, stream) };
+        done("cuMemcpyAsync", code)
+    }
+}
+
+/// Two streams of the current device, as addresses.
+#[derive(Debug, Clone, Copy)]
+pub struct Streams {
+    /// Copies payloads out.
+    pub out: usize,
+    /// Copies what arrived in.
+    pub back: usize,
+}
+
+impl Exchange {
+    /// Whether the driver can do what is needed here: writes a word through a stream and waits for it.
+    ///
+    /// # Errors
+    /// [`DriverError`].
+    pub fn try_device(&self, stream: usize) -> Result<(), DriverError> {
+        let driver = driver()?;
+        let (room, stream) = (self.inner.room, stream as Stream);
+        let address = room.address(Word::Trial);
+        let value = room.load(Word::Trial).wrapping_add(1);
+        driver.write(stream, address, value)?;
+        driver.wait(stream, address, value)?;
+        // SAFETY: the caller's stream.
+        done("cuStreamSynchronize", unsafe {
+            (driver.synchronize)(stream)
+        })?;
+        if room.load(Word::Trial) == value {
+            Ok(())
+        } else {
+            Err(DriverError::Blind)
+        }
+    }
+
+    /// Enqueues a collective over all ranks. Sizes as for [`Exchange::run_on_host`].
+    ///
+    /// # Errors
+    /// [`Error::Failed`], [`Error::Driver`].
+    ///
+    /// # Safety
+    /// Streams and memory are of the current device, and the memory lives and is used by nobody
+    /// else until both streams have passed what this enqueues.
+    pub unsafe fn enqueue(
+        &self,
+        kind: Kind,
+        bytes: usize,
+        payload: usize,
+        received: usize,
+        streams: Streams,
+    ) -> Result<(), Error> {
+        let driver = driver()?;
+        self.submit(kind, bytes, |plan, order| {
+            // SAFETY: promised by the caller.
+            unsafe {
+                self.enqueue_plan(driver, plan, order, kind, bytes, payload, received, streams)
+            }
+        })
+    }
+
+    /// # Safety
+    /// As for [`Exchange::enqueue`].
+    #[allow(clippy::too_many_arguments, reason = "all of one call")]
+    unsafe fn enqueue_plan(
+        &self,
+        driver: &Driver,
+        plan: &Plan,
+        order: &Order,
+        kind: Kind,
+        bytes: usize,
+        payload: usize,
+        received: usize,
+        streams: Streams,
+    ) -> Result<(), DriverError> {
+        let room = self.inner.room;
+        let (out, back) = (streams.out as Stream, streams.back as Stream);
+        for (index, part) in plan.sends.iter().enumerate() {
+            let piece = order.sends.wrapping_add(index as u32);
+            let free = piece.wrapping_add(1).wrapping_sub(room.slots);
+            // What has happened already needs no command: a stream holds some thousand.
+            if !reached(room.load(Word::Sent), free) {
+                driver.wait(out, room.address(Word::Sent), free)?;
+            }
+            let slot = room.slot(room.send, piece, part.piece.length);
+            // SAFETY: the payload lives; the slot is the stream's until it has written `ready`.
+            unsafe { driver.copy(out, slot.start as usize, payload + part.offset, slot.length) }?;
+            driver.write(out, room.address(Word::Ready), piece.wrapping_add(1))?;
+        }
+        let rank = self.inner.rank as usize;
+        let own = match kind {
+            Kind::Gather => payload,
+            Kind::Parts => payload + rank * bytes,
+        };
+        // SAFETY: within both.
+        unsafe { driver.copy(back, received + rank * bytes, own, bytes) }?;
+        for (index, part) in plan.receives.iter().enumerate() {
+            let piece = order.receives.wrapping_add(index as u32);
+            driver.wait(back, room.address(Word::Arrived), piece.wrapping_add(1))?;
+            let slot = room.slot(room.receive, piece, part.piece.length);
+            // SAFETY: the result lives; the slot is the stream's until it has written `consumed`.
+            unsafe {
+                driver.copy(
+                    back,
+                    received + part.offset,
+                    slot.start as usize,
+                    slot.length,
+                )
+            }?;
+            driver.write(back, room.address(Word::Consumed), piece.wrapping_add(1))?;
+        }
+        Ok(())
+    }
+}

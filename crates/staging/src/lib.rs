@@ -1,0 +1,530 @@
+//! All-gather and all-to-all between processes, through host memory and Evener's TCP engine.
+//!
+//! NCCL moves data by a kernel. On a network that is slow beside the GPU that kernel does nothing
+//! but wait, and holds multiprocessors meanwhile: kernels that were laid out to have one block on
+//! each of them then take two rounds, twice the time. Here nothing waits on a multiprocessor:
+//!
+//! ```text
+//! stream "out"   copy engine: payload -> send slot    wait: `sent`     then write: `ready`
+//! pump (thread)  engine: send slot -> network         wait: `ready`    then write: `sent`
+//! pump (thread)  engine: network -> receive slot      wait: `consumed` then write: `arrived`
+//! stream "in"    copy engine: receive slot -> result  wait: `arrived`  then write: `consumed`
+//! ```
+//!
+//! The four words count pieces, modulo 2^32, and lie in host memory that the GPU sees; piece `n` uses
+//! slot `n % slots`. A stream waits for a word by the driver's stream memory operations ([`cuda`]),
+//! so a whole collective is enqueued at once and no thread of the training process is woken for it.
+//!
+//! # Order
+//! All ranks make the same calls in the same order. Pieces leave and arrive in that order on every
+//! comm, so no piece carries a number.
+//!
+//! # Failure
+//! A stream that waits for a dead peer would hang for ever. When the pump ends it sets `sent` and
+//! `arrived` far ahead ([`PASSED`]), so that streams run on over whatever is in the slots, and
+//! [`Exchange::failure`] says why: callers ask before they use what was received.
+
+pub mod cuda;
+mod host;
+mod pump;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use evener_engine::comm::Comm;
+use evener_engine::hello::HANDLE;
+use evener_engine::{Engine, Listener, Memory};
+
+/// Bytes of the words: four, a cache line each, and one to try the driver with.
+pub const WORDS: usize = 5 * LINE;
+const LINE: usize = 64;
+/// What is added to `sent` and `arrived` at the end.
+pub const PASSED: u32 = 1 << 30;
+/// Bytes of the smallest piece: below, calls cost more than they hide.
+const LEAST_PIECE: usize = 256 << 10;
+/// Into so many pieces a message is cut, where they are not too small or too large, so that the
+/// copies at both ends overlap the network.
+const PIECES: usize = 8;
+
+/// Why an exchange cannot be.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The engine.
+    #[error(transparent)]
+    Engine(#[from] evener_engine::Error),
+    /// The settings of the engine.
+    #[error(transparent)]
+    Setting(#[from] evener_engine::settings::SettingError),
+    /// A handle of the wrong length, or not one for each rank.
+    #[error("the handles of {0} ranks are needed, in their order")]
+    Handles(usize),
+    /// Peers that did not connect.
+    #[error("{missing} of {peers} peers did not connect within {seconds} s")]
+    Connect {
+        /// How many.
+        missing: usize,
+        /// Of how many.
+        peers: usize,
+        /// The time given.
+        seconds: u64,
+    },
+    /// A rank, a size or a shape that cannot be.
+    #[error("{0}")]
+    Shape(&'static str),
+    /// The pump stopped.
+    #[error("{0}")]
+    Failed(String),
+    /// The driver.
+    #[error(transparent)]
+    Driver(#[from] cuda::DriverError),
+}
+
+/// Where the slots and words are. Whoever makes an [`Exchange`] keeps them until it is closed.
+#[derive(Debug, Clone, Copy)]
+pub struct Room {
+    /// First send slot.
+    pub send: usize,
+    /// First receive slot.
+    pub receive: usize,
+    /// The words, [`WORDS`] zeroed bytes, aligned to 4.
+    pub words: usize,
+    /// Bytes of a slot.
+    pub slot: usize,
+    /// Slots, of each kind.
+    pub slots: u32,
+}
+
+/// One of the counters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Word {
+    /// Pieces in send slots: the device's.
+    Ready = 0,
+    /// Pieces that the peers have: the pump's.
+    Sent = 1,
+    /// Pieces in receive slots: the pump's.
+    Arrived = 2,
+    /// Pieces taken out of receive slots: the device's.
+    Consumed = 3,
+    /// For a trial of the driver.
+    Trial = 4,
+}
+
+impl Room {
+    fn address(&self, word: Word) -> usize {
+        self.words + word as usize * LINE
+    }
+
+    #[allow(unsafe_code, reason = "the words are shared with a device")]
+    fn word(&self, word: Word) -> &AtomicU32 {
+        // SAFETY: `Exchange::listen` demands live, aligned memory until the exchange is closed, and
+        // everybody uses it as atomics only.
+        unsafe { AtomicU32::from_ptr(self.address(word) as *mut u32) }
+    }
+
+    fn load(&self, word: Word) -> u32 {
+        self.word(word).load(Ordering::Acquire)
+    }
+
+    fn store(&self, word: Word, value: u32) {
+        self.word(word).store(value, Ordering::Release);
+    }
+
+    fn slot(&self, base: usize, piece: u32, length: usize) -> Memory {
+        let index = (piece % self.slots) as usize;
+        Memory {
+            start: (base + index * self.slot) as *mut u8,
+            length,
+        }
+    }
+}
+
+/// What is before what, on a circle.
+fn reached(value: u32, wanted: u32) -> bool {
+    value.wrapping_sub(wanted).cast_signed() >= 0
+}
+
+/// A part of a message that crosses at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Piece {
+    /// Bytes.
+    length: usize,
+    /// From or to whom; `None`: to all.
+    peer: Option<u32>,
+}
+
+/// Where a piece is in the caller's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Part {
+    piece: Piece,
+    /// Bytes from the payload's or the result's start.
+    offset: usize,
+}
+
+/// Which collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Everybody's `bytes` to everybody.
+    Gather,
+    /// Part `p` of `bytes` to rank `p`.
+    Parts,
+}
+
+/// The pieces of one collective, in the order in which they cross.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Plan {
+    sends: Vec<Part>,
+    receives: Vec<Part>,
+}
+
+impl Plan {
+    /// `bytes`: of what one rank has for another.
+    fn new(kind: Kind, rank: u32, size: u32, bytes: usize, slot: usize) -> Plan {
+        let mut plan = Plan::default();
+        let step = bytes.div_ceil(PIECES).next_multiple_of(4096);
+        let step = step.max(LEAST_PIECE).min(slot);
+        // Each begins with its right neighbour, so that not all send to one at once.
+        let others = || (1..size).map(move |distance| (rank + distance) % size);
+        let sources = || (1..size).map(move |distance| (rank + size - distance) % size);
+        for start in (0..bytes).step_by(step) {
+            let length = step.min(bytes - start);
+            let part = |peer: Option<u32>, offset| Part {
+                piece: Piece { length, peer },
+                offset,
+            };
+            match kind {
+                Kind::Gather => plan.sends.push(part(None, start)),
+                Kind::Parts => plan
+                    .sends
+                    .extend(others().map(|peer| part(Some(peer), peer as usize * bytes + start))),
+            }
+            let from = sources().map(|peer| part(Some(peer), peer as usize * bytes + start));
+            plan.receives.extend(from);
+        }
+        plan
+    }
+}
+
+/// What callers have given to the pump.
+#[derive(Debug, Default)]
+struct Work {
+    sends: VecDeque<Piece>,
+    receives: VecDeque<Piece>,
+    stop: bool,
+}
+
+#[derive(Debug)]
+struct Inner {
+    rank: u32,
+    size: u32,
+    room: Room,
+    /// With a piece under way and nothing that moves for so long, a peer is taken for gone.
+    patience: Duration,
+    work: Mutex<Work>,
+    bell: Condvar,
+    failure: Mutex<Option<String>>,
+}
+
+/// Numbers of the next pieces. Whoever enqueues holds them, so that streams and pump agree.
+#[derive(Debug, Default)]
+struct Order {
+    sends: u32,
+    receives: u32,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The way between the ranks of a group.
+pub struct Exchange {
+    inner: Arc<Inner>,
+    engine: Arc<Engine>,
+    /// One for each rank that shall connect, and its handle.
+    listeners: Vec<Listener>,
+    handle: Vec<u8>,
+    order: Mutex<Order>,
+    pump: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Exchange {
+    /// Listens. Peers learn [`Exchange::handle`] by other means, then [`Exchange::connect`].
+    ///
+    /// # Errors
+    /// [`Error::Shape`].
+    ///
+    /// # Safety
+    /// `room` is `slots * slot` bytes of each kind and [`WORDS`] zeroed bytes that live until
+    /// [`Exchange::close`] has returned, and nobody else uses them.
+    #[allow(unsafe_code, reason = "the contract is the caller's")]
+    pub unsafe fn listen(
+        engine: Arc<Engine>,
+        rank: u32,
+        size: u32,
+        room: Room,
+        patience: Duration,
+    ) -> Result<Exchange, Error> {
+        if rank >= size || size < 2 {
+            return Err(Error::Shape(
+                "a rank below the size is needed, and two at least",
+            ));
+        }
+        if room.slot == 0 || room.slots < 2 || !room.words.is_multiple_of(4) {
+            return Err(Error::Shape(
+                "two slots of some bytes are needed, and aligned words",
+            ));
+        }
+        let (listeners, handles): (Vec<_>, Vec<_>) = (0..size).map(|_| engine.listen()).unzip();
+        Ok(Exchange {
+            inner: Arc::new(Inner {
+                rank,
+                size,
+                room,
+                patience,
+                work: Mutex::default(),
+                bell: Condvar::new(),
+                failure: Mutex::new(None),
+            }),
+            engine,
+            listeners,
+            handle: handles.concat(),
+            order: Mutex::default(),
+            pump: Mutex::new(None),
+        })
+    }
+
+    /// What peers need to connect: bytes for everybody.
+    pub fn handle(&self) -> &[u8] {
+        &self.handle
+    }
+
+    /// Connects to all and starts the pump. All ranks at once; `handles` by rank.
+    ///
+    /// # Errors
+    /// [`Error::Handles`], [`Error::Connect`], [`Error::Engine`].
+    pub fn connect(&self, handles: &[Vec<u8>], limit: Duration) -> Result<(), Error> {
+        let (rank, size) = (self.inner.rank as usize, self.inner.size);
+        if handles.len() != size as usize {
+            return Err(Error::Handles(size as usize));
+        }
+        let mut mine = Vec::new();
+        for handle in handles {
+            let own = handle.chunks_exact(HANDLE).nth(rank);
+            let own = own.filter(|_| handle.len() == HANDLE * size as usize);
+            let own = own.and_then(|own| own.try_into().ok());
+            mine.push(own.ok_or(Error::Handles(size as usize))?);
+        }
+        let mut comms = Comms::new(size);
+        let met = self.meet(&mut mine, &mut comms, limit);
+        for listener in &self.listeners {
+            self.engine.close_listener(listener);
+        }
+        if let Err(error) = met {
+            comms.release(&self.engine);
+            return Err(error);
+        }
+        let (inner, engine) = (self.inner.clone(), self.engine.clone());
+        let body = move || {
+            evener_engine::sys::set_exact_timers();
+            let run = std::panic::AssertUnwindSafe(|| pump::run(&inner, &engine, &comms));
+            let end = std::panic::catch_unwind(run);
+            let why = match end {
+                Ok(Ok(())) => None,
+                Ok(Err(why)) => Some(why),
+                Err(_) => Some("the pump died: a bug in Evener".to_string()),
+            };
+            if let Some(why) = why {
+                inner.fail(why);
+            }
+            comms.release(&engine);
+            // Whatever waits for more would wait for ever.
+            for word in [Word::Sent, Word::Arrived] {
+                let value = inner.room.load(word).wrapping_add(PASSED);
+                inner.room.store(word, value);
+            }
+        };
+        let thread = std::thread::Builder::new().name("evener-staging".into());
+        let thread = thread
+            .spawn(body)
+            .map_err(|error| Error::Failed(format!("no thread for the pump: {error}")))?;
+        *lock(&self.pump) = Some(thread);
+        Ok(())
+    }
+
+    fn meet(
+        &self,
+        handles: &mut [[u8; HANDLE]],
+        comms: &mut Comms,
+        limit: Duration,
+    ) -> Result<(), Error> {
+        let end = Instant::now() + limit;
+        let peers = self.inner.size as usize - 1;
+        loop {
+            for (peer, listener) in self.listeners.iter().enumerate() {
+                if peer == self.inner.rank as usize {
+                    continue;
+                }
+                if comms.send[peer].is_none() {
+                    comms.send[peer] = self.engine.connect(&mut handles[peer])?;
+                }
+                if comms.receive[peer].is_none() {
+                    comms.receive[peer] = self.engine.accept(listener)?;
+                }
+            }
+            let met = |side: &[Option<Arc<Comm>>]| side.iter().flatten().count();
+            let known = met(&comms.send).min(met(&comms.receive));
+            if known == peers {
+                return Ok(());
+            }
+            if Instant::now() > end {
+                return Err(Error::Connect {
+                    missing: peers - known,
+                    peers,
+                    seconds: limit.as_secs(),
+                });
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// Cuts a collective into pieces and hands them to the pump; `enqueue` has the device's part
+    /// done in the same order. `bytes`: of what one rank has for another.
+    fn submit<E>(
+        &self,
+        kind: Kind,
+        bytes: usize,
+        enqueue: impl FnOnce(&Plan, &Order) -> Result<(), E>,
+    ) -> Result<(), Error>
+    where
+        Error: From<E>,
+    {
+        let inner = &*self.inner;
+        if let Some(why) = self.failure() {
+            return Err(Error::Failed(why));
+        }
+        let plan = Plan::new(kind, inner.rank, inner.size, bytes, inner.room.slot);
+        let mut order = lock(&self.order);
+        {
+            let mut work = lock(&inner.work);
+            work.sends.extend(plan.sends.iter().map(|part| part.piece));
+            work.receives
+                .extend(plan.receives.iter().map(|part| part.piece));
+        }
+        inner.bell.notify_one();
+        let done = enqueue(&plan, &order);
+        order.sends = order.sends.wrapping_add(plan.sends.len() as u32);
+        order.receives = order.receives.wrapping_add(plan.receives.len() as u32);
+        done.map_err(|error| {
+            let error = Error::from(error);
+            // Streams and pump no longer agree on what comes next.
+            inner.fail(error.to_string());
+            error
+        })
+    }
+
+    /// Why nothing moves any more, if so.
+    pub fn failure(&self) -> Option<String> {
+        lock(&self.inner.failure).clone()
+    }
+
+    /// Ends the pump and the comms. When this returns the room is not used any more.
+    pub fn close(&self) {
+        lock(&self.inner.work).stop = true;
+        self.inner.bell.notify_one();
+        if let Some(thread) = lock(&self.pump).take() {
+            // Its panics are caught inside.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Inner {
+    fn fail(&self, why: String) {
+        lock(&self.failure).get_or_insert(why);
+        lock(&self.work).stop = true;
+        self.bell.notify_one();
+    }
+}
+
+/// A comm in each direction, by rank.
+struct Comms {
+    send: Vec<Option<Arc<Comm>>>,
+    receive: Vec<Option<Arc<Comm>>>,
+}
+
+impl Comms {
+    fn new(size: u32) -> Comms {
+        Comms {
+            send: vec![None; size as usize],
+            receive: vec![None; size as usize],
+        }
+    }
+
+    fn release(&self, engine: &Engine) {
+        for comm in self.send.iter().chain(&self.receive).flatten() {
+            engine.release(comm);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_sends_another_receives() {
+        for kind in [Kind::Gather, Kind::Parts] {
+            for (size, bytes, slot) in [
+                (2, 0, 64),
+                (2, 1, 1 << 20),
+                (3, 5 << 20, 1 << 20),
+                (5, 3_000_001, 1 << 22),
+            ] {
+                let plans: Vec<Plan> = (0..size)
+                    .map(|rank| Plan::new(kind, rank, size, bytes, slot))
+                    .collect();
+                for from in 0..size {
+                    for to in (0..size).filter(|to| *to != from) {
+                        let sent: Vec<usize> = plans[from as usize]
+                            .sends
+                            .iter()
+                            .filter(|part| part.piece.peer.is_none_or(|peer| peer == to))
+                            .map(|part| part.piece.length)
+                            .collect();
+                        let received: Vec<&Part> = plans[to as usize]
+                            .receives
+                            .iter()
+                            .filter(|part| part.piece.peer == Some(from))
+                            .collect();
+                        let lengths: Vec<usize> =
+                            received.iter().map(|part| part.piece.length).collect();
+                        assert_eq!(sent, lengths);
+                        assert_eq!(sent.iter().sum::<usize>(), bytes);
+                        let mut offset = from as usize * bytes;
+                        for part in received {
+                            assert_eq!(part.offset, offset);
+                            assert!(part.piece.length <= slot);
+                            offset += part.piece.length;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn counters_go_round() {
+        assert!(reached(5, 5) && reached(6, 5) && !reached(4, 5));
+        assert!(reached(2, u32::MAX) && !reached(u32::MAX, 2));
+        assert!(reached(7u32.wrapping_add(PASSED), 1000));
+    }
+}
