@@ -156,64 +156,42 @@ def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int]
     def half(i: int) -> None:
         topk.select(gradients[i % 3], residual, short, indices)
 
-    kept = triton_topk.TAKE, triton_topk.FUSED, triton_topk.TOGETHER
-    settings = [
-        ((4096, 8), False, 64),
-        ((2048, 8), False, 64),
-        ((2048, 4), False, 64),
-        ((1024, 4), False, 64),
-        ((1024, 4), True, 32),
-        ((1024, 4), True, 64),
-        ((1024, 4), True, 16),
-        ((512, 2), True, 64),
-    ]
-    for take, fused, together in settings:
-        triton_topk.TAKE, triton_topk.FUSED, triton_topk.TOGETHER = take, fused, together
-        said = f"top-k, take {take}" + (f", fused {together}" if fused else "")
-        yield said, exact, 12 * n + 8 * k
-        if together == 64 and take in ((4096, 8), (1024, 4)):
-            yield f"{said}, FP16 values", half, 12 * n + 6 * k
-    triton_topk.TAKE, triton_topk.FUSED, triton_topk.TOGETHER = kept
+    kept = triton_topk.TAKE
+    for take in (kept, (4096, 8), (2048, 8), (2048, 4), (512, 2)):
+        triton_topk.TAKE = take
+        yield f"top-k, take {take}", exact, 12 * n + 8 * k
+        if take == kept:
+            yield f"top-k, take {take}, FP16 values", half, 12 * n + 6 * k
+    triton_topk.TAKE = kept
 
     per_chunk = chunks.entries(RATIO)
     size = -(-chunks.Payload.size(n, per_chunk) // 16) * 16
     payload = chunks.Payload.of(torch.empty(size, dtype=torch.uint8, device=device), n, per_chunk)
     residual.zero_()
-    before = triton_chunks.SELECT, triton_chunks.LEAN
-    shapes = [(False, (8, 4, 80))]
-    shapes += [
-        (True, shape) for shape in ((8, 4, 80), (8, 4, 64), (8, 4, 0), (4, 4, 168), (4, 4, 128))
-    ]
-    for lean, shape in shapes:
-        triton_chunks.SELECT, triton_chunks.LEAN = shape, lean
+    selected = triton_chunks.SELECT
+    for shape in (selected, (4, 4, 168), (8, 4, 64), (8, 4, 80), (8, 4, 0)):
+        triton_chunks.SELECT = shape
         yield (
-            f"chunks {shape}{' lean' if lean else ''}",
+            f"chunks {shape}",
             lambda i: chunks.select(gradients[i % 3], residual, payload),
             12 * n + size,
         )
-    triton_chunks.SELECT, triton_chunks.LEAN = before
+    triton_chunks.SELECT = selected
 
 
 def profile(n: int, device: torch.device) -> None:
-    """Print what each kernel of one exact top-k takes, as it is and fused."""
-    from evener.comm import triton_topk
-
+    """Print what each kernel of one exact top-k takes."""
     gradient, residual = torch.randn(n, device=device), torch.randn(n, device=device)
     values = torch.empty(topk.entries(n, RATIO), device=device)
     indices = torch.empty(len(values), dtype=torch.int32, device=device)
-    kept = triton_topk.TAKE, triton_topk.FUSED
-    for take, fused in (kept, ((1024, 4), True)):
-        triton_topk.TAKE, triton_topk.FUSED = take, fused
-        topk.select(gradient, residual, values, indices)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            for _ in range(5):
-                topk.select(gradient, residual, values, indices)
-            torch.cuda.synchronize(device)
-        print(f"take {take}{', fused' if fused else ''}:")
-        for event in seen.key_averages():
-            if event.device_time:
-                print(f"  {event.key[:40]:40} {event.count:4} x {event.device_time:9.1f} us")
-    triton_topk.TAKE, triton_topk.FUSED = kept
+    topk.select(gradient, residual, values, indices)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(5):
+            topk.select(gradient, residual, values, indices)
+        torch.cuda.synchronize(device)
+    for event in seen.key_averages():
+        if event.device_time:
+            print(f"{event.key[:40]:40} {event.count:4} x {event.device_time:9.1f} us")
 
 
 def main() -> None:

@@ -74,13 +74,7 @@ def test_number_of_entries(ratio: float, k: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("n", [1, 33, 4097, 70001, 1_000_000])
-@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
-def test_triton_equals_the_reference_on_a_gpu(
-    case: str, n: int, lean: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from evener.comm import triton_chunks
-
-    monkeypatch.setattr(triton_chunks, "LEAN", lean)
+def test_triton_equals_the_reference_on_a_gpu(case: str, n: int) -> None:
     for k in (4, 41, 4096):
         check(case, n, k, "cuda")
     check(case, n, 41, "cuda", torch.bfloat16)

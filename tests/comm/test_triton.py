@@ -20,7 +20,6 @@ from tests.comm.cases import CASES, bits
 
 torch.set_num_threads(1)
 triton_topk.PROGRAMS = 4
-triton_topk.TOGETHER = 1  # programs run one after another here: none can wait for another
 triton_topk.SAMPLES, triton_topk.SAMPLES_EACH = 512, 128
 notes = triton_topk.notes
 
@@ -107,13 +106,8 @@ for case, make in CASES.items():
     check_topk(case, 5001, 50, torch.float32, lambda n, k: (1, k))  # too few are noted
     check_topk(case, 5001, 50, torch.float16, lambda n, k: (99, k), 2)  # no room for the notes
     check_topk(case, 2100, 2100, torch.float32)
-    triton_topk.FUSED, triton_topk.TAKE = True, (1024, 4)
-    check_topk(case, 5001, 50, torch.float16, ties=2)
-    check_topk(case, 5001, 50, torch.float32, lambda n, k: (1, k))
-    triton_topk.FUSED, triton_topk.TAKE = False, (4096, 8)
     for n, k in ((1, 1), (33, 40), (4097, 41)):
-        for triton_chunks.LEAN in (False, True):
-            check_chunks(case, n, k)
+        check_chunks(case, n, k)
     for n in (1, 5001):
         check_int8(case, n, n == 5001)
     values, out = make(4099, torch.Generator()), torch.empty(4099, dtype=torch.float16)
@@ -141,9 +135,9 @@ constants = {
 kernels = {
     triton_topk: [
         "_sample", "_accumulate", "_count_digit", "_take", "_count_ties", "_take_ties", "_settle",
-        "_search", "_finish", "_add_entries",
+        "_add_entries",
     ],
-    triton_chunks: ["_select", "_select_lean", "_add_in_order"],
+    triton_chunks: ["_select", "_add_in_order"],
     triton_int8: ["_quantize", "_dequantize_sum"],
     triton_casts: ["_cast"],
     triton_sums: ["_add_in_order"],

@@ -2,9 +2,13 @@
 
 A program holds one chunk of 4,096 in registers. The k-th largest magnitude is searched for from
 the largest down, in the integers that have a float's order: by steps that double, then by halves.
-Each try is one count over registers, and the search ends where the count is k, after about ten.
-Nothing but the chunk is read and nothing is read twice: 12 bytes of traffic an entry (float32), and
-the payload.
+Each try is one count over registers, and the search ends where the count is k, after about nine.
+Nothing but the chunk is read from memory: 12 bytes of traffic an entry (float32), and the payload.
+
+What it waits for are instructions, not memory, so whatever is done for all 4,096 is done with few:
+entries not below a magnitude are counted by the sign of a difference, places are scanned by fours,
+as threads hold them, and the sum is stored at once. Then the places of what is taken are written,
+read back by one thread each, and values and what rounding leaves are worked out for those alone.
 
 Adding is one program a chunk too: it writes zeros, then the ranks' entries, one rank after another
 with a barrier between, because two ranks may have sent the same place.
@@ -23,11 +27,9 @@ from evener.comm.chunks import CHUNK, Payload
 
 # Of a program that selects: warps, entries that a thread loads at once (1 or 4), and the most
 # registers a thread (0: as many as it likes). benchmarks/compress_kernels.py --variants compares.
-SELECT = (8, 4, 80)
-# Whether `_select_lean` selects in place of `_select`.
-LEAN = False
-# The search's first step below the largest: half of a power of two, for it is seldom further.
-FIRST = 1 << 22
+SELECT = (4, 4, 128)
+# The search's first step below the largest: a quarter of a power of two, for it is seldom further.
+FIRST = 1 << 21
 
 
 @triton.jit
@@ -44,82 +46,6 @@ def _select(
     FIRST: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    first = chunk.to(tl.int64) * CHUNK
-    local = tl.arange(0, CHUNK)
-    if EACH == 1:
-        local += tl.num_programs(1) - 1  # zero, see `triton_topk._accumulate`
-    inside = local < tl.minimum(n - first, CHUNK).to(tl.int32)
-    total = tl.load(residual + first + local, inside, other=0.0)
-    total += tl.load(gradient + first + local, inside, other=0.0).to(tl.float32)
-    infinity = 0x7F800000
-    # Places behind the end lose against all that exist.
-    bits = tl.where(inside, total.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    most = tl.max(bits, 0)
-    exponent = tl.minimum(tl.maximum(most & infinity, 27 << 23), 253 << 23)
-    scale = tl.where(most >= infinity, 0x3F800000, exponent).to(tl.float32, bitcast=True)
-    # One over a power of two: another power of two, by its exponent.
-    inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    wanted = tl.minimum(k, tl.sum(inside.to(tl.int32), 0))
-    # From the largest down by steps that double, until enough entries are not below it ...
-    low = most
-    high = most
-    step = tl.full([], FIRST, tl.int32)
-    count = tl.sum((bits >= low).to(tl.int32), 0)
-    while count < wanted:
-        high = low
-        low = tl.maximum(low - step, 0)
-        step = tl.minimum(step * 2, 1 << 29)
-        count = tl.sum((bits >= low).to(tl.int32), 0)
-    # ... then by halves, until they are as many as wanted, or only equal ones are left.
-    while (count != wanted) & (high - low > 1):
-        middle = low + (high - low) // 2
-        above = tl.sum((bits >= middle).to(tl.int32), 0)
-        enough = above >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        count = tl.where(enough, above, count)
-    taken = bits >= low
-    if count != wanted:
-        same = bits == low
-        ties = wanted - tl.sum((bits > low).to(tl.int32), 0)
-        taken = (bits > low) | (same & (tl.cumsum(same.to(tl.int32), 0) <= ties))
-    place = tl.cumsum(taken.to(tl.int32), 0) - 1
-    sent = (total * inverse).to(tl.float16)
-    base = chunk.to(tl.int64) * k
-    tl.store(values + base + place, sent, taken)
-    tl.store(indices + base + place, local.to(tl.int16), taken)
-    left = tl.where(taken, total - sent.to(tl.float32) * scale, total)
-    finite = (left.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < infinity
-    tl.store(residual + first + local, tl.where(finite, left, 0.0), inside)
-    tl.store(scales + chunk, scale)
-    if wanted < k:  # the short chunk at the end: places that hold nothing
-        rest = tl.arange(0, PLACES)
-        empty = (rest >= wanted) & (rest < k)
-        tl.store(values + base + rest, tl.zeros([PLACES], tl.float16), empty)
-        tl.store(indices + base + rest, tl.full([PLACES], -1, tl.int16), empty)
-
-
-@triton.jit
-def _select_lean(
-    gradient,
-    residual,
-    scales,
-    values,
-    indices,
-    n,
-    k,
-    CHUNK: tl.constexpr,
-    PLACES: tl.constexpr,
-    FIRST: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """As `_select`, with fewer instructions, which are what it waits for, not memory.
-
-    The sum is stored at once; the places of what is taken are written, read back by one thread
-    each, and all that follows is done for those alone. Entries not below a magnitude are counted by
-    the sign of a difference; places are scanned by fours, as threads hold them.
-    """
     chunk = tl.program_id(0)
     first = chunk.to(tl.int64) * CHUNK
     gradient += first
@@ -231,8 +157,7 @@ def select(
     """`evener.comm.chunks.select` for CUDA tensors: only enqueues, on the current stream."""
     chunks, k = values.shape
     warps, each, registers = SELECT
-    kernel = _select_lean if LEAN else _select
-    kernel[(chunks,)](
+    _select[(chunks,)](
         gradient,
         residual,
         scales,
@@ -242,7 +167,7 @@ def select(
         k,
         CHUNK,
         triton.next_power_of_2(k),
-        FIRST // 2 if LEAN else FIRST,
+        FIRST,
         each,
         num_warps=warps,
         maxnreg=registers or None,

@@ -30,7 +30,6 @@ cannot take the bounds of a `range` from a tensor with current numpy.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -42,12 +41,7 @@ import triton.language as tl
 STREAM = (2048, 8, 1)
 # Of everything after it; and of `_take` alone.
 BLOCK, WARPS = 4096, 8
-TAKE = (4096, 8)
-# Whether steps 3 and 5 are one kernel each whose programs wait for each other, in place of four and
-# three; and how many programs: few, because all of them must be on the GPU at once, beside whatever
-# else waits there for another one (NCCL's kernels do).
-FUSED = False
-TOGETHER = 64
+TAKE = (1024, 4)
 # (shift of this digit, shift of the prefix above it); `tl.histogram`'s time grows with its bins.
 DIGITS = ((23, 31), (15, 23), (7, 15), (0, 7))
 BINS = 256
@@ -66,8 +60,6 @@ EQUAL = tl.constexpr(4)  # entries with this prefix
 TICKETS = tl.constexpr(5)  # programs that have counted
 GUESS = tl.constexpr(6)  # magnitude bits from which entries are noted
 TIED = tl.constexpr(7)  # entries in the list of ties
-MET = tl.constexpr(8)  # programs that have come to a meeting of `_search`
-FINISHING = tl.constexpr(9)  # of `_finish`
 WORDS = 16
 
 
@@ -223,69 +215,6 @@ def _count_digit(
         tl.store(state + WANTED, wanted - tl.sum(tl.where(bins > found, count, 0), 0))
         tl.store(state + EQUAL, tl.sum(tl.where(bins == found, count, 0), 0))
         tl.store(state + TICKETS, 0)
-
-
-@triton.jit
-def _meet(counter, goal):
-    """Wait until `goal` programs have come; what they wrote before is then visible to all."""
-    tl.debug_barrier()
-    tl.atomic_add(counter, 1, sem="acq_rel")
-    while tl.atomic_add(counter, 0, sem="acq_rel") < goal:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=["k", "room"])
-def _search(
-    residual,
-    counts,
-    state,
-    noted,
-    n,
-    k,
-    room,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """All digits of the search in one kernel: every program finds the same, after each meeting."""
-    complete = _complete(state, k, room)
-    total = tl.where(complete, tl.load(state + NOTED), n)
-    bins = tl.arange(0, BINS)
-    prefix = tl.zeros([], tl.int32)
-    equal = tl.zeros([], tl.int32)
-    wanted = prefix + k
-    above = tl.full([], 31, tl.int32)
-    goal = tl.zeros([], tl.int32)
-    while above > 0:
-        shift = tl.maximum(above - 8, 0)
-        histogram = tl.zeros([BINS], tl.int32)
-        block = tl.program_id(0)
-        while block.to(tl.int64) * BLOCK < total:
-            at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            inside = at < total
-            value = tl.load(noted + at, inside & complete, other=0.0)
-            whole = tl.load(residual + at, inside & (complete == 0), other=0.0)
-            bits = _magnitude(tl.where(complete, value, whole))
-            digit = (bits >> shift) & ((1 << (above - shift)) - 1)
-            histogram += tl.histogram(
-                digit, BINS, mask=inside & ((bits >> above) == (prefix >> above))
-            )
-            block += tl.num_programs(0)
-        tl.atomic_add(counts + bins, histogram, histogram > 0, sem="relaxed")
-        goal += tl.num_programs(0)
-        _meet(state + MET, goal)
-        count = tl.load(counts + bins, cache_modifier=".cg")
-        at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count  # entries in this bin or above
-        found = tl.max(tl.where(at_least >= wanted, bins, 0), 0)
-        prefix = prefix | (found << shift)
-        wanted -= tl.sum(tl.where(bins > found, count, 0), 0)
-        equal = tl.sum(tl.where(bins == found, count, 0), 0)
-        counts += BINS
-        above = shift
-    if tl.program_id(0) == 0:
-        tl.store(state + PREFIX, prefix)
-        tl.store(state + WANTED, wanted)
-        tl.store(state + EQUAL, equal)
 
 
 @triton.jit
@@ -455,35 +384,6 @@ def _settle(residual, state, values, indices, n, k, room, TIES: tl.constexpr, BL
             block += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["k", "room"])
-def _finish(
-    residual,
-    state,
-    counts,
-    tied,
-    values,
-    indices,
-    n,
-    k,
-    room,
-    TIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    """`_count_ties`, `_take_ties` and `_settle`, with a meeting where the next needs all before."""
-    equal = tl.load(state + EQUAL)
-    goal = tl.zeros([], tl.int32)
-    _count_ties(residual, state, counts, tied, values, indices, n, k, room, TIES, BLOCK)
-    if (equal != tl.load(state + WANTED)) & (equal > TIES):
-        goal += tl.num_programs(0)
-        _meet(state + FINISHING, goal)
-        _take_ties(residual, state, counts, values, indices, n, k, TIES, BLOCK, PROGRAMS)
-    if (_direct(state, k, room, TIES) == 0) | (tl.load(state + PREFIX) >= 0x7F800000):
-        goal += tl.num_programs(0)
-        _meet(state + FINISHING, goal)
-        _settle(residual, state, values, indices, n, k, room, TIES, BLOCK)
-
-
 @triton.jit
 def _add_entries(out, values, indices, scale, k, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -509,16 +409,6 @@ def notes(n: int, k: int) -> tuple[int, int]:
     return target, min(n, max(k, math.ceil(up(target * 17 / 16) * n / SAMPLES)))
 
 
-def _together(device: torch.device) -> int:
-    """How many programs may wait for each other: no more than half of the GPU holds at once."""
-    return min(TOGETHER, _half(device)) if device.type == "cuda" else TOGETHER
-
-
-@functools.cache
-def _half(device: torch.device) -> int:
-    return max(1, int(torch.cuda.get_device_properties(device).multi_processor_count) // 2)
-
-
 def select(
     gradient: torch.Tensor, residual: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
@@ -528,7 +418,7 @@ def select(
         raise ValueError(f"k={k} of n={n} entries: need 0 < k <= n < 2**31")
     device = residual.device
     target, room = notes(n, k)
-    zeros = torch.zeros(WORDS + len(DIGITS) * BINS, dtype=torch.int32, device=device)
+    zeros = torch.zeros(WORDS + BINS, dtype=torch.int32, device=device)
     state, counts = zeros[:WORDS], zeros[WORDS:]
     # Samples, ties and their counts are never wanted at the same time.
     words = torch.empty(max(SAMPLES, TIES) + PROGRAMS, dtype=torch.int32, device=device)
@@ -554,30 +444,15 @@ def select(
         num_warps=warps,
     )
     programs = (min(PROGRAMS, triton.cdiv(n, BLOCK)),)
-    together = (min(_together(device), triton.cdiv(n, BLOCK)),)
-    # The driver then refuses more programs than fit at once, in place of a hang.
-    alone = {"launch_cooperative_grid": True}
-    if FUSED:
-        _search[together](
-            residual, counts, state, noted, n, k, room, BLOCK, BINS, num_warps=WARPS, **alone
+    for shift, above in DIGITS:
+        _count_digit[programs](
+            residual, counts, state, noted, n, k, room, shift, above, BLOCK, BINS, num_warps=WARPS
         )
-    else:
-        for shift, above in DIGITS:
-            _count_digit[programs](
-                residual, counts, state, noted, n, k, room, shift, above, BLOCK, BINS,
-                num_warps=WARPS,
-            )  # fmt: skip
     block, warps = TAKE
     _take[(min(PROGRAMS * BLOCK // block, triton.cdiv(n, block)),)](
         residual, state, noted, noted_at, few, values, indices, n, k, room, TIES,
         block, 32 * warps, num_warps=warps,
     )  # fmt: skip
-    if FUSED:
-        _finish[together](
-            residual, state, tie_counts, few, values, indices, n, k, room, TIES, BLOCK, PROGRAMS,
-            num_warps=WARPS, **alone,
-        )  # fmt: skip
-        return
     _count_ties[programs](
         residual, state, tie_counts, few, values, indices, n, k, room, TIES, BLOCK, num_warps=WARPS
     )
