@@ -253,6 +253,26 @@ def test_it_draws_again_from_a_file(tmp_path: Path) -> None:
     assert again.stdout == shown.stdout
 
 
+def test_a_time_limit_leaves_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    columns = "ddp,exact,fp16,int8,topk,ddp-fp16"
+    argv = [sys.executable, "-m", "evener", "bench", "train", *QUICK, "--processes", "2"]
+    argv += ["--columns", columns, "--json", str(path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("[1/"):
+                break
+        # The first is on disk before the second ends; and a polite end shows it.
+        kept = Results.from_json(json.loads(path.read_text()))
+        assert len(kept.runs) == 1 and kept.runs[0].rate
+        run.terminate()
+        shown, said = run.communicate(timeout=60)
+    assert "interrupted" in said and "images/s" in shown
+    taken = Results.from_json(json.loads(path.read_text()))
+    assert 1 <= len(taken.runs) < 7 and "It was interrupted." in taken.notes
+
+
 def test_dry_run_lists_the_cells_and_starts_nothing() -> None:
     shown = evener(*QUICK, "--processes", "2", "--columns", "ddp,topk", "--dry-run")
     assert shown.returncode == 0, shown.stderr

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
 from typing import Any
 
@@ -244,7 +245,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
         return
     if isinstance(cluster, clusters.Ranks) and cluster.given.rank:
         ctx.exit(_follow(made, cluster))
-    taken = _measure(made, cluster, command_line(ctx), why)
+    taken = _measure(made, cluster, command_line(ctx), why, given["json_path"])
     _show(taken, given)
     ctx.exit(130 if taken.interrupted else 0 if taken.complete else 1)
 
@@ -306,7 +307,9 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
     )
 
 
-def _measure(made: Plan, cluster: Cluster, command: str, why: str) -> Results:
+def _measure(
+    made: Plan, cluster: Cluster, command: str, why: str, json_path: str | None
+) -> Results:
     taken = results.begin(made, command=command, cluster=cluster.describe())
     taken.machine, taken.versions = machine.describe(), machine.versions()
     taken.environment = machine.environment(os.environ)
@@ -329,8 +332,15 @@ def _measure(made: Plan, cluster: Cluster, command: str, why: str) -> Results:
     )
     if why:
         shown.say(f"no simulated cluster: {why}. Loopback processes instead, no link is limited")
+
+    def keep() -> None:
+        if json_path and json_path != "-":
+            files.write(json_path, results.dump(taken))
+
+    # A time limit around the command ends it as Ctrl-C does: with what was measured.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        drive.measure(made, cluster, taken, shown)
+        drive.measure(made, cluster, taken, shown, keep)
     except KeyboardInterrupt:
         shown.say("interrupted: what was measured until then follows")
         taken.interrupted = True
@@ -339,6 +349,8 @@ def _measure(made: Plan, cluster: Cluster, command: str, why: str) -> Results:
         if not taken.runs:
             raise
         taken.notes.append(f"It ended early: {error.problem}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return taken
 
 

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from evener.bench.train import agent, clusters, results
@@ -21,8 +22,10 @@ _TAIL_LINES = 40
 class _Listener:
     """Sorts the lines of the agents: rank 0's reports, and the rest for the case of an error."""
 
-    def __init__(self, plan: Plan, taken: Results, progress: Progress) -> None:
-        self.plan, self.taken, self.progress = plan, taken, progress
+    def __init__(
+        self, plan: Plan, taken: Results, progress: Progress, keep: Callable[[], None]
+    ) -> None:
+        self.plan, self.taken, self.progress, self.keep = plan, taken, progress, keep
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self.outcomes: list[dict[str, Any]] = []
         self.fatal: dict[str, str] | None = None
@@ -43,17 +46,25 @@ class _Listener:
                 run = self.plan.runs[message["run"]]
                 outcomes, self.outcomes = self.outcomes, []
                 taken = results.add(self.taken, self.plan, run, outcomes, message["seconds"])
+                self.keep()
                 self.progress.done(run, taken)
             else:
                 self.progress.phase(self.plan.runs[message["run"]], message)
 
 
-def measure(plan: Plan, cluster: Cluster, taken: Results, progress: Progress) -> None:
+def measure(
+    plan: Plan,
+    cluster: Cluster,
+    taken: Results,
+    progress: Progress,
+    keep: Callable[[], None] = lambda: None,
+) -> None:
     """Make every run of `plan`; `taken` grows with each, so that it holds what there is at any end.
 
+    `keep` is called after each, for whoever wants it on disk before a kill.
     Raises EvenerError where the agents themselves end early; a run that fails is in `taken`.
     """
-    listener = _Listener(plan, taken, progress)
+    listener = _Listener(plan, taken, progress, keep)
     began = time.monotonic()
     longest = 300 + len(plan.runs) * (plan.options.timeout + 60)
     try:
