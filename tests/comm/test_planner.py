@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm import steps
+from evener.comm import steps, wires
 from evener.comm.planner import choose, live
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Curve, Link, of_network, paper_forms
@@ -297,6 +297,34 @@ def test_profiles_are_kept_in_files(tmp_path: Path) -> None:
 
 
 ALL = {"LIGHT_TOPK_THRESHOLD": "0"}  # the buckets of tests are small
+
+
+def under(rank: int, size: int) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """The forms that a planner may choose, by optimizer, and what the log says of top-k."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evener").addHandler(handler)
+    logging.getLogger("evener").setLevel(logging.INFO)
+    found = {}
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        for how in ({"mode": "auto", "floor": "topk"}, {"mode": "topk"}):
+            net = torch.nn.Linear(64, 64)
+            optimizer = kind(net.parameters(), lr=0.01)
+            model = accelerate(DistributedDataParallel(net), optimizer, **how)  # type: ignore[arg-type]
+            if model.evener_steps.planner is not None:
+                found[kind.__name__] = tuple(model.evener_steps.planner.forms)
+            else:
+                assert model.evener.options.wire == "topk"  # what is forced is done
+    return found, [line for line in said if "accuracy" in line]
+
+
+def test_no_planner_takes_top_k_for_adam() -> None:
+    (forms, said), (_, quiet) = worlds.run([1, 1], under)
+    assert forms["SGD"] == wires.ladder("topk")
+    assert forms["AdamW"] == wires.ladder("int8")
+    assert [line.split()[0] for line in said] == ["floor=topk:", "topk"]
+    assert all("AdamW" in line for line in said) and not quiet
 
 
 def planned(
