@@ -22,6 +22,7 @@ from evener.comm import wires
 from evener.comm.options import Algorithm, Options
 from evener.comm.overlap import StepOverlap, refusal, refuse_model
 from evener.comm.planner.live import Planner
+from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
@@ -170,7 +171,7 @@ def accelerate(
     object.__setattr__(accelerated, "evener", reducer)
     overlap = _overlap(reducer, optimizer, model.module)
     planner = _planner(reducer, mode, options, overlap)
-    _look_at_moments(reducer, optimizer, planner)
+    look_at_moments(reducer, optimizer, planner)
     steps = Steps(reducer, overlap, planner)
     object.__setattr__(accelerated, "evener_steps", steps)
     reducer.on_backward_end = steps.backward_ended
@@ -208,37 +209,6 @@ def _planner(
             logger.info("mode=%s: no planner, because %s was asked for", mode, options.wire)
         return None
     return Planner(reducer, overlap=overlap is not None)
-
-
-def _look_at_moments(
-    reducer: Reducer, optimizer: torch.optim.Optimizer | None, planner: Planner | None
-) -> None:
-    """Top-k is not for Adam and its kin: a planner does not choose it, and who forces it is told.
-
-    Their second moments see a gradient that comes rarely and then at once; what that cost is in
-    docs/comm.md, "What it costs in accuracy".
-    """
-    if optimizer is None or not any("betas" in group for group in optimizer.param_groups):
-        return
-    first, kind = reducer.communicators.rank == 0, type(optimizer).__name__
-    if planner is not None:
-        dense = tuple(form for form in planner.forms if not wires.get(form).sparse)
-        if first and dense != planner.forms:
-            logger.info(
-                "floor=%s: no form below %s is planned, because %s loses accuracy by top-k "
-                "(docs/comm.md); mode='topk' forces it",
-                planner.forms[-1],
-                dense[-1],
-                kind,
-            )
-        planner.forms = dense
-    elif first and wires.get(reducer.options.wire).sparse:
-        logger.warning(
-            "%s under %s: in our tests that cost accuracy (docs/comm.md), which INT8 did not; "
-            "mode='int8' is a quarter of the bytes",
-            reducer.options.wire,
-            kind,
-        )
 
 
 def _check_momentum(optimizer: torch.optim.Optimizer | None, options: Options) -> None:

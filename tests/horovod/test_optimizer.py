@@ -109,6 +109,43 @@ def test_training_is_that_of_one_process(shape: list[int]) -> None:
     worlds.run(shape, trains, env={"LIGHT_2D_ALLREDUCE": "1"} if shape == [2, 2] else {})
 
 
+def plans(rank: int, size: int) -> list[tuple[tuple[str, ...], bool, int]]:
+    hvd.init()
+    found = []
+    for passes in (1, 2):
+        model = model_of()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer: Any = hvd.DistributedOptimizer(
+            inner, model.named_parameters(), backward_passes_per_step=passes, mode="auto"
+        )
+        planned = 0
+        for step in range(8):
+            optimizer.zero_grad()
+            for part in range(passes):
+                loss_of(model, batch(rank, step * passes + part)).backward()
+            if step % 2:
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            planned += optimizer._steps.planner.decision is not None
+        planner = optimizer._steps.planner
+        same(model, reference(size, 8, passes), 2e-3)
+        forms = {choice.form for choice in planner.decision.choices}
+        assert forms <= {"exact", "fp16"} and planner.decision.step_ms > 0
+        found.append((planner.forms, planner.decision.overlap, planned))
+        del optimizer
+    return found
+
+
+@pytest.mark.parametrize("shape", [[1, 1], [2, 2]])
+def test_a_planner_decides_in_the_fourth_step_and_training_is_the_same(shape: list[int]) -> None:
+    env = {"LIGHT_2D_ALLREDUCE": "1"} if shape == [2, 2] else {}
+    found = worlds.run(shape, plans, env=env)
+    assert found == [[(("exact", "fp16"), False, 5)] * 2] * sum(shape)
+
+
 def habits(rank: int, size: int) -> None:
     hvd.init()
     model = model_of()
@@ -295,11 +332,14 @@ def modes(rank: int, size: int) -> None:
         assert torch.equal(*hvd.allgather(gradient[None]))
     plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     for wrong in (
-        {"mode": "auto"},
+        {"mode": "auto", "op": hvd.Adasum},
         {"mode": "int8", "compression": hvd.Compression.fp16},
         {"mode": "int8", "op": hvd.Adasum},
     ):
         with pytest.raises(ValueError, match="mode="):
+            hvd.DistributedOptimizer(plain, **wrong)
+    for wrong in ({"floor": "int8"}, {"mode": "auto", "floor": "int7"}):
+        with pytest.raises(ValueError, match="floor="):
             hvd.DistributedOptimizer(plain, **wrong)
 
 

@@ -55,8 +55,9 @@ class Reducer:
     """Reduces the gradients of `parameters` over all ranks of `group`.
 
     Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
-    under `no_sync`), `passes` (backward passes whose gradients are summed before a submission) and
-    `on_backward_end` (called by autograd when a backward that brought gradients has ended).
+    under `no_sync`), `passes` (backward passes whose gradients are summed before a submission),
+    `on_first` (called when the first gradient of a step comes) and `on_backward_end` (called by
+    autograd when a backward that brought gradients has ended).
     A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says
     which were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
@@ -83,6 +84,7 @@ class Reducer:
         self.options = options
         self.active = True
         self.passes = 1
+        self.on_first: Callable[[], None] | None = None
         self.on_backward_end: Callable[[], None] | None = None
         self.on_sparse: Callable[[int], None] | None = None
         self.densifies = False
@@ -225,6 +227,7 @@ class Reducer:
         self._next = 0
         self._tickets: dict[int, Ticket] = {}
         self._callback_queued = False
+        self._begun = False
 
     def set_passes(self, passes: int) -> None:
         """From now on a gradient is complete after `passes` backward passes. Between steps only."""
@@ -255,6 +258,10 @@ class Reducer:
         if self.on_backward_end is not None and not self._callback_queued:
             self._callback_queued = True
             Variable._execution_engine.queue_callback(self.on_backward_end)
+        if not self._begun:
+            self._begun = True
+            if self.on_first is not None:
+                self.on_first()
         self._passes_left[index] -= 1
         if self._passes_left[index] > 0:
             return

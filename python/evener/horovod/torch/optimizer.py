@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,10 @@ from evener import settings
 from evener.comm import elastic, rendezvous, wires
 from evener.comm.errors import CommError
 from evener.comm.options import Options
+from evener.comm.planner.live import Planner
+from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
+from evener.comm.steps import Steps
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.state import STATE
 from evener.horovod.torch import bucket_trace
@@ -64,6 +68,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     process_set: Any = global_process_set,
     *,
     mode: str | None = None,
+    floor: str | None = None,
     ratio: float | None = None,
     warmup_steps: int | None = None,
 ) -> Any:
@@ -79,8 +84,11 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     or with sparse_as_dense reduced as dense ones. process_set: gradients are reduced over its
     ranks; the others' optimizers step by themselves.
 
-    Evener's own, by name only: mode, the form on the wire between nodes, as of
-    `evener.ddp.accelerate` but for "auto"; ratio and warmup_steps of top-k. LIGHT_* win over them.
+    Evener's own, by name only: mode and floor, as of `evener.ddp.accelerate`: a form between nodes,
+    or "auto", a planner that measures the network and the first steps and takes the mildest form
+    that hides, down to floor ("fp16"); it decides once, in the fourth step, which all ranks must
+    come to. Here nothing overlaps with the next forward. ratio and warmup_steps are of top-k.
+    LIGHT_* win over all of them.
 
     Raises ValueError for what upstream refuses, HorovodInternalError where the ranks' parameters
     differ.
@@ -91,7 +99,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         raise ValueError("backward_passes_per_step must be > 0")
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"DistributedOptimizer(op={op}): gradients are averaged, summed or Adasum")
-    _check_mode(mode, compression, op)
+    _check_mode(mode, floor, compression, op)
     if op == Adasum and size() > 1:
         return adasum_optimizer(
             optimizer,
@@ -126,7 +134,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         partial(
             _reducer,
             reduced,
-            _options(compression, op, gradient_predivide_factor, mode, ratio, warmup_steps),
+            _options(compression, op, gradient_predivide_factor, mode, floor, ratio, warmup_steps),
             process_set,
         )
         if compression in (NoneCompressor, FP16Compressor)
@@ -135,6 +143,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         )
     )
     made._sparse = {}
+    made._plans, made._steps = mode == "auto", None
     made._reduces, made._generation = bool(reduced), -1
     if not elastic.active():
         made._arm()
@@ -148,6 +157,8 @@ class _Distributed:
     _reducer: Reducer | OwnCompression | None
     _make_reducer: Callable[[], Reducer | OwnCompression]
     _reduces: bool
+    _plans: bool
+    _steps: Steps | None  # what conducts a planner
     _sparse: dict[int, Callable[[], torch.Tensor]]
     sparse_as_dense: bool
     op: int
@@ -167,13 +178,16 @@ class _Distributed:
         if self._generation == rendezvous.generation():
             return False
         self._generation, self._reducer = rendezvous.generation(), None
+        self._steps = None
         if not self._reduces or not self.process_set.included() or self.process_set.size() == 1:
             return False
         self._reducer = reducer = self._make_reducer()
         reducer.set_passes(self.backward_passes_per_step)
         reducer.densifies = self.sparse_as_dense
         if isinstance(reducer, Reducer):
-            bucket_trace.watch(reducer, STATE.engine.timeline)
+            self._steps = _planned(reducer, self) if self._plans else None
+            if self._steps is None:
+                bucket_trace.watch(reducer, STATE.engine.timeline)
         # Ranks collect garbage at different moments, so neither may give groups back: the next
         # reducer could get another one on another rank. They go with the default group.
         weakref.finalize(self, reducer.detach)
@@ -188,7 +202,7 @@ class _Distributed:
         def disarm() -> None:
             reducer.detach()
             if (optimizer := this()) is not None:
-                optimizer._reducer = None
+                optimizer._reducer = optimizer._steps = None
 
         STATE.at_shutdown(self, disarm)
         return True
@@ -227,8 +241,11 @@ class _Distributed:
             try:
                 if armed:
                     self._reducer.catch_up()
-                self._reducer.flush()
-                self._apply()
+                if self._steps is None:
+                    self._reducer.flush()
+                    self._apply()
+                else:
+                    self._steps.backward_ended()
                 self._finish_sparse()
             except CommError as error:
                 raise HorovodInternalError(error.problem, error.fix) from error
@@ -281,7 +298,14 @@ class _Distributed:
 
         self._synchronized = False
         arguments = kwargs if inner is None else {"closure": inner, **kwargs}
-        return self._evener_base.step(self, **arguments)
+        done = self._evener_base.step(self, **arguments)
+        if self._steps is not None:
+            try:
+                # Of forward nothing is seen here: the next one begins where this step ends.
+                self._steps.forward_began(compiled=False)
+            except CommError as error:
+                raise HorovodInternalError(error.problem, error.fix) from error
+        return done
 
     # torch wraps `step` of each optimizer class with its hooks; the base's is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -302,13 +326,18 @@ class _Distributed:
             self._reducer.set_passes(passes)
 
 
-def _check_mode(mode: str | None, compression: type[Compressor], op: int) -> None:
+def _check_mode(
+    mode: str | None, floor: str | None, compression: type[Compressor], op: int
+) -> None:
+    if floor is not None and mode != "auto":
+        raise ValueError(f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}")
+    if floor is not None and floor not in wires.names():
+        raise ValueError(f"floor={floor!r} cannot be: choose one of {', '.join(wires.names())}")
     if mode is None:
         return
-    if mode not in wires.names():
+    if mode not in ("auto", *wires.names()):
         raise ValueError(
-            f"mode={mode!r} cannot be: choose one of {', '.join(wires.names())} "
-            "(auto is a mode of evener.ddp.accelerate)"
+            f"mode={mode!r} cannot be: choose auto or one of {', '.join(wires.names())}"
         )
     if compression is not NoneCompressor or op == Adasum:
         name = getattr(compression, "__name__", compression)
@@ -339,13 +368,16 @@ def _options(
     op: int,
     predivide: float,
     mode: str | None,
+    floor: str | None,
     ratio: float | None,
     warmup_steps: int | None,
 ) -> Options:
     half = compression is FP16Compressor
     topk = settings.LIGHT_TOPK_ALLREDUCE.get()
+    auto = mode == "auto"
     options = Options.resolve(
-        wire="fp16" if half and not topk else mode,
+        wire="fp16" if half and not topk else None if auto else mode,
+        floor=(floor or "fp16") if auto else "exact",
         ratio=ratio,
         warmup_steps=warmup_steps,
         bucket_bytes=settings.HOROVOD_FUSION_THRESHOLD.get(),
@@ -370,6 +402,26 @@ def _reducer(
         raise HorovodInternalError(error.problem, error.fix) from error
     _REDUCERS.add(reducer)
     return reducer
+
+
+def _planned(reducer: Reducer, optimizer: Any) -> Steps | None:
+    """What conducts a planner, where nothing else says what crosses."""
+    if reducer.options.wire != "exact":
+        info0("mode=auto: no planner, because %s was asked for", reducer.options.wire)
+        return None
+    # Decided once: a rank that has joined makes no steps, and would be waited for later.
+    planner = Planner(reducer, overlap=False, watch_every=sys.maxsize)
+    look_at_moments(reducer, optimizer, planner)
+    steps = Steps(reducer, None, planner)
+
+    def forward_ended() -> None:
+        with torch.enable_grad():  # autograd's thread has it off, as evaluation has
+            steps.forward_ended()
+
+    reducer.on_first = forward_ended
+    if STATE.engine.timeline.active:
+        info0("mode=auto: the gradients' buckets are not written to the timeline")
+    return steps
 
 
 def _replace_reducers(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -1,0 +1,44 @@
+"""What an optimizer's moments say about sparse forms."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from evener.comm import wires
+from evener.comm.planner.live import Planner
+from evener.comm.reducer import Reducer
+
+logger = logging.getLogger("evener.comm")
+
+
+def look_at_moments(
+    reducer: Reducer, optimizer: torch.optim.Optimizer | None, planner: Planner | None
+) -> None:
+    """Top-k is not for Adam and its kin: a planner does not choose it, and who forces it is told.
+
+    Their second moments see a gradient that comes rarely and then at once; what that cost is in
+    docs/comm.md, "What it costs in accuracy".
+    """
+    if optimizer is None or not any("betas" in group for group in optimizer.param_groups):
+        return
+    first, kind = reducer.communicators.rank == 0, type(optimizer).__name__
+    if planner is not None:
+        dense = tuple(form for form in planner.forms if not wires.get(form).sparse)
+        if first and dense != planner.forms:
+            logger.info(
+                "floor=%s: no form below %s is planned, because %s loses accuracy by top-k "
+                "(docs/comm.md); mode='topk' forces it",
+                planner.forms[-1],
+                dense[-1],
+                kind,
+            )
+        planner.forms = dense
+    elif first and wires.get(reducer.options.wire).sparse:
+        logger.warning(
+            "%s under %s: in our tests that cost accuracy (docs/comm.md), which INT8 did not; "
+            "mode='int8' is a quarter of the bytes",
+            reducer.options.wire,
+            kind,
+        )
