@@ -77,6 +77,23 @@ def test_overlap_has_the_same_bits_as_without() -> None:
             assert (steps >= 2) == test_overlap.CASES[name][2], (name, steps)
 
 
+def captured(rank: int, size: int) -> None:
+    made = transport(rank, size)
+    payload, got = torch.ones(8, device="cuda"), torch.empty(16, device="cuda")
+    made.all_gather(got, payload)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(CommError, match="EVENER_OUTER=nccl|graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        made.all_gather(got, payload)
+    made.close()
+
+
+def test_a_graph_is_refused() -> None:
+    worlds.run([1, 1], captured, gpu=True, env=ENV)
+
+
 def one_dies(rank: int, size: int) -> float:
     made = transport(rank, size, timeout=3.0)
     payload = torch.full((100_000,), float(rank), device="cuda")

@@ -102,6 +102,12 @@ class StagedTransport:
                 f"{received.nbytes} bytes on {received.device} do not fit {self.size} ranks on "
                 f"{self.device}, or are not contiguous"
             )
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CommError(
+                "a CUDA graph is being captured, and the staged transport between nodes cannot be "
+                "replayed: a thread of the host has a part in it",
+                "set EVENER_OUTER=nccl, or leave backward out of the graph",
+            )
         try:
             self.lanes[-1 if parts else 0].run(parts, received, payload, size)
         except RuntimeError as error:
