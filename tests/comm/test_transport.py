@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -503,3 +503,16 @@ def test_a_group_without_a_transport_calls_torch(monkeypatch: pytest.MonkeyPatch
         ("all_to_all_single", 2, {"group": handle}),
     ]
     assert calls[0][1][0] is a and calls[1][1][0] is b and calls[2][1][1] is b
+
+
+def test_a_captured_graph_goes_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+
+    carried: Any = object()
+    group = Group(cast(Any, None), 0, 2, carried)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert group._carries(cast(Any, OnGpu())) is None
+    assert group._carries(torch.ones(1)) is carried
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert group._carries(cast(Any, OnGpu())) is carried

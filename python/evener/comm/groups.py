@@ -11,6 +11,7 @@ default process group.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,6 +26,9 @@ from evener.comm.options import Options
 from evener.comm.scratch import Scratch
 from evener.comm.topology import Levels, host_identity, levels
 from evener.comm.transport import Carrier, Transport
+
+logger = logging.getLogger("evener.comm")
+_CAPTURED: list[bool] = []  # that it was said
 
 # A sum over a transport is taken in pieces of so many bytes, so that its scratch memory stays
 # within twice that on each lane.
@@ -48,19 +52,30 @@ class Group:
         default_factory=lambda: (Scratch(), Scratch(), Scratch()), compare=False, repr=False
     )
 
+    def _carries(self, tensor: torch.Tensor) -> Transport | None:
+        """The transport, but not into a CUDA graph: a host's thread cannot be replayed."""
+        if self.transport is None or not tensor.is_cuda:
+            return self.transport
+        if not torch.cuda.is_current_stream_capturing():
+            return self.transport
+        if not _CAPTURED:
+            _CAPTURED.append(True)
+            logger.info("a CUDA graph is captured: NCCL carries what is in it between nodes")
+        return None
+
     def all_gather(self, received: torch.Tensor, payload: torch.Tensor) -> None:
         """`received` [size * n] <- every rank's `payload` [n], contiguous, in rank order."""
-        if self.transport is None:
+        if (transport := self._carries(payload)) is None:
             dist.all_gather_into_tensor(received, payload, group=self.handle)
         else:
-            self.transport.all_gather(received, payload)
+            transport.all_gather(received, payload)
 
     def all_to_all(self, received: torch.Tensor, payload: torch.Tensor) -> None:
         """Part r of `payload` [size * n] goes to rank r; part r of `received` came from there."""
-        if self.transport is None:
+        if (transport := self._carries(payload)) is None:
             dist.all_to_all_single(received, payload, group=self.handle)
         else:
-            self.transport.all_to_all(received, payload)
+            transport.all_to_all(received, payload)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """`tensor`, contiguous, becomes the sum (SUM) or mean (AVG) over the ranks, in place.
@@ -68,7 +83,7 @@ class Group:
         Over a transport all ranks end with the same bits: parts are added in rank order, 16-bit
         ones in float32 and rounded once (`evener.comm.sums`). Raises ValueError for another `op`.
         """
-        if self.transport is None:
+        if self._carries(tensor) is None:
             dist.all_reduce(tensor, op, group=self.handle)
             return
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
