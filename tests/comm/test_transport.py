@@ -516,3 +516,22 @@ def test_a_captured_graph_goes_by_the_library(monkeypatch: pytest.MonkeyPatch) -
     assert group._carries(torch.ones(1)) is carried
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert group._carries(cast(Any, OnGpu())) is carried
+
+
+@pytest.mark.parametrize(
+    ("device", "outer", "hosts", "size", "why"),
+    [
+        ("cuda", "auto", 2, 2, ""),
+        ("cuda", "auto", 1, 2, "one host"),
+        ("cuda", "auto", 2, 4, "several ranks of a host"),
+        ("cpu", "auto", 2, 2, "CPUs"),
+        ("cuda", "nccl", 2, 2, "EVENER_OUTER=nccl"),
+        ("cuda", "staged", 2, 4, ""),
+    ],
+)
+def test_where_the_own_transport_is_not_tried(
+    device: str, outer: str, hosts: int, size: int, why: str
+) -> None:
+    options = Options.resolve(env={"EVENER_OUTER": outer})
+    said = transport._against(torch.device(device), options, hosts, size)
+    assert why in said and bool(why) == bool(said)

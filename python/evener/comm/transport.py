@@ -132,7 +132,7 @@ def connect(
     library = "nccl" if device.type == "cuda" else "gloo"
     if group.size == 1:
         return Carrier(library, "nothing crosses")
-    found = _gather(control, (options.outer, _against(device, options, hosts)))
+    found = _gather(control, (options.outer, _against(device, options, hosts, group.size)))
     wishes = [wish for wish, _ in found]
     if len(set(wishes)) > 1:
         other = next(r for r, wish in enumerate(wishes) if wish != wishes[0])
@@ -153,7 +153,7 @@ def connect(
     return carrier
 
 
-def _against(device: torch.device, options: Options, hosts: int) -> str:
+def _against(device: torch.device, options: Options, hosts: int, size: int) -> str:
     """Why this rank would rather not try its own transport; "" where it would."""
     if options.outer == "nccl":
         return "EVENER_OUTER=nccl"
@@ -161,6 +161,9 @@ def _against(device: torch.device, options: Options, hosts: int) -> str:
         return "on CPUs there is nothing to keep free"
     if options.outer == "auto" and hosts < 2:
         return "one host: there is no network"
+    if options.outer == "auto" and hosts < size:
+        # Each rank sends to each other one: what NCCL passes on inside a node would cross twice.
+        return "several ranks of a host are in it, whose own links the library takes"
     try:
         return provider().unavailable(device) or ""
     except ImportError as error:
