@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from evener import _optimizers
 from evener.zero.budget import resident_now
@@ -28,6 +29,10 @@ MODULES = 256 << 20
 LIBRARIES = 550_000_000
 """Host memory of what a first step loads: the pages of libraries whose kernels it calls, autograd's
 threads. 546 to 598 MB in all six runs of benchmarks/results/zero_gpu.json."""
+
+COLLECTIVES = 360_000_000
+"""Host memory that NCCL takes in a first step besides, where there are several ranks: measured on
+each of four GPUs, benchmarks/results/zero_x4.json."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,9 @@ def probe(
     if device.type != "cuda":
         return found
     torch.cuda.empty_cache()
-    machine = dataclasses.replace(found.machine, host_reserve=resident_now() + LIBRARIES)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    reserve = resident_now() + LIBRARIES + (COLLECTIVES if several else 0)
+    machine = dataclasses.replace(found.machine, host_reserve=reserve)
     return dataclasses.replace(found, machine=machine)
 
 
