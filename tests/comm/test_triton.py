@@ -47,6 +47,11 @@ def check_topk(case, n, k, sent, noted=notes, ties=64):
     triton_topk.add_entries(out, values, indices, 0.25)
     total[wanted[1].long()] = wanted[0].float() * 0.25
     assert torch.equal(out.nan_to_num(), total.nan_to_num()), (case, n, k)
+    # What a network that has failed left behind goes nowhere.
+    around = torch.zeros(n + 4)
+    wild = torch.tensor([-1, n, -(2**31), 2**31 - 1, 0], dtype=torch.int32)
+    triton_topk.add_entries(around[2:-2], torch.ones(5), wild, 1.0)
+    assert around.nonzero().flatten().tolist() == [2]
 
 def check_chunks(case, n, k):
     generator = torch.Generator().manual_seed(n)

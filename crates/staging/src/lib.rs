@@ -21,8 +21,9 @@
 //!
 //! # Failure
 //! A stream that waits for a dead peer would hang for ever. When the pump ends it sets `sent` and
-//! `arrived` far ahead ([`PASSED`]), so that streams run on over whatever is in the slots, and
-//! [`Exchange::failure`] says why: callers ask before they use what was received.
+//! `arrived` far ahead ([`PASSED`]), so that streams run on over whatever is in the slots; after a
+//! failure that is NaN, which nobody takes for gradients. [`Exchange::failure`] says why: callers ask
+//! before they use what was received.
 
 pub mod cuda;
 mod host;
@@ -123,6 +124,18 @@ impl Room {
         // SAFETY: `Exchange::listen` demands live, aligned memory until the exchange is closed, and
         // everybody uses it as atomics only.
         unsafe { AtomicU32::from_ptr(self.address(word) as *mut u32) }
+    }
+
+    /// Fills the receive slots with ones, which is NaN in every floating format: what a failed
+    /// exchange leaves must not look like gradients.
+    #[allow(unsafe_code, reason = "the slots are the caller's memory")]
+    fn spoil(&self) {
+        // SAFETY: `Exchange::listen` demands live memory of this size; the comms are released, so
+        // the engine writes there no more, and a device only reads.
+        unsafe {
+            let slots = self.slots as usize * self.slot;
+            std::ptr::write_bytes(self.receive as *mut u8, 0xff, slots);
+        }
     }
 
     fn load(&self, word: Word) -> u32 {
@@ -340,6 +353,9 @@ impl Exchange {
                 inner.fail(why);
             }
             comms.release(&engine);
+            if lock(&inner.failure).is_some() {
+                inner.room.spoil();
+            }
             // Whatever waits for more would wait for ever.
             for word in [Word::Sent, Word::Arrived] {
                 let value = inner.room.load(word).wrapping_add(PASSED);

@@ -385,10 +385,11 @@ def _settle(residual, state, values, indices, n, k, room, TIES: tl.constexpr, BL
 
 
 @triton.jit
-def _add_entries(out, values, indices, scale, k, BLOCK: tl.constexpr):
+def _add_entries(out, values, indices, scale, n, k, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < k
-    at = tl.load(indices + entry, inside, other=0)
+    at = tl.load(indices + entry, entry < k, other=-1)
+    # What a network that has failed leaves behind must not be written just anywhere.
+    inside = (at >= 0) & (at < n)
     value = tl.load(values + entry, inside, other=0.0).to(tl.float32)
     tl.store(out + at, tl.load(out + at, inside, other=0.0) + value * scale, inside)
 
@@ -467,4 +468,4 @@ def add_entries(
 ) -> None:
     """`evener.comm.topk.add_entries` for CUDA tensors."""
     k = values.numel()
-    _add_entries[(triton.cdiv(k, 1024),)](out, values, indices, float(scale), k, 1024)
+    _add_entries[(triton.cdiv(k, 1024),)](out, values, indices, float(scale), out.numel(), k, 1024)
