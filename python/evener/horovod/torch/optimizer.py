@@ -185,7 +185,9 @@ class _Distributed:
         reducer.set_passes(self.backward_passes_per_step)
         reducer.densifies = self.sparse_as_dense
         if isinstance(reducer, Reducer):
-            self._steps = _planned(reducer, self) if self._plans else None
+            planner = _planner(reducer) if self._plans else None
+            look_at_moments(reducer, self, planner)  # type: ignore[arg-type]
+            self._steps = None if planner is None else _steps(reducer, planner)
             if self._steps is None:
                 bucket_trace.watch(reducer, STATE.engine.timeline)
         # Ranks collect garbage at different moments, so neither may give groups back: the next
@@ -404,14 +406,17 @@ def _reducer(
     return reducer
 
 
-def _planned(reducer: Reducer, optimizer: Any) -> Steps | None:
-    """What conducts a planner, where nothing else says what crosses."""
+def _planner(reducer: Reducer) -> Planner | None:
+    """A planner, where nothing else says what crosses."""
     if reducer.options.wire != "exact":
         info0("mode=auto: no planner, because %s was asked for", reducer.options.wire)
         return None
     # Decided once: a rank that has joined makes no steps, and would be waited for later.
-    planner = Planner(reducer, overlap=False, watch_every=sys.maxsize)
-    look_at_moments(reducer, optimizer, planner)
+    return Planner(reducer, overlap=False, watch_every=sys.maxsize)
+
+
+def _steps(reducer: Reducer, planner: Planner) -> Steps:
+    """What conducts it."""
     steps = Steps(reducer, None, planner)
 
     def forward_ended() -> None:
