@@ -148,11 +148,14 @@ fn carry(mut socket: TcpStream, sending: bool, work: &Receiver<Part>) -> std::io
                 let wanted = (bytes.len() - got).min(GULP);
                 if wanted != low {
                     low = wanted;
-                    wait_for(&socket, low)?;
+                    set_low_water(&socket, low)?;
                 }
-                match socket.read(&mut bytes[got..])? {
-                    0 => return Err(ErrorKind::UnexpectedEof.into()),
-                    more => got += more,
+                await_low_water(&socket)?;
+                match socket.read(&mut bytes[got..]) {
+                    Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                    Ok(more) => got += more,
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
                 }
             }
         }
@@ -161,8 +164,8 @@ fn carry(mut socket: TcpStream, sending: bool, work: &Receiver<Part>) -> std::io
     Ok(())
 }
 
-/// Lets reads wait until so many bytes are there.
-fn wait_for(socket: &TcpStream, bytes: usize) -> std::io::Result<()> {
+/// The socket is readable when so many bytes are there.
+fn set_low_water(socket: &TcpStream, bytes: usize) -> std::io::Result<()> {
     let value = bytes as libc::c_int;
     // SAFETY: four bytes are read from `value`.
     let result = unsafe {
@@ -176,6 +179,24 @@ fn wait_for(socket: &TcpStream, bytes: usize) -> std::io::Result<()> {
     };
     if result < 0 {
         return Err(std::io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Sleeps until the socket is readable. A read that sleeps itself would not do: what it has copied
+/// already does not count for the low water, so its rest may never wake it.
+fn await_low_water(socket: &TcpStream) -> std::io::Result<()> {
+    let mut one = libc::pollfd {
+        fd: socket.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one structure, which lives through the call.
+    while unsafe { libc::poll(&raw mut one, 1, -1) } < 0 {
+        let error = std::io::Error::last_os_error();
+        if error.kind() != ErrorKind::Interrupted {
+            return Err(error);
+        }
     }
     Ok(())
 }
