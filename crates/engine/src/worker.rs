@@ -4,7 +4,7 @@
 //! The loop: take news (tasks, rung comms, ready sockets), read what can be read ([`reading`]), let
 //! connections with room pull ([`pulling`]), look at the clock. A peer has a *home* worker, which
 //! takes its comms' requests and has all its connections at first; when it has no time left, it hands
-//! half of them to a worker with more ([`spreading`]).
+//! half of them to a worker with more, and those with little to do gather ([`spreading`]).
 //!
 //! # When to sleep
 //! With nothing to do for [`SPIN`] ([`SPIN_WAITED`] while a request waits), a worker sleeps until a
@@ -32,10 +32,11 @@ use crate::control::News;
 use crate::doorbell::{BITS, Doorbell};
 use crate::link::{Chore, Link};
 use crate::stats::{PathStats, WorkerStats};
-use crate::sync::{AtomicBool, AtomicU64, Ordering as SyncOrdering};
+use crate::sync::{AtomicBool, Ordering as SyncOrdering};
 use crate::sys::{self, Epoll, Ready, Waker};
 use crate::{Level, Shared};
 use pulling::Flow;
+pub use spreading::Crew;
 use spreading::Load;
 
 /// Idle for this long, a worker sleeps.
@@ -110,8 +111,6 @@ pub struct Handle {
     hungry: AtomicBool,
     /// What it did.
     pub counts: WorkerStats,
-    /// How much of the time for which it is awake it works, in thousandths.
-    load: AtomicU64,
 }
 
 impl Handle {
@@ -125,7 +124,6 @@ impl Handle {
             nudged: AtomicBool::new(false),
             hungry: AtomicBool::new(true),
             counts: WorkerStats::default(),
-            load: AtomicU64::new(0),
         })
     }
 
@@ -288,13 +286,12 @@ impl Worker {
             moved += self.pump_dirty();
             active |= moved > 0;
             let now = self.now();
-            self.load.count(now - turn, active);
+            self.load.count(now - turn, active, moved);
             handle.counts.turn(now - turn, active);
             turn = now;
             if now >= timers_at {
                 timers_at = self.timers(now).min(now + TICK);
                 self.spread();
-                handle.counts.used(sys::processor_time());
             }
             if active {
                 idle_since = now;
@@ -309,15 +306,13 @@ impl Worker {
             if bulk && moved < LIGHT && now - idle_since < spin {
                 sys::nap(NAP);
                 turn = self.now();
-                self.load.count(turn - now, false);
+                self.load.count(turn - now, false, 0);
                 handle.counts.napped(turn - now);
             } else if !active && now - idle_since >= spin {
                 let mut until = self.timers(now);
                 if self.links.iter().flatten().any(|mine| mine.flow.full) {
                     until = until.min(now + FULL_LOOK);
                 }
-                // It has time, whatever it was before.
-                handle.load.store(0, Ordering::Relaxed);
                 handle.bell.sleep();
                 if !handle.has_news() {
                     let timeout = until.saturating_sub(self.now());

@@ -1,10 +1,16 @@
 //! Which worker has which connection. One core copies as much as most networks carry, and one thread
 //! that is awake costs less and answers sooner than four; so a peer's connections start on its home
-//! worker, and move to others as soon as that has no time left.
+//! worker, and move to others when that has no time left. Where workers have time to spare they
+//! gather on fewer: each costs processor time for itself (it looks, naps, wakes), and one that has
+//! little to do at a time makes many small calls of it.
 //!
 //! Time left is measured while a worker is awake: NCCL waits for the oldest message, so a worker that
 //! copies without a pause while there is something to copy holds it up, however long it sleeps
 //! afterwards. Naps count as time left, because they are taken only where a network is what limits.
+//!
+//! How much a worker could take besides is not seen from its time: the less there is to do, the less
+//! it does at once, and the more time a byte takes. So for gathering a worker's load is what it moves,
+//! against the most that any of them moved in the same time of work.
 
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -12,56 +18,223 @@ use std::time::Duration;
 use super::{Task, Worker};
 use crate::Level;
 use crate::comm::lock;
-use crate::sync::Ordering;
+use crate::sys;
 
 /// Between two looks, sleep left aside. An all-reduce of NCCL's takes a few to a hundred milliseconds.
 const EVERY: Duration = Duration::from_millis(2);
-/// In thousandths: above, a worker has too much to do.
-const FULL: u64 = 750;
-/// Below, it can take more.
-const SPARE: u64 = 500;
+/// Above this part of its time a worker has too much to do ...
+const FULL: f64 = 0.9;
+/// ... and below this it can take more.
+const SPARE: f64 = 0.5;
+/// So many looks in a row must say that a worker is full.
+const FULL_LOOKS: u32 = 2;
+/// What two workers have to do is enough for one if it is less than this part of the most.
+const TOGETHER: f64 = 0.75;
+/// So many looks in a row must say so.
+const CALM_LOOKS: u32 = 8;
+/// What a worker has said of itself is not true any more after this.
+const STALE: Duration = Duration::from_millis(20);
+/// Between two times that workers gather: they must first see what the last one has brought.
+const SETTLE: Duration = Duration::from_millis(10);
+/// Where that was wrong (one was full at once), so long it is not tried again; each time longer.
+const HOLD: Duration = Duration::from_millis(100);
+const HOLD_MOST: Duration = Duration::from_secs(5);
+/// The most that a worker moved is forgotten by so much with each look: networks change.
+const FORGET: f64 = 0.9995;
 
-/// How much of the time for which it is awake a worker works.
+/// What a worker did since its last look.
 #[derive(Debug, Default)]
 pub(super) struct Load {
     busy: Duration,
     awake: Duration,
+    moved: u64,
+    /// Processor time of the thread at the last look.
+    used: Duration,
 }
 
 impl Load {
     /// A turn of the loop, or a nap, has taken `time`.
-    pub fn count(&mut self, time: Duration, active: bool) {
+    pub fn count(&mut self, time: Duration, active: bool, moved: usize) {
         self.awake += time;
+        self.moved += moved as u64;
         if active {
             self.busy += time;
         }
+    }
+
+    /// What was counted since the last look, where the thread has used so much processor time by now.
+    /// One that waits for a processor is not full: another would wait as well.
+    fn take(&mut self, used: Duration) -> Load {
+        let next = Load {
+            used,
+            ..Load::default()
+        };
+        let mut load = std::mem::replace(self, next);
+        load.busy = load.busy.min(used.saturating_sub(load.used));
+        load
+    }
+}
+
+/// What a worker said of itself at its last look.
+#[derive(Debug, Clone, Copy, Default)]
+struct Member {
+    /// How much of the time for which it is awake it works.
+    busy: f64,
+    /// Bytes a second that it moves while it is awake.
+    moves: f64,
+    at: Duration,
+    full: u32,
+    calm: u32,
+}
+
+/// What a worker should do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Advice {
+    Stay,
+    /// Give half of its connections to this worker.
+    Half(usize),
+    /// Give all to this one.
+    All(usize),
+}
+
+/// What the workers of an engine know of each other's load.
+#[derive(Debug, Default)]
+pub struct Crew {
+    members: Vec<Member>,
+    /// The most bytes that one of them moved in a second of work.
+    most: f64,
+    /// When they gathered last, and until when they may not again.
+    gathered: Option<Duration>,
+    until: Duration,
+    hold: Duration,
+}
+
+impl Crew {
+    /// So many workers.
+    pub fn new(workers: usize) -> Crew {
+        Crew {
+            members: vec![Member::default(); workers],
+            hold: HOLD,
+            ..Crew::default()
+        }
+    }
+
+    /// Worker `me` has looked at its load. `home`: it may not give all away. `mates`: the others that
+    /// have connections to the same peer, in the order in which they should take its own.
+    fn look(
+        &mut self,
+        me: usize,
+        load: &Load,
+        home: bool,
+        mates: &[usize],
+        now: Duration,
+    ) -> Advice {
+        let awake = load.awake.as_secs_f64().max(1e-9);
+        let busy = load.busy.as_secs_f64();
+        if busy > awake / 2.0 {
+            self.most = self.most.max(load.moved as f64 / busy);
+        }
+        self.most *= FORGET;
+        let member = &mut self.members[me];
+        (member.busy, member.moves) = (busy / awake, load.moved as f64 / awake);
+        member.at = now;
+        let full = member.busy >= FULL;
+        member.full = if full { member.full + 1 } else { 0 };
+        if member.full >= FULL_LOOKS {
+            (member.full, member.calm) = (0, 0);
+            return self.spread(me, now);
+        }
+        let to = if home || full || now < self.until {
+            None
+        } else {
+            let fits = |to: &&usize| {
+                let sum = self.moves(me, now) + self.moves(**to, now);
+                sum < self.most * TOGETHER && self.busy(**to, now) < FULL
+            };
+            mates.iter().find(fits).copied()
+        };
+        let member = &mut self.members[me];
+        member.calm = if to.is_some() { member.calm + 1 } else { 0 };
+        match to {
+            Some(to) if member.calm >= CALM_LOOKS => {
+                let moves = member.moves;
+                *member = Member::default();
+                self.members[to].moves += moves;
+                self.gathered = Some(now);
+                self.until = now + SETTLE;
+                Advice::All(to)
+            }
+            _ => Advice::Stay,
+        }
+    }
+
+    /// One that is full gives half to the one with most time, if there is one.
+    fn spread(&mut self, me: usize, now: Duration) -> Advice {
+        let others = (0..self.members.len()).filter(|one| *one != me);
+        let least = others.min_by(|a, b| self.busy(*a, now).total_cmp(&self.busy(*b, now)));
+        let Some(to) = least.filter(|to| self.busy(*to, now) < SPARE) else {
+            return Advice::Stay;
+        };
+        // Nobody else gives to it before it has counted what this brings.
+        let half = self.members[me].moves / 2.0;
+        self.members[me].moves = half;
+        self.members[to] = Member {
+            busy: FULL,
+            moves: self.moves(to, now) + half,
+            at: now,
+            ..Member::default()
+        };
+        if self.gathered.is_some_and(|at| now < at + HOLD) {
+            self.hold = (self.hold * 2).min(HOLD_MOST);
+        }
+        self.until = now + self.hold;
+        Advice::Half(to)
+    }
+
+    fn busy(&self, worker: usize, now: Duration) -> f64 {
+        self.fresh(worker, now).map_or(0.0, |member| member.busy)
+    }
+
+    fn moves(&self, worker: usize, now: Duration) -> f64 {
+        self.fresh(worker, now).map_or(0.0, |member| member.moves)
+    }
+
+    fn fresh(&self, worker: usize, now: Duration) -> Option<&Member> {
+        let member = self.members.get(worker)?;
+        (now < member.at + STALE).then_some(member)
     }
 }
 
 impl Worker {
     /// Looks whether connections should be another worker's.
     pub(super) fn spread(&mut self) {
-        let workers = &self.shared.workers;
-        if workers.len() == 1 || self.load.awake < EVERY {
+        if self.load.awake < EVERY {
             return;
         }
-        let Load { busy, awake } = std::mem::take(&mut self.load);
-        let load = (busy.as_micros() * 1000 / awake.as_micros().max(1)) as u64;
-        workers[self.index].load.store(load, Ordering::Relaxed);
-        if load < FULL {
+        let [own, kernel] = sys::processor_time();
+        self.shared.workers[self.index].counts.used([own, kernel]);
+        let load = self.load.take(own + kernel);
+        if self.shared.workers.len() == 1 {
             return;
         }
-        let others = (0..workers.len()).filter(|one| *one != self.index);
-        let least = others.min_by_key(|one| workers[*one].load.load(Ordering::Relaxed));
-        let Some(to) = least.filter(|to| workers[*to].load.load(Ordering::Relaxed) < SPARE) else {
+        let Some(link) = (0..self.links.len()).max_by_key(|link| self.count(*link)) else {
             return;
         };
-        let most = (0..self.links.len()).max_by_key(|link| self.count(*link));
-        if let Some(link) = most.filter(|link| self.count(*link) > 1) {
-            // Nobody else gives to it before it has counted what this brings.
-            workers[to].load.store(FULL, Ordering::Relaxed);
-            let half = self.count(link) / 2;
-            self.give(link, half, to);
+        let Some(Some(mine)) = self.links.get(link) else {
+            return;
+        };
+        let (home, count) = (mine.peer.home, self.count(link));
+        let mut mates: Vec<usize> = {
+            let link = lock(&mine.peer.link);
+            link.workers().filter(|one| *one != self.index).collect()
+        };
+        mates.sort_by_key(|one| *one != home);
+        let keeps = home == self.index || count == 0;
+        let advice = lock(&self.shared.crew).look(self.index, &load, keeps, &mates, self.now());
+        match advice {
+            Advice::Half(to) if count > 1 => self.give(link, count / 2, to),
+            Advice::All(to) => self.give(link, count, to),
+            Advice::Half(_) | Advice::Stay => {}
         }
     }
 
@@ -77,6 +250,7 @@ impl Worker {
         let peer = mine.peer.clone();
         let keep = mine.conns.len() - count.min(mine.conns.len());
         let going = mine.conns.split_off(keep);
+        let gone = mine.conns.is_empty() && peer.home != self.index;
         for index in &going {
             let Some(conn) = self.conns.get_mut(*index).and_then(Option::take) else {
                 continue;
@@ -95,6 +269,105 @@ impl Worker {
             );
             self.shared.log(Level::Debug, &text);
         }
-        self.forget_if_over(&peer);
+        if gone {
+            self.links[link] = None;
+        } else {
+            self.forget_if_over(&peer);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a worker does in two milliseconds of a network that gives it this: bytes a second of the
+    /// work that is its own, where a turn costs something besides its bytes.
+    fn load(wanted: f64) -> Load {
+        const MOST: f64 = 4e9;
+        let busy = (wanted / MOST * 1.1 + 0.1).min(1.0);
+        Load {
+            busy: EVERY.mul_f64(busy),
+            awake: EVERY,
+            moved: (wanted.min(MOST * busy) * EVERY.as_secs_f64()) as u64,
+            used: Duration::ZERO,
+        }
+    }
+
+    /// Lets so many bytes a second be shared by the connections that each worker has, for a while:
+    /// how many have any in the end, and how often some moved.
+    fn settle(
+        crew: &mut Crew,
+        conns: &mut [usize],
+        total: f64,
+        from: f64,
+        to: f64,
+    ) -> (usize, u32) {
+        let all: usize = conns.iter().sum();
+        let (mut now, mut moves) = (from, 0);
+        while now < to {
+            now += EVERY.as_secs_f64();
+            for me in 0..conns.len() {
+                if conns[me] == 0 {
+                    continue;
+                }
+                let mates: Vec<usize> = (0..conns.len())
+                    .filter(|one| *one != me && conns[*one] > 0)
+                    .collect();
+                let load = load(total * conns[me] as f64 / all as f64);
+                let at = Duration::from_secs_f64(now);
+                let (going, other) = match crew.look(me, &load, me == 0, &mates, at) {
+                    Advice::Stay => continue,
+                    Advice::Half(other) => (conns[me] / 2, other),
+                    Advice::All(other) => (conns[me], other),
+                };
+                moves += 1;
+                conns[me] -= going;
+                conns[other] += going;
+            }
+        }
+        (conns.iter().filter(|count| **count > 0).count(), moves)
+    }
+
+    #[test]
+    fn workers_are_as_many_as_there_is_work_for() {
+        let mut crew = Crew::new(8);
+        let mut conns = [16, 0, 0, 0, 0, 0, 0, 0];
+        // One core's worth, then much more, then little.
+        assert_eq!(settle(&mut crew, &mut conns, 2e9, 0.0, 0.5).0, 1);
+        let (many, _) = settle(&mut crew, &mut conns, 16e9, 0.5, 1.0);
+        assert!(many > 4, "{many}");
+        let (few, _) = settle(&mut crew, &mut conns, 2e9, 1.0, 8.0);
+        assert_eq!(few, 1);
+        assert_eq!(conns[0], 16);
+    }
+
+    #[test]
+    fn what_does_not_fit_together_is_not_tried_for_ever() {
+        for total in [3.4e9, 5e9, 7e9, 10e9] {
+            let mut crew = Crew::new(8);
+            let mut conns = [16, 0, 0, 0, 0, 0, 0, 0];
+            settle(&mut crew, &mut conns, total, 0.0, 10.0);
+            let (_, moves) = settle(&mut crew, &mut conns, total, 10.0, 20.0);
+            assert!(moves <= 8, "{total}: {moves}");
+        }
+    }
+
+    #[test]
+    fn one_that_has_just_slept_is_free() {
+        let mut crew = Crew::new(2);
+        let at = |ms: u64| Duration::from_millis(ms);
+        for step in 0..3 {
+            crew.look(1, &load(9e9), false, &[0], at(step));
+            assert_eq!(crew.look(0, &load(1e9), true, &[1], at(step)), Advice::Stay);
+        }
+        let mut last = Advice::Stay;
+        for step in 30..34 {
+            last = crew.look(0, &load(9e9), true, &[1], at(step));
+            if last != Advice::Stay {
+                break;
+            }
+        }
+        assert_eq!(last, Advice::Half(1));
     }
 }

@@ -24,6 +24,10 @@ impl Worker {
             let Some(Some(mine)) = self.links.get_mut(index) else {
                 continue;
             };
+            if mine.conns.is_empty() && mine.peer.home != self.index {
+                // Others have all of its connections, and its clock.
+                continue;
+            }
             let peer = mine.peer.clone();
             let owing: Vec<usize> = {
                 let link = lock(&peer.link);
