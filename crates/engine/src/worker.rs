@@ -9,7 +9,7 @@
 //! # When to sleep
 //! With nothing to do for [`SPIN`] ([`SPIN_WAITED`] while a request waits), a worker sleeps until a
 //! socket, a caller or a deadline wakes it. While much is under way ([`BULK`]) time is not what
-//! counts but what a byte costs: after a turn that moved little it naps for [`NAP`] and nothing
+//! counts but what a byte costs: after a turn that moved little it naps ([`NAP`]) and nothing
 //! wakes it, so that the next turn moves much at once. On one core or many, that also makes the time
 //! in which a worker works a true measure of what it could still take ([`spreading`]).
 
@@ -52,8 +52,10 @@ const ROOMY: usize = 8;
 const BULK: u64 = 2 << 20;
 /// A turn that moved less, while [`BULK`] is under way, was hardly worth it ...
 const LIGHT: usize = 128 << 10;
-/// ... and there will be more to move after this.
+/// ... and there will be more to move after a nap of this, or as long as so much takes to come: the
+/// longer, the slower the network. What is on its way ([`evener_proto::ahead`]) lasts for several.
 const NAP: Duration = Duration::from_micros(25);
+const NAP_MOST: Duration = Duration::from_micros(75);
 /// Timers are looked at this often where the loop is busy.
 const TICK: Duration = Duration::from_millis(2);
 const WAKER: u64 = u64::MAX;
@@ -304,7 +306,7 @@ impl Worker {
             };
             let bulk = sending >= BULK || self.links.iter().flatten().any(|mine| mine.flow.full);
             if bulk && moved < LIGHT && now - idle_since < spin {
-                sys::nap(NAP);
+                sys::nap(self.load.nap());
                 turn = self.now();
                 self.load.count(turn - now, false, 0);
                 handle.counts.napped(turn - now);

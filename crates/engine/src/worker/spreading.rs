@@ -15,7 +15,7 @@
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use super::{Task, Worker};
+use super::{LIGHT, NAP, NAP_MOST, Task, Worker};
 use crate::Level;
 use crate::comm::lock;
 use crate::sys;
@@ -50,6 +50,8 @@ pub(super) struct Load {
     moved: u64,
     /// Processor time of the thread at the last look.
     used: Duration,
+    /// How long a turn's worth of bytes takes to come.
+    pause: Duration,
 }
 
 impl Load {
@@ -62,11 +64,18 @@ impl Load {
         }
     }
 
+    /// How long a nap should be.
+    pub fn nap(&self) -> Duration {
+        self.pause.clamp(NAP, NAP_MOST)
+    }
+
     /// What was counted since the last look, where the thread has used so much processor time by now.
     /// One that waits for a processor is not full: another would wait as well.
     fn take(&mut self, used: Duration) -> Load {
+        let turns = self.moved as f64 / LIGHT as f64;
         let next = Load {
             used,
+            pause: self.awake.div_f64(turns.max(0.01)),
             ..Load::default()
         };
         let mut load = std::mem::replace(self, next);
@@ -291,6 +300,7 @@ mod tests {
             awake: EVERY,
             moved: (wanted.min(MOST * busy) * EVERY.as_secs_f64()) as u64,
             used: Duration::ZERO,
+            pause: Duration::ZERO,
         }
     }
 
