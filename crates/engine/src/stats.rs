@@ -130,6 +130,8 @@ pub struct WorkerStats {
     pub working: AtomicU64,
     /// Looking for something to do.
     pub spinning: AtomicU64,
+    /// Of these two and of naps: while there was more to send than may be on its way.
+    pub full: AtomicU64,
     /// Naps, and their time.
     pub naps: [AtomicU64; 2],
     /// Sleeps, and their time.
@@ -166,7 +168,8 @@ impl WorkerStats {
     }
 
     /// A turn of the loop.
-    pub fn turn(&self, time: Duration, active: bool) {
+    pub fn turn(&self, time: Duration, active: bool, full: bool) {
+        self.was_full(time, full);
         PathStats::add(&self.turns[usize::from(!active)], 1);
         let counter = if active {
             &self.working
@@ -177,8 +180,15 @@ impl WorkerStats {
     }
 
     /// A nap.
-    pub fn napped(&self, time: Duration) {
+    pub fn napped(&self, time: Duration, full: bool) {
         WorkerStats::add_both(&self.naps, nanoseconds(time));
+        self.was_full(time, full);
+    }
+
+    fn was_full(&self, time: Duration, full: bool) {
+        if full {
+            PathStats::add(&self.full, nanoseconds(time));
+        }
     }
 
     /// A sleep.
@@ -221,7 +231,7 @@ impl WorkerStats {
             "{{\"turns\":{turns},\"working_ms\":{},\"empty_turns\":{empty},\"spinning_ms\":{},\
              \"naps\":{naps},\"napping_ms\":{},\"sleeps\":{sleeps},\"sleeping_ms\":{},\
              \"reads\":{reads},\"bytes_read\":{read},\"writes\":{writes},\
-             \"bytes_written\":{written},\"reading_ms\":{},\"writing_ms\":{},\"waiting_ms\":{},\
+             \"bytes_written\":{written},\"reading_ms\":{},\"writing_ms\":{},\"waiting_ms\":{},\"full_ms\":{},\
              \"user_ms\":{},\"system_ms\":{},\"looks\":{},\"nudges\":{}}}",
             ms(self.working.load(Relaxed)),
             ms(self.spinning.load(Relaxed)),
@@ -230,6 +240,7 @@ impl WorkerStats {
             ms(reading),
             ms(writing),
             ms(self.waiting.load(Relaxed)),
+            ms(self.full.load(Relaxed)),
             ms(own),
             ms(kernel),
             self.looks.load(Relaxed),

@@ -288,8 +288,9 @@ impl Worker {
             moved += self.pump_dirty();
             active |= moved > 0;
             let now = self.now();
-            self.load.count(now - turn, active, moved);
-            handle.counts.turn(now - turn, active);
+            let full = self.links.iter().flatten().any(|mine| mine.flow.full);
+            self.load.count(now - turn, active, moved, full);
+            handle.counts.turn(now - turn, active, full);
             turn = now;
             if now >= timers_at {
                 timers_at = self.timers(now).min(now + TICK);
@@ -304,12 +305,11 @@ impl Worker {
             } else {
                 SPIN
             };
-            let bulk = sending >= BULK || self.links.iter().flatten().any(|mine| mine.flow.full);
-            if bulk && moved < LIGHT && now - idle_since < spin {
+            if (sending >= BULK || full) && moved < LIGHT && now - idle_since < spin {
                 sys::nap(self.load.nap());
                 turn = self.now();
-                self.load.count(turn - now, false, 0);
-                handle.counts.napped(turn - now);
+                self.load.count(turn - now, false, 0, full);
+                handle.counts.napped(turn - now, full);
             } else if !active && now - idle_since >= spin {
                 let mut until = self.timers(now);
                 if self.links.iter().flatten().any(|mine| mine.flow.full) {

@@ -48,7 +48,7 @@ enum Control {
 const SHORT: Duration = Duration::from_micros(150);
 /// A piece is at least what the whole network carries in this time (seconds), between these bounds:
 /// each costs a lock and two calls, and a message in few pieces leaves paths idle.
-const PIECE: f64 = 20e-6;
+const PIECE: f64 = 40e-6;
 const PIECE_LEAST: f64 = 64.0 * 1024.0;
 const PIECE_MOST: f64 = 256.0 * 1024.0;
 /// What all paths deliver is counted over this time.

@@ -18,9 +18,9 @@ use crate::sync::Ordering as SyncOrdering;
 use crate::sys;
 
 /// A connection holds at most this much that the kernel has not taken.
-const PULL: usize = 128 << 10;
+const PULL: usize = 256 << 10;
 /// A worker pulls at most this much before it writes that: what is left others may have.
-const BITE: u64 = 128 << 10;
+const BITE: u64 = 256 << 10;
 /// The kernel is asked this often what is on its way. Between two looks only what was added is
 /// known, which makes no path seem quicker than it is.
 const LOOK: Duration = Duration::from_micros(100);
