@@ -25,6 +25,11 @@ use crate::zerocopy::{Mode, ZeroCopy};
 const STAGING: usize = 8 << 10;
 /// And so much of it behind a chunk that is read in place: the next header, or some.
 const BEHIND: usize = 1 << 10;
+/// One in so many segments lost is a path that bursts are too much for. Fewer are cheaper sent again
+/// than paced: a timer for each packet is a quarter of what a connection costs.
+const LOSSY: u64 = 100;
+/// So many looks must say so: a start always loses some.
+const LOSSY_LOOKS: u32 = 4;
 /// See [`Conn::is_stuck`].
 const STUCK: Duration = Duration::from_millis(10);
 
@@ -98,6 +103,10 @@ pub struct Conn {
     pub acknowledged: u64,
     /// Segments that were sent again at the last look.
     resent: u32,
+    /// Segments that were sent until then.
+    segments: u32,
+    /// How many looks of late saw more than a few of them lost.
+    lossy: u32,
     low_water: u32,
     /// When something arrived, or nothing was on its way, as of the last look.
     moved: Duration,
@@ -150,6 +159,8 @@ impl Conn {
             stats,
             acknowledged: 0,
             resent: 0,
+            segments: 0,
+            lossy: 0,
             low_water: 0,
             moved: Duration::ZERO,
             least_rtt: Duration::ZERO,
@@ -193,7 +204,7 @@ impl Conn {
     }
 
     /// Adapts to what the kernel says: unsent bytes for about half a millisecond of what the path
-    /// delivers, and no bursts once it has lost something.
+    /// delivers, and no bursts where those are what it loses.
     pub fn adapt(&mut self, info: &TcpInfo) {
         self.least_rtt = Duration::from_micros(info.least_rtt_us.into());
         let fd = self.fd.as_raw_fd();
@@ -205,12 +216,19 @@ impl Conn {
                 self.low_water = wanted;
             }
         }
-        if !self.paced && info.retransmits > self.resent {
+        let lost = info.retransmits.wrapping_sub(self.resent);
+        let sent = info.segments.wrapping_sub(self.segments);
+        (self.resent, self.segments) = (info.retransmits, info.segments);
+        if u64::from(lost) * LOSSY > u64::from(sent) {
+            self.lossy += 1;
+        } else {
+            self.lossy = self.lossy.saturating_sub(1);
+        }
+        if !self.paced && self.lossy >= LOSSY_LOOKS {
             self.paced = true;
             // Where the kernel refuses, things stay as they are.
             let _ = sys::set_paced(fd);
         }
-        self.resent = info.retransmits;
     }
 
     // ---- in ----

@@ -468,6 +468,8 @@ pub struct TcpInfo {
     pub unacknowledged: u32,
     /// Smoothed round trip, microseconds.
     pub rtt_us: u32,
+    /// Segments sent in all that had data.
+    pub segments: u32,
     /// Segments sent again, in all.
     pub retransmits: u32,
     /// Bytes that the peer has acknowledged.
@@ -504,6 +506,7 @@ pub fn tcp_info(fd: RawFd) -> io::Result<TcpInfo> {
         unacknowledged: u32_at(24),
         rtt_us: u32_at(68),
         retransmits: u32_at(100),
+        segments: u32_at(156),
         bytes_acknowledged: u64_at(120),
         unsent: u32_at(144),
         least_rtt_us: u32_at(148),
