@@ -114,8 +114,8 @@ def accelerate(
 
     `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
     choose for every bucket the algorithm and the mildest form behind which the network hides: with
-    "exact" lossless ones only, with "auto" down to `floor` ("fp16"). One of `MODES` but "exact"
-    forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or
+    "exact" lossless ones only, with "auto" down to `floor` ("fp16"; "topk" takes in "topk-chunk").
+    One of `MODES` but "exact" forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or
     "topk-chunk" (the same share of every 4,096); from int8 on with error feedback, norms and biases
     exact. None: no planner; `wire` names the form, `algorithm` "2d" (reduce inside the node first),
     "flat", or "auto": 2-D where there are several nodes with several ranks each; docs/plan.md.
