@@ -161,7 +161,9 @@ class Steps:
         return [
             (
                 self.reducer.names[bucket.slots[0].index] + bucket.part,
-                sum(slot.numel for slot in bucket.slots),
+                0
+                if self.reducer.parts.expects_none(bucket)
+                else sum(slot.numel for slot in bucket.slots),
                 bucket.buffer.element_size(),
             )
             for bucket in self.reducer.buckets

@@ -93,7 +93,8 @@ class StepOverlap:
         ]
         interpose.watch(self)
         own = weakref.WeakMethod(self.finish)
-        reducer.finish = lambda: None if (call := own()) is None else call("a checkpoint")
+        reducer.finish = lambda why: None if (call := own()) is None else call(why)
+        reducer.own_hooks = 1
 
     def _step_method(self) -> Callable[..., Any]:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
