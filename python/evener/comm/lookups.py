@@ -102,6 +102,18 @@ def by_rows(module: nn.Module) -> bool:
     )
 
 
+def compiled(model: nn.Module) -> str | None:
+    """The name of a module that TorchScript or torch.compile runs, out of Python's sight."""
+    for name, module in model.named_modules():
+        if (
+            type(module).__name__ == "OptimizedModule"
+            or getattr(module, "_compiled_call_impl", None) is not None
+            or isinstance(module, torch.jit.ScriptModule)
+        ):
+            return str(name)
+    return None
+
+
 def candidates(model: nn.Module, places: Mapping[int, int]) -> dict[int, bool]:
     """Parameters that are looked up: index to whether a layer (nn.Linear) uses it too.
 
@@ -135,15 +147,15 @@ class _Hook:
         self.index, self.ends = index, ends
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        if torch.compiler.is_compiling():  # what is compiled is not looked into
+            return
         if self.ends:
             module.__dict__.pop("weight", None)
             return
         owner, weight = self._owner(), module._parameters.get("weight")
         if owner is None or weight is None or weight is not self._parameter():
             return
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        if not weight.requires_grad or not owner.watches(self.index):
+        if not (torch.is_grad_enabled() and weight.requires_grad and owner.watches(self.index)):
             return
         lookup = None
         if type(module) is nn.Embedding:

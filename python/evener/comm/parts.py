@@ -21,6 +21,7 @@ The first step is an ordinary one. It says which rows a step looks up, and so wh
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from evener.comm.rows import Rows, merged
 if TYPE_CHECKING:
     from torch import nn
 
+    from evener.comm.profile import StepProfile
     from evener.comm.reducer import Reducer
 
 logger = logging.getLogger("evener.comm")
@@ -106,11 +108,6 @@ class Parts:
         reducer, options = self.reducer, self.reducer.options
         if not options.rows_bytes or options.momentum or not reducer.compressible:
             return
-        for module in model.modules():
-            if type(module).__name__ == "OptimizedModule" or isinstance(
-                module, torch.jit.ScriptModule
-            ):
-                return  # their lookups are not seen
         places = {
             id(p): index
             for index, p in enumerate(reducer.parameters)
@@ -123,6 +120,12 @@ class Parts:
         self._layers = {index: tied for index, tied in found.items() if layers or not tied}
         self._seen = {index: _Seen() for index in self._layers}
         watched = {index: reducer.parameters[index] for index in self._layers}
+        if watched and (name := lookups.compiled(model)) is not None:
+            if reducer.communicators.rank == 0:
+                what = ", ".join(reducer.names[index] for index in watched)
+                logger.info("%s: sent whole, because %s is compiled", what, name or "the model")
+            self._layers, self._seen = {}, {}
+            return
         self._handles = list(lookups.hook(model, self, watched))
 
     def detach(self) -> None:
@@ -248,7 +251,29 @@ class Parts:
     def expects_none(self, bucket: Bucket) -> bool:
         """Whether this bucket is there for what does not come in an ordinary step."""
         part = self.of.get(bucket.slots[0].index)
-        return part is not None and not part.layers and not bucket.by_rows
+        if part is None:
+            return False
+        return part.whole if bucket.by_rows else not part.layers
+
+    def as_whole(self, profile: StepProfile) -> StepProfile | None:
+        """The step if what layers share were left whole; None where nothing is shared."""
+        found = list(profile.buckets)
+        for part in self._shared():
+            own = self.reducer.buckets.buckets_of[part.index]
+            last = self.reducer.buckets[own[0]].parts[-1]
+            for bucket in own:
+                ready = max(found[bucket].ready_ms, found[last].ready_ms)
+                found[bucket] = dataclasses.replace(found[bucket], ready_ms=ready)
+            found[last] = dataclasses.replace(found[last], numel=0)
+        return dataclasses.replace(profile, buckets=tuple(found)) if self._shared() else None
+
+    def leave_whole(self) -> None:
+        """From the next step on, on all ranks: what layers share is not taken apart."""
+        for part in self._shared():
+            part.whole = True
+
+    def _shared(self) -> list[Part]:
+        return [part for part in self.of.values() if part.layers and not part.whole]
 
     def dense(self, part: Part) -> torch.Tensor | None:
         """What goes into the parameter's own buckets now: they leave."""
@@ -314,6 +339,11 @@ class Parts:
             worth = _equivalent(rows, len(everyone)) <= _WORTH * limit
             if len(found) == len(everyone) and rows and worth and not dense:
                 self._take_apart(index, layers, rows)
+            elif not rows and reducer.communicators.rank == 0:
+                logger.info(
+                    "%s: sent whole, because no lookup was seen in the first step",
+                    reducer.names[index],
+                )
         places = {index: self._seen[index].place for index in self.of}
         kept = [index for index in order if places.get(index) is None]
         early = [(place, index) for index, place in places.items() if place is not None]
@@ -334,10 +364,9 @@ class Parts:
             )
 
     def expected(self) -> dict[int, int]:
-        """By parameter: an all-reduce of so many entries has the bytes of the rows expected."""
-        size = self.reducer.communicators.size
+        """By parameter the entries of the rows that are expected of one rank."""
         return {
-            index: _equivalent(part.expected, size) * self.reducer.parameters[index].shape[1]
+            index: part.expected * self.reducer.parameters[index].shape[1]
             for index, part in self.of.items()
         }
 

@@ -217,7 +217,7 @@ class Reducer:
         """The planner's choice, else what was asked for; never harsher than the guard's verdict."""
         if self._choices is not None and route.levels.nodes > 1:
             # What is sent now and then only is for the planner nothing: it goes as the rows do.
-            rarely = self.parts.expects_none(bucket)
+            rarely = not bucket.by_rows and self.parts.expects_none(bucket)
             chosen = self._choices[bucket.parts[-1] if rarely else bucket.index][1]
             form = wires.suitable(chosen, bucket)
         else:
