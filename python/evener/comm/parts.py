@@ -336,8 +336,8 @@ class Parts:
             # Accumulated, an untied one is dense in every step.
             dense = not layers and any(accumulates for _, accumulates in found)
             limit = reducer.parameters[index].shape[0]
-            worth = _equivalent(rows, len(everyone)) <= _WORTH * limit
-            if len(found) == len(everyone) and rows and worth and not dense:
+            good = rows and worth(rows, len(everyone), limit)
+            if len(found) == len(everyone) and good and not dense:
                 self._take_apart(index, layers, rows)
             elif not rows and reducer.communicators.rank == 0:
                 logger.info(
@@ -391,6 +391,11 @@ class Parts:
                 made.append(bucket)
             made.extend(behind.get(at, ()))
         return tuple(made)
+
+
+def worth(rows: int, ranks: int, limit: int) -> bool:
+    """Whether so many rows of each rank, of `limit` in all, are to be sent as rows."""
+    return _equivalent(rows, ranks) <= _WORTH * limit
 
 
 def _equivalent(rows: int, ranks: int) -> int:
