@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evener.comm import lookups, wires
 from evener.comm.buckets import Bucket, Buckets
+from evener.comm.errors import CommError
 from evener.comm.exchange import Step
 from evener.comm.groups import Communicators
 from evener.comm.options import Options
@@ -573,3 +574,59 @@ def test_nothing_is_taken_apart_without_need(shape: tuple[int, ...], env: dict[s
     """In one node, where the embedding is small, where it was said so."""
     for apart, _ in worlds.run(shape, train_without, env=env):
         assert not apart
+
+
+def train_on_staged(rank: int, size: int) -> dict[str, Any]:
+    return train_all(
+        rank, size, ["tied", "untied", "rows differ", "other uses in one rank"], "exact"
+    )
+
+
+def test_goes_by_the_staged_transport() -> None:
+    for found in worlds.run((1, 1), train_on_staged, env={**ENV, "EVENER_OUTER": "staged"}):
+        for name, (apart, equal, behind) in found.items():
+            assert apart < 2e-5 and equal and behind == CASES[name][2], (name, apart, behind)
+
+
+def leave_alone(rank: int, size: int) -> str:
+    script = Script(rank, "int8", tied=False, overlapped=False)
+    for step in range(4):
+        script.optimizer.zero_grad()
+        if step == 3 and rank:
+            return ""
+        try:
+            script.loss(step).backward()
+        except CommError as error:
+            return str(error)
+        script.step()
+    return "nothing happened"
+
+
+def test_a_peer_that_has_gone_is_an_error() -> None:
+    first, _ = worlds.run((1, 1), leave_alone, env={**ENV, "EVENER_TIMEOUT": "5"})
+    assert first.startswith("rank 0"), first
+
+
+def keep_an_old_gradient(rank: int, size: int) -> list[bool]:
+    """A parameter that nobody uses in a step keeps the gradient that it had."""
+    script = Script(rank, "exact", tied=False, how=lambda step, _: "extra" if step < 3 else "")
+    weight, kept = script.module.extra.weight, []
+    for step in range(6):
+        before = None if weight.grad is None else weight.grad.clone()
+        if step != 3:
+            script.optimizer.zero_grad()
+        script.loss(step).backward()
+        if step >= 3:
+            same = before is not None and weight.grad is not None and weight.grad.equal(before)
+            kept.append(same if step == 3 else weight.grad is None)
+        script.step()
+    script.model.evener_steps.finish("")
+    script.model.evener.close()
+    assert isinstance(script.module.embed.weight, nn.Parameter)
+    assert not script.module.embed._forward_hooks
+    return kept
+
+
+def test_an_unused_embedding_keeps_its_gradient() -> None:
+    for kept in worlds.run((1, 1), keep_an_old_gradient, env=ENV):
+        assert kept == [True, True, True]

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from evener.comm import lookups
 from evener.comm.buckets import Bucket
+from evener.comm.errors import CommError
 from evener.comm.lookups import Lookup
 from evener.comm.rows import Rows, merged
 
@@ -66,6 +67,7 @@ class Part:
     complete: bool = False
     sent: bool = False  # the parameter's own buckets have left
     late: torch.Tensor | None = None
+    had: bool = False  # a gradient before, which is part of what has left
     # And of all ranks, see `Parts.agree`:
     most: int = 0
     whole_now: bool = False
@@ -75,7 +77,7 @@ class Part:
         """Expect the next step's gradients."""
         self.dense = self.late = None
         self.rows = []
-        self.complete = self.sent = self.whole_now = self.rest = False
+        self.complete = self.sent = self.had = self.whole_now = self.rest = False
         self.most = 0
 
 
@@ -223,8 +225,15 @@ class Parts:
             rows = part.rows[0][0].numel() if part.rows else 0
             counts.append((rows, int(rest is not None)))
         agreed = torch.tensor(counts, dtype=torch.int64)
-        control = self.reducer.communicators.control.handle
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=control)
+        communicators = self.reducer.communicators
+        try:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=communicators.control.handle)
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {communicators.rank} asked its peers how many rows they have: {error}",
+                "look for the first error on the other ranks; a peer has gone, or did not come "
+                f"within EVENER_TIMEOUT={communicators.options.timeout:g} s",
+            ) from error
         for part, (most, rest) in zip(parts, agreed.tolist(), strict=True):
             limit = self.reducer.parameters[part.index].shape[0]
             many = _equivalent(most, size) >= limit
@@ -279,7 +288,7 @@ class Parts:
         """What goes into the parameter's own buckets now: they leave."""
         parameter = self.reducer.parameters[part.index]
         gradient, dense = parameter.grad, part.dense
-        part.sent, part.dense = True, None
+        part.sent, part.dense, part.had = True, None, gradient is not None
         # What comes later must not be added to what is under way.
         parameter.grad = None
         if part.whole_now and part.rows:

@@ -497,7 +497,8 @@ class Reducer:
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
-            if index not in unused and index not in self.sparse:
+            keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
+            if not keeps and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]
 
     def end_step(self) -> None:
