@@ -172,6 +172,9 @@ def accelerate(
     object.__setattr__(accelerated, "evener", reducer)
     overlap = _overlap(reducer, optimizer, model.module)
     planner = _planner(reducer, mode, options, overlap)
+    # A layer's part beside the rows is more bytes: to be hidden, compressed, or found worth it.
+    apart = overlap is not None and (planner is not None or options.wire != "exact")
+    reducer.parts.watch(model.module, layers=apart)
     look_at_moments(reducer, optimizer, planner)
     steps = Steps(reducer, overlap, planner)
     object.__setattr__(accelerated, "evener_steps", steps)

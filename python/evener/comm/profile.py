@@ -27,7 +27,8 @@ _MOST_CROWDED = 2.0
 
 @dataclass(frozen=True)
 class BucketProfile:
-    """One bucket. `numel`: entries, of `itemsize` bytes each.
+    """One bucket. `numel`: entries, of `itemsize` bytes each. `by_rows`: those of one rank, which
+    all others get; else all ranks add up as many.
 
     `ready_ms` counts from the start of backward to the moment when its last gradient is there,
     `need_ms` from the start of forward to the first use of one of its parameters. `stages_ms`: what
@@ -41,11 +42,16 @@ class BucketProfile:
     ready_ms: float
     need_ms: float
     stages_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    by_rows: bool = False
 
     @property
     def bytes(self) -> int:
         """Size of its gradients."""
         return self.numel * self.itemsize
+
+    def summed(self, ranks: int) -> int:
+        """An all-reduce of so many bytes crosses the network with as many as this bucket does."""
+        return -(-self.bytes * ranks // 2) if self.by_rows else self.bytes
 
 
 @dataclass(frozen=True)
@@ -261,8 +267,8 @@ class Recorder:
             done = end
         return times
 
-    def profile(self, buckets: Sequence[tuple[str, int, int]]) -> StepProfile:
-        """`buckets[i]`: name, entries and bytes an entry of bucket i. Waits for the device.
+    def profile(self, buckets: Sequence[tuple[str, int, int, bool]]) -> StepProfile:
+        """`buckets[i]`: name, entries, bytes an entry of bucket i, by rows. Waits for the device.
 
         A bucket that forward did not use counts as needed at its end, one without a gradient as
         ready at the end of backward.
@@ -274,7 +280,7 @@ class Recorder:
         backward = ms(marks["forward_ended"], marks["backward_ended"])
         found = []
         occupied = [self.occupied(place) for place in range(3)]
-        for index, (name, numel, itemsize) in enumerate(buckets):
+        for index, (name, numel, itemsize, by_rows) in enumerate(buckets):
             need, ready = self.need.get(index), self.ready.get(index)
             times = [occupied[place].get(index, 0.0) for place in range(3)]
             found.append(
@@ -285,6 +291,7 @@ class Recorder:
                     backward if ready is None else ms(marks["forward_ended"], ready),
                     forward if need is None else ms(marks["begin"], need),
                     (times[0], times[1], times[2]),
+                    by_rows,
                 )
             )
         rest = ms(marks["landed"], marks["end"])

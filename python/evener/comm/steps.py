@@ -157,12 +157,15 @@ class Steps:
                 best = dataclasses.replace(best, drag=drag, crowd=crowd)
         return best
 
-    def _describe(self) -> list[tuple[str, int, int]]:
+    def _describe(self) -> list[tuple[str, int, int, bool]]:
         return [
             (
                 self.reducer.names[bucket.slots[0].index] + bucket.part,
-                sum(slot.numel for slot in bucket.slots),
+                0
+                if self.reducer.parts.expects_none(bucket)
+                else sum(slot.numel for slot in bucket.slots),
                 bucket.buffer.element_size(),
+                bucket.by_rows,
             )
             for bucket in self.reducer.buckets
         ]
