@@ -23,6 +23,18 @@ def row(found: dict, mode: str, nodes: int = 2) -> dict:
     return next(r for r in found["rows"] if r["mode"] == mode and r["nodes"] == nodes)
 
 
+def test_embeddings_are_taken_apart() -> None:
+    """GPT-2's tied embedding: its output's part is there early, the rest is few rows."""
+    given = ("--model", "gpt2", "--compute-ms", "65", "--batch-size", "8", "--floor", "int8")
+    found = plan(*given, "--nodes", "2x1,16x8", "--network", "25gbit")
+    steps = {(row["nodes"], row["mode"]): row for row in found["rows"]}
+    whole = len(found["profile"]["buckets"])
+    assert len(steps[2, "int8 + overlap"]["choices"]) > whole, "by rows"
+    assert len(steps[2, "int8"]["choices"]) == whole, "without overlap nothing is hidden by it"
+    assert len(steps[2, "topk + overlap"]["choices"]) == whole, "sparse already"
+    assert len(steps[16, "int8 + overlap"]["choices"]) == whole, "too many rows of too many ranks"
+
+
 def test_a_model_from_its_shapes() -> None:
     found = plan("--model", "vgg-tiny", "--compute-ms", "60", "--batch-size", "8",
                  "--network", "300mbit", "--nodes", "2x1,4x1", "--bucket-mb", "1")  # fmt: skip

@@ -201,6 +201,13 @@ EVENER_PARTITION_BYTES = _size(
     "Gradients of a tensor larger than so many bytes are reduced in parts, so that others need not "
     "wait until all of it has crossed. 0: never; forced top-k never does.",
 )
+EVENER_ROWS_THRESHOLD = _size(
+    _COMM,
+    "EVENER_ROWS_THRESHOLD",
+    1 << 20,
+    "The gradient of an embedding of at least so many bytes crosses the network as the rows that "
+    "were looked up, where that is less (evener.ddp.accelerate). 0: never.",
+)
 LIGHT_TOPK_ALLREDUCE = _flag(
     _COMM,
     "LIGHT_TOPK_ALLREDUCE",

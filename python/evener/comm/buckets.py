@@ -23,7 +23,7 @@ gradients; the order is measured in the first step, see `reducer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,9 @@ class Bucket:
 
     `index` is its place in the rank-invariant order in which collectives are issued. `dense`: holds
     what lossy forms leave out, norms and biases. `parts`: the buckets, this one among them, over
-    which its tensor is spread.
+    which its tensor is spread; `part`: which of them it is, in words. `by_rows`: it brings rows of
+    its tensor, which are added to what the parts before it have brought; it has no memory of its
+    own, and its slot says how many entries are expected.
     """
 
     index: int
@@ -63,16 +65,13 @@ class Bucket:
     slots: tuple[Slot, ...]
     dense: bool = False
     parts: tuple[int, ...] = ()
+    part: str = ""
+    by_rows: bool = False
 
     @property
     def whole(self) -> bool:
         """Whether its tensors lie in no other bucket."""
         return len(self.parts) == 1
-
-    @property
-    def part(self) -> str:
-        """Which part of its tensor it is, in words; empty where it is whole."""
-        return "" if self.whole else f", {self.parts.index(self.index) + 1} of {len(self.parts)}"
 
     @property
     def bytes(self) -> int:
@@ -90,11 +89,12 @@ def group_by_size(
     order: Sequence[int],
     bucket_bytes: int,
     dense: frozenset[int] = frozenset(),
+    alone: Container[int] = (),
 ) -> list[list[int]]:
     """Parameter indices, bucket by bucket, in `order`; one device and dtype a bucket.
 
-    Those in `dense` have buckets of their own. Buckets come in the order in which their last
-    gradient does.
+    Those in `dense` have buckets of their own, and each in `alone` has one. Buckets come in the
+    order in which their last gradient does.
 
     A bucket is closed by the tensor that would take it past `bucket_bytes`, or past four times what
     is still to come (1 MiB is always allowed); a larger tensor is a bucket of its own, and so is
@@ -112,6 +112,9 @@ def group_by_size(
         key = (parameter.device, parameter.dtype, index in dense)
         size = parameter.numel() * parameter.element_size()
         to_come[key] -= size
+        if index in alone:
+            groups.append([index])
+            continue
         group, used = open_group.get(key, ([], 0))
         most = min(bucket_bytes, max(_LAST_BYTES, _TAPER * to_come[key]))
         if not group or used + size > most:
@@ -146,17 +149,20 @@ class Buckets:
         shards: int,
         dense: frozenset[int] = frozenset(),
         partition_bytes: int = 0,
+        rows: Mapping[int, int] | None = None,
     ) -> None:
         """`shards`: every bucket's length is a multiple of it, for the reduce-scatter. `dense`:
         parameters that lossy forms leave out. `partition_bytes`: larger tensors are spread over
-        several buckets; 0: none is.
+        several buckets; 0: none is. `rows`: parameters that have a bucket by rows behind their
+        others, and how many entries are expected in it.
         """
+        rows = rows or {}
         self.order = tuple(order)
         self.buckets: list[Bucket] = []
         self.views: list[torch.Tensor] = [torch.empty(0)] * len(parameters)
-        # The buckets in which each parameter lies; none for those that are not in `order`.
+        # The buckets in whose memory each parameter lies; none for those that are not in `order`.
         self.buckets_of: list[tuple[int, ...]] = [()] * len(parameters)
-        for group in group_by_size(parameters, order, bucket_bytes, dense):
+        for group in group_by_size(parameters, order, bucket_bytes, dense, rows):
             first = parameters[group[0]]
             itemsize, unit = first.element_size(), ALIGN * shards
             cut = partitions(first.numel(), itemsize, partition_bytes, unit)
@@ -164,6 +170,8 @@ class Buckets:
                 self._spread(parameters, group[0], cut, unit)
             else:
                 self._fuse(parameters, group, unit)
+            if group[0] in rows:
+                self._follow(parameters[group[0]], group[0], rows[group[0]])
             for bucket in self.buckets[self.buckets_of[group[0]][0] :]:
                 bucket.dense = group[0] in dense
 
@@ -194,8 +202,20 @@ class Buckets:
         start = 0
         for number, numel in zip(parts, cut, strict=True):
             part = buffer[start : start + padded(numel, unit)]
-            self.buckets.append(Bucket(number, part, (Slot(index, 0, numel, start),), parts=parts))
+            said = f", {number - first + 1} of {len(cut)}"
+            slots = (Slot(index, 0, numel, start),)
+            self.buckets.append(Bucket(number, part, slots, parts=parts, part=said))
             start += numel
+
+    def _follow(self, parameter: torch.Tensor, index: int, numel: int) -> None:
+        """Behind the buckets of a parameter the one by rows."""
+        number = len(self.buckets)
+        parts = (*self.buckets_of[index], number)
+        for before in self.buckets_of[index]:
+            self.buckets[before].parts = parts
+        slots = (Slot(index, 0, numel),)
+        made = Bucket(number, _zeros(0, parameter), slots, parts=parts, part=", rows", by_rows=True)
+        self.buckets.append(made)
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)

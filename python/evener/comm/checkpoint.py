@@ -16,6 +16,7 @@ from evener.comm.buckets import Bucket, Buckets, Slot, place
 from evener.errors import UsageError
 
 if TYPE_CHECKING:
+    from evener.comm.exchange import Exchange
     from evener.comm.reducer import Reducer
 
 VERSION = 1
@@ -33,7 +34,7 @@ def collect(reducer: Reducer) -> dict[str, Any]:
         "velocity": {},
     }
     scale = reducer.loss_scale.value()
-    for exchange in reducer.exchanges:
+    for exchange in _lasting(reducer):
         state = exchange.state
         for key, tensor, local in (
             ("residual", state.residual, True),
@@ -51,6 +52,11 @@ def collect(reducer: Reducer) -> dict[str, Any]:
     for key in ("residual", "velocity"):
         found[key] = _shaped(reducer, found[key])
     return found
+
+
+def _lasting(reducer: Reducer) -> list[Exchange]:
+    """Those that may keep something from step to step: rows do not."""
+    return [exchange for exchange in reducer.exchanges if not exchange.bucket.by_rows]
 
 
 def _add(
@@ -98,7 +104,7 @@ def install(reducer: Reducer, state: dict[str, Any], *, forms: bool = True) -> N
 
     `forms`: take over too where the guard had fallen back.
     """
-    for exchange in reducer.exchanges:
+    for exchange in _lasting(reducer):
         mine = exchange.state
         steps = [int(state["compressed_steps"].get(name, 0)) for name in exchange.names]
         mine.steps = max(steps)

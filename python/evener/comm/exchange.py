@@ -56,6 +56,19 @@ class Exchange:
         return self.route.outer.size > 1
 
     @property
+    def bytes(self) -> int:
+        """Of gradients that it stands for."""
+        return self.bucket.bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank hands to the network in a step."""
+        if not self.crosses:
+            return 0
+        start, end = self.place()
+        return self.wire.sent_bytes(end - start, self.bucket.buffer.element_size())
+
+    @property
     def title(self) -> str:
         """For logs and records."""
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else self.bucket.part

@@ -31,6 +31,7 @@ class Options:
     between two checks of the accuracy guard, 0 for none; `guard_residual` 0 and `guard_cosine` -1
     stand for each form's own limits. Sizes are bytes; `bucket_bytes` 0 means one bucket a tensor.
     A tensor of more than `partition_bytes` goes in parts; 0: in one.
+    An embedding of at least `rows_bytes` is exchanged by rows (`evener.comm.parts`); 0: none is.
     `average`: divide by the world size. `predivide`: gradients are divided by it before they are
     summed, and the sum by world size / predivide (both only where `average`). `outer`: what carries
     the exchange between nodes (`evener.comm.transport`).
@@ -51,6 +52,7 @@ class Options:
     intra_size: int = 8
     bucket_bytes: int = 25 << 20
     partition_bytes: int = 0
+    rows_bytes: int = 0
     average: bool = True
     predivide: float = 1.0
     timeout: float = 300.0
@@ -136,6 +138,7 @@ class Options:
             intra_size=settings.LIGHT_INTRA_SIZE.get(env),
             bucket_bytes=bucket_bytes,
             partition_bytes=partition_bytes,
+            rows_bytes=settings.EVENER_ROWS_THRESHOLD.get(env),
             average=average,
             predivide=predivide,
             timeout=settings.EVENER_TIMEOUT.get(env),

@@ -27,7 +27,8 @@ _MOST_CROWDED = 2.0
 
 @dataclass(frozen=True)
 class BucketProfile:
-    """One bucket. `numel`: entries, of `itemsize` bytes each.
+    """One bucket. `numel`: entries, of `itemsize` bytes each. `by_rows`: those of one rank, which
+    all others get; else all ranks add up as many.
 
     `ready_ms` counts from the start of backward to the moment when its last gradient is there,
     `need_ms` from the start of forward to the first use of one of its parameters. `stages_ms`: what
@@ -41,11 +42,16 @@ class BucketProfile:
     ready_ms: float
     need_ms: float
     stages_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    by_rows: bool = False
 
     @property
     def bytes(self) -> int:
         """Size of its gradients."""
         return self.numel * self.itemsize
+
+    def summed(self, ranks: int) -> int:
+        """An all-reduce of so many bytes crosses the network with as many as this bucket does."""
+        return -(-self.bytes * ranks // 2) if self.by_rows else self.bytes
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,18 @@ class StepProfile:
         except (OSError, ValueError) as error:
             raise UsageError(f"{path}: {error}", "give a file that EVENER_PROFILE wrote") from None
         return StepProfile.from_json(raw)
+
+
+def median(weighed: Sequence[tuple[float, float]], none: float) -> float:
+    """The median of (value, weight) pairs; `none` where there are none."""
+    half = sum(weight for _, weight in weighed) / 2
+    found = none
+    for value, weight in sorted(weighed):
+        found = value
+        half -= weight
+        if half <= 0:
+            break
+    return found
 
 
 class Clock:
@@ -211,16 +229,17 @@ class Recorder:
     def crowd(self, alone: Recorder) -> float:
         """How many times as long exchanges took beside this step's backward as in `alone`; from 1.
 
-        The first one does not count: its own time holds the wait for peers. 1 where none ended
-        before backward did.
+        The median over the exchanges, by the time that they take alone: one that met a hiccup of
+        the network says nothing. The first one does not count: its own time holds the wait for
+        peers. 1 where none ended before backward did.
         """
         begin = self.marks["forward_ended"]
         took = self.clock.ms(begin, self.marks["backward_ended"])
         spans = sorted(self._spans(1, begin).items(), key=lambda item: item[1][1])[1:]
         inside = [bucket for bucket, (_, end) in spans if end <= took]
         here, there = self.occupied(1), alone.occupied(1)
-        least = sum(there.get(bucket, 0.0) for bucket in inside)
-        ratio = sum(here[bucket] for bucket in inside) / least if least > 0 else 1.0
+        times = [(here[bucket], there.get(bucket, 0.0)) for bucket in inside]
+        ratio = median([(beside / least, least) for beside, least in times if least > 0], 1.0)
         return min(max(1.0, ratio), _MOST_CROWDED)
 
     def _spans(self, place: int, since: Any) -> dict[int, tuple[float, float]]:
@@ -248,8 +267,8 @@ class Recorder:
             done = end
         return times
 
-    def profile(self, buckets: Sequence[tuple[str, int, int]]) -> StepProfile:
-        """`buckets[i]`: name, entries and bytes an entry of bucket i. Waits for the device.
+    def profile(self, buckets: Sequence[tuple[str, int, int, bool]]) -> StepProfile:
+        """`buckets[i]`: name, entries, bytes an entry of bucket i, by rows. Waits for the device.
 
         A bucket that forward did not use counts as needed at its end, one without a gradient as
         ready at the end of backward.
@@ -261,7 +280,7 @@ class Recorder:
         backward = ms(marks["forward_ended"], marks["backward_ended"])
         found = []
         occupied = [self.occupied(place) for place in range(3)]
-        for index, (name, numel, itemsize) in enumerate(buckets):
+        for index, (name, numel, itemsize, by_rows) in enumerate(buckets):
             need, ready = self.need.get(index), self.ready.get(index)
             times = [occupied[place].get(index, 0.0) for place in range(3)]
             found.append(
@@ -272,6 +291,7 @@ class Recorder:
                     backward if ready is None else ms(marks["forward_ended"], ready),
                     forward if need is None else ms(marks["begin"], need),
                     (times[0], times[1], times[2]),
+                    by_rows,
                 )
             )
         rest = ms(marks["landed"], marks["end"])

@@ -93,17 +93,15 @@ class Records:
         part.replace(self.directory / f"comm-{self._owner}.json")
 
     def _bucket(self, exchange: Exchange) -> dict[str, Any]:
-        start, end = exchange.place()
-        size = exchange.bucket.buffer.element_size()
         crosses = exchange.crosses
         verdict = self._verdicts.get(exchange.bucket.index)
         return {
             "name": exchange.title,
-            "bytes": exchange.bucket.bytes,
+            "bytes": exchange.bytes,
             "algorithm": "2d" if exchange.route.levels.two_level else "flat",
             "compressor": exchange.wire.name,
             "carrier": exchange.route.carrier.name if crosses else None,
-            "bytes_sent": exchange.wire.sent_bytes(end - start, size) if crosses else 0,
+            "bytes_sent": exchange.sent_bytes,
             "predicted_ms": exchange.predicted_ms,
             "measured_ms": exchange.timer.ms,
             "residual_ratio": _finite(verdict.residual_ratio) if verdict else None,

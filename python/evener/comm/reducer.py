@@ -15,6 +15,9 @@ The first step measures: the order in which rank 0 produced gradients becomes th
 buckets from then on, and forms that keep a residual send exactly, so that none depends on a layout
 that was a guess.
 
+Embeddings may be taken apart (`evener.comm.parts`): then a parameter's gradient is the sum of what
+its own buckets and one by rows have brought.
+
 What happens to a bucket between nodes is `evener.comm.exchange`'s; what the compression remembers,
 `evener.comm.state`'s.
 """
@@ -42,8 +45,10 @@ from evener.comm.exchange import Exchange, Step
 from evener.comm.groups import Communicators, Route
 from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
+from evener.comm.parts import Parts
 from evener.comm.profile import Recorder
 from evener.comm.records import Records
+from evener.comm.rows import RowsExchange
 from evener.comm.state import LossScale
 from evener.comm.wires import Wire, choose
 from evener.errors import UsageError
@@ -95,8 +100,10 @@ class Reducer:
         self.recorder: Recorder | None = None
         # Nothing is issued before `flush`: backward is then seen without communication beside it.
         self.holds = False
-        # Brings in what a front door has left on its way between steps.
-        self.finish: Callable[[], None] = lambda: None
+        # Brings in what a front door has left on its way between steps; why is for the log.
+        self.finish: Callable[[str], None] = lambda _: None
+        # Hooks of Evener's own on each parameter's gradient, besides the one below.
+        self.own_hooks = 0
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self.lanes: Lanes = (
@@ -111,6 +118,7 @@ class Reducer:
         self._measuring = True
         self._failed = False
         self._choices: tuple[tuple[str, str], ...] | None = None
+        self.parts = Parts(self)
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -133,17 +141,20 @@ class Reducer:
             size,
             dense,
             self.options.partition_bytes,
+            self.parts.expected(),
         )
         self._fallen: dict[int, str] = {}
         self._make_exchanges()
-        self.sequence = tuple(range(len(self.buckets)))
+        last = [bucket.index for bucket in self.buckets if bucket.by_rows]
+        rest = [bucket.index for bucket in self.buckets if not bucket.by_rows]
+        self.sequence = self.parts.ordered([*rest, *last])
         self._reset()
 
     def resequence(self, sequence: Sequence[int]) -> None:
         """Issue the buckets in this order from the next step on. The same on every rank."""
         if sorted(sequence) != list(range(len(self.buckets))):
             raise ValueError(f"{list(sequence)} is not an order of {len(self.buckets)} buckets")
-        self.sequence = tuple(sequence)
+        self.sequence = self.parts.ordered(sequence)
 
     def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
         """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
@@ -178,7 +189,15 @@ class Reducer:
         options = dataclasses.replace(self.options, wire=form)
         return choose(options, exchange.route, exchange.bucket) == form
 
+    @property
+    def compressible(self) -> bool:
+        """Whether gradients cross a network, and not only the largest of them."""
+        nodes = self.communicators.route.levels.nodes
+        return nodes > 1 and not wires.get(self.options.wire).sparse
+
     def _route_of(self, bucket: Bucket) -> Route:
+        if bucket.by_rows:
+            return self.communicators.flat()
         if self._choices is not None and self._choices[bucket.index][0] == "flat":
             return self.communicators.flat()
         if bucket.bytes > self.options.two_level_max_bytes:
@@ -191,12 +210,16 @@ class Reducer:
             route = self._route_of(bucket)
             wire = self._wire(route, self._first_form(route, bucket))
             names = [self.names[slot.index] for slot in bucket.slots]
-            self.exchanges.append(Exchange(bucket, route, wire, self.options, names))
+            kind = RowsExchange if bucket.by_rows else Exchange
+            self.exchanges.append(kind(bucket, route, wire, self.options, names))
 
     def _form(self, bucket: Bucket, route: Route) -> str:
         """The planner's choice, else what was asked for; never harsher than the guard's verdict."""
         if self._choices is not None and route.levels.nodes > 1:
-            form = wires.suitable(self._choices[bucket.index][1], bucket)
+            # What is sent now and then only is for the planner nothing: it goes as the rows do.
+            rarely = not bucket.by_rows and self.parts.expects_none(bucket)
+            chosen = self._choices[bucket.parts[-1] if rarely else bucket.index][1]
+            form = wires.suitable(chosen, bucket)
         else:
             form = choose(self.options, route, bucket)
         fallen = self._fallen.get(bucket.index)
@@ -228,6 +251,7 @@ class Reducer:
         self._tickets: dict[int, Ticket] = {}
         self._callback_queued = False
         self._begun = False
+        self.parts.reset()
 
     def set_passes(self, passes: int) -> None:
         """From now on a gradient is complete after `passes` backward passes. Between steps only."""
@@ -255,13 +279,11 @@ class Reducer:
                 f"the gradient of {self.names[index]} is sparse",
                 "use a dense one (sparse=False), or hvd.DistributedOptimizer, which reduces those",
             )
-        if self.on_backward_end is not None and not self._callback_queued:
-            self._callback_queued = True
-            Variable._execution_engine.queue_callback(self.on_backward_end)
-        if not self._begun:
-            self._begun = True
-            if self.on_first is not None:
-                self.on_first()
+        self._began()
+        part = self.parts.of.get(index)
+        if part is not None and not part.whole:
+            self.parts.arrived(part)
+            return
         self._passes_left[index] -= 1
         if self._passes_left[index] > 0:
             return
@@ -283,12 +305,38 @@ class Reducer:
             )
         else:
             self._order.append(index)
+        self.complete(index)
+
+    def _began(self) -> None:
+        """A gradient of this step has come."""
+        if self.on_backward_end is not None and not self._callback_queued:
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self.on_backward_end)
+        if not self._begun:
+            self._begun = True
+            if self.on_first is not None:
+                self.on_first()
+
+    def complete(self, index: int) -> None:
+        """All of this parameter's gradient, or all that its own buckets are for, is there."""
         for bucket in self.buckets.buckets_of[index]:
             self._missing[bucket] -= 1
             if self.recorder is not None and not self._missing[bucket]:
                 self.recorder.complete(bucket)
         if not self.holds:
             self._issue_complete()
+
+    def here(self, index: int) -> None:
+        """A part of this parameter's gradient has come; from where it came, not by its hook."""
+        self.finish("backward while gradients or updates were on their way")
+        self._began()
+        self._here[index] = True
+        self._passes_left[index] = 0
+
+    @property
+    def arrived(self) -> int:
+        """How many gradients have come in this step."""
+        return len(self._order)
 
     def catch_up(self) -> None:
         """Take the gradients that are there as this step's: they came before this reducer."""
@@ -308,12 +356,17 @@ class Reducer:
                 f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
             )
         exchange = self.exchanges[index]
-        if exchange.bucket.slots[0].index not in self._packed:
+        rows = exchange.bucket.by_rows
+        if not rows and exchange.bucket.slots[0].index not in self._packed:
             self._pack(exchange.bucket, exchange.route)
         if self._next == 0:
             self._step = self._begin_step()
         name = f"bucket {index} ({exchange.names[0]} ...)"
-        stages = self._stages(exchange, self._step)
+        stages: tuple[Stage | None, Stage | None, Stage | None] = (None, None, None)
+        if isinstance(exchange, RowsExchange):
+            stages = (None, self._rows_stage(exchange, self._step), None)
+        elif self.parts.sends(exchange.bucket.slots[0].index):
+            stages = self._stages(exchange, self._step)
         if self.recorder is not None:
             stages = self.recorder.submitted(index, stages)
         turns = exchange.route.outer.transport is not None
@@ -335,6 +388,8 @@ class Reducer:
         views, gradients = [], []
         for slot in bucket.slots:
             view, gradient = self.buckets.views[slot.index], self.parameters[slot.index].grad
+            if slot.index in self.parts.of:
+                gradient = self.parts.dense(self.parts.of[slot.index])
             if gradient is None or slot.index in self.sparse:
                 view.zero_()
                 continue
@@ -368,6 +423,19 @@ class Reducer:
             lambda: dist.all_gather_into_tensor(whole, shard, group=gather.handle),
         )
 
+    def _rows_stage(self, exchange: RowsExchange, step: Step) -> Stage | None:
+        index = exchange.bucket.slots[0].index
+        given, view = self.parts.rows(self.parts.of[index]), self.buckets.views[index]
+        before = [self._tickets[b] for b in exchange.bucket.parts if b in self._tickets]
+        if given is None:
+            return None
+
+        def wait() -> None:
+            for ticket in before:
+                ticket.wait()
+
+        return lambda: exchange.bring(given, view, step, wait)
+
     # --- the end of a step ---
 
     @contextlib.contextmanager
@@ -383,6 +451,7 @@ class Reducer:
         """Submit every bucket that is still open. What has no gradient counts as zeros."""
         with self._failing():
             self.communicators.check()
+            self.parts.agree()
         while self._next < len(self.sequence):
             self.submit(self.sequence[self._next])
 
@@ -428,7 +497,8 @@ class Reducer:
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
-            if index not in unused and index not in self.sparse:
+            keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
+            if not keeps and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]
 
     def end_step(self) -> None:
@@ -475,11 +545,11 @@ class Reducer:
         """
         came = {*order, *self.sparse}
         order = [*order, *(i for i in self.buckets.order if i not in came)]
-        box = [order]
+        box = [self.parts.settle(order)]
         control = self.communicators.control.handle
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.sparse |= set(self.buckets.order) - set(box[0])
-        if tuple(box[0]) == self.buckets.order:
+        if tuple(box[0]) == self.buckets.order and not self.parts.of:
             for exchange in self.exchanges:
                 exchange.wire = self._wire(
                     exchange.route, self._first_form(exchange.route, exchange.bucket)
@@ -532,7 +602,7 @@ class Reducer:
         Only what falls into this rank's shards, in the order of the parameter's memory; views, not
         copies.
         """
-        self.finish()
+        self.finish("a checkpoint")
         found: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for exchange in self.exchanges:
             residual = exchange.state.residual
@@ -566,7 +636,7 @@ class Reducer:
         Residuals and velocities by parameter name, of the parameter's shape, summed over ranks, so
         that `load_state_dict` works in a world of any size.
         """
-        self.finish()
+        self.finish("a checkpoint")
         state = checkpoint.collect(self)
         with self._failing():
             self.communicators.check()  # what came over a dead network must not be kept
@@ -577,7 +647,7 @@ class Reducer:
 
         Raises UsageError for a checkpoint of other parameters, or in the middle of a step.
         """
-        self.finish()
+        self.finish("a checkpoint")
         checkpoint.check(self, state)
         self.steps = int(state["steps"])
         if self._measuring:
@@ -589,6 +659,7 @@ class Reducer:
         """Remove the hooks and end the lanes. May be called at any time, and twice."""
         for hook in self._hooks:
             hook.remove()
+        self.parts.detach()
         self.lanes.close()
         if self._records is not None:
             self._records.close()

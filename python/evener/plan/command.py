@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from evener.comm.profile import StepProfile
 from evener.errors import UsageError
 from evener.lab.units import parse_rate
 
+# Ways to lay a step's buckets out among so many ranks, with overlap across the step or without; of
+# which the shortest step is taken.
+Profiles = Callable[[int, bool], list[StepProfile]]
 _PIPE_WIDTH = 120
 # From the mildest to the harshest. BF16 is as large as FP16.
 LADDER = tuple(form.name for form in paper_forms())
@@ -35,6 +39,7 @@ class Row:
     per_node: int
     mode: str
     made: Decision
+    profile: StepProfile
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -155,12 +160,13 @@ def plan(**given: Any) -> None:
     )
     inside = Link.of_rate(parse_rate(given["inside"], "--inside"), 5.0)
     memory = parse_rate(given["memory"], "--memory") / 8e3
-    profile, source = _profile(given)
+    profiles, source = _profiles(given)
+    profile = profiles(1, False)[0]
     rows = []
     for nodes, per_node in clusters:
         forms = paper_forms(given["topk_ratio"])
         costs = of_network(nodes, per_node, between, inside, forms, memory)
-        rows += _rows(profile, costs, given["floor"])
+        rows += _rows(profiles, costs, given["floor"])
     if given["as_json"]:
         record = {
             "schema": "evener.plan/1",
@@ -180,22 +186,43 @@ def plan(**given: Any) -> None:
     last = clusters[-1]
     wanted = f"auto, floor {given['floor']}" + (" + overlap" if given["overlap"] else "")
     detail = next(row for row in rows if (row.nodes, row.per_node) == last and row.mode == wanted)
-    _show_buckets(profile, detail, console)
+    _show_buckets(detail, console)
 
 
-def _rows(profile: StepProfile, costs: Costs, floor: str) -> list[Row]:
+def _rows(profiles: Profiles, costs: Costs, floor: str) -> list[Row]:
     rows = []
     for overlap in (False, True):
         suffix = " + overlap" if overlap else ""
         ways: list[tuple[str, tuple[str, ...]]] = [(form, (form,)) for form in LADDER]
         ways.append((f"auto, floor {floor}", LADDER[: LADDER.index(floor) + 1]))
         for name, forms in ways:
-            made = choose.choose(profile, costs, forms, overlap=overlap)
-            rows.append(Row(costs.nodes, costs.per_node, name + suffix, made))
+            found = [
+                Row(
+                    costs.nodes,
+                    costs.per_node,
+                    name + suffix,
+                    choose.choose(
+                        profile,
+                        costs,
+                        forms,
+                        overlap=overlap,
+                        # Rows have no sparse form.
+                        allowed=lambda b, form, p=profile: (  # type: ignore[misc]
+                            not (p.buckets[b].by_rows and form.startswith("topk"))
+                        ),
+                    ),
+                    profile,
+                )
+                for profile in profiles(costs.nodes * costs.per_node, overlap)
+            ]
+            # Forced top-k takes nothing apart.
+            several = found[:1] if forms[0].startswith("topk") else found
+            rows.append(min(several, key=lambda row: row.made.step_ms))
     return rows
 
 
-def _profile(given: dict[str, Any]) -> tuple[StepProfile, str]:
+def _profiles(given: dict[str, Any]) -> tuple[Profiles, str]:
+    """What there is to choose from, and where it comes from."""
     if bool(given["model"]) == bool(given["profile_path"]):
         raise UsageError(
             "evener plan needs to know what is trained", "give either --model or --profile"
@@ -204,7 +231,7 @@ def _profile(given: dict[str, Any]) -> tuple[StepProfile, str]:
         profile = StepProfile.load(Path(given["profile_path"]))
         if given["compute_ms"]:
             profile = profile.scaled(given["compute_ms"])
-        return profile, str(given["profile_path"])
+        return lambda _, __: [profile], str(given["profile_path"])
     from evener.bench.train import models
 
     name = given["model"]
@@ -213,16 +240,22 @@ def _profile(given: dict[str, Any]) -> tuple[StepProfile, str]:
     if compute_ms is None:
         compute_ms = _measure(name, given["batch_size"])
         said = "measured here"
-    from evener.comm.planner.forecast import profile_of
+    from evener.comm.planner.forecast import Traced
 
     click.echo(f"tracing {name} without memory", err=True)
-    profile = profile_of(
+    traced = Traced.of(
         lambda: models.build(name),
         lambda: (models.data(name, given["batch_size"], "meta")[0],),
-        compute_ms,
-        given["bucket_mb"] << 20,
     )
-    return profile, f"{name}, batch {given['batch_size']}, compute {said}"
+    bucket_bytes = given["bucket_mb"] << 20
+
+    def laid_out(ranks: int, overlap: bool) -> list[StepProfile]:
+        found = [traced.profile(compute_ms, bucket_bytes)]
+        if rows := traced.rows(ranks, shared=overlap):
+            found.append(traced.profile(compute_ms, bucket_bytes, rows=rows))
+        return found
+
+    return laid_out, f"{name}, batch {given['batch_size']}, compute {said}"
 
 
 def _measure(name: str, batch: int) -> float:
@@ -274,8 +307,8 @@ def _show_rows(rows: list[Row], batch: int, console: Console) -> None:
     console.print(table)
 
 
-def _show_buckets(profile: StepProfile, row: Row, console: Console) -> None:
-    made = row.made
+def _show_buckets(row: Row, console: Console) -> None:
+    made, profile = row.made, row.profile
     console.print(f"\n{row.nodes}x{row.per_node}, {row.mode}; buckets in the order they leave:")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("bucket", "MB", "way", "form", "stages ms", "ready ms", "needed ms"):

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evener.comm.lookups import compiled
 from evener.comm.overlap import guard, interpose, optimizers
 from evener.comm.overlap.guard import Pending
 from evener.comm.profile import Recorder
@@ -93,7 +94,8 @@ class StepOverlap:
         ]
         interpose.watch(self)
         own = weakref.WeakMethod(self.finish)
-        reducer.finish = lambda: None if (call := own()) is None else call("a checkpoint")
+        reducer.finish = lambda why: None if (call := own()) is None else call(why)
+        reducer.own_hooks = 1
 
     def _step_method(self) -> Callable[..., Any]:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -365,12 +367,8 @@ def refuse_model(reducer: Reducer, model: nn.Module) -> str:
     for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
         if not guard.can_guard(parameter):
             return f"{name} is a {type(parameter).__name__}"
-    for name, module in model.named_modules():
-        compiled = type(module).__name__ == "OptimizedModule" or (
-            getattr(module, "_compiled_call_impl", None) is not None
-        )
-        if compiled or isinstance(module, torch.jit.ScriptModule):
-            return f"{name or 'the model'} is compiled: it reads parameters out of Python's sight"
+    if (found := compiled(model)) is not None:
+        return f"{found or 'the model'} is compiled: it reads parameters out of Python's sight"
     return ""
 
 

@@ -104,7 +104,8 @@ class _Search:
             form = "exact"
         key = (bucket, form)
         if key not in self._choices:
-            self._choices[key] = self._best_algorithm(self.profile.buckets[bucket].bytes, form)
+            size = self.profile.buckets[bucket].summed(self.costs.nodes * self.costs.per_node)
+            self._choices[key] = self._best_algorithm(size, form)
         return self._choices[key]
 
     def _best_algorithm(self, size: int, form: str) -> Choice:

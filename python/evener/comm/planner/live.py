@@ -47,7 +47,7 @@ class Planner:
     ) -> None:
         """`measure`: in place of the probe, for tests; collective as the probe is."""
         self.reducer, self.overlap = reducer, overlap
-        self.forms = wires.ladder(reducer.options.floor)
+        self.forms = wires.candidates(reducer.options.floor)
         self.decision: Decision | None = None
         self.costs: Costs | None = None
         # On rank 0: the step that each form alone would give.
@@ -71,15 +71,19 @@ class Planner:
             return
         agreed: StepProfile = box[0]
         self.costs = self._measure(agreed)
-        box = [None]
+        box = [None, False]
         if self.reducer.communicators.rank == 0:
-            box = [self._choose(agreed, self.costs, self.forms)]
+            made, whole = self._apart_or_whole(agreed, self.costs)
+            agreed = whole or agreed
+            box = [made, whole is not None]
             self.forced_ms = {
                 form: self._choose(agreed, self.costs, [form]).step_ms for form in self.forms
             }
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.decision = box[0]
         assert self.decision is not None
+        if box[1]:
+            self.reducer.parts.leave_whole()
         self.reducer.adopt(
             [(choice.algorithm, choice.form) for choice in self.decision.choices],
             self.decision.sequence,
@@ -91,6 +95,25 @@ class Planner:
         self._decisions += 1
         if self.reducer.communicators.rank == 0:
             self._log(agreed)
+
+    def _apart_or_whole(
+        self, profile: StepProfile, costs: Costs
+    ) -> tuple[Decision, StepProfile | None]:
+        """The decision; and the profile with shared embeddings whole, where that is as good."""
+        apart = self._choose(profile, costs, self.forms)
+        joined = self.reducer.parts.as_whole(profile)
+        if joined is None:
+            return apart, None
+        whole = self._choose(joined, costs, self.forms)
+        better = whole.step_ms <= apart.step_ms
+        logger.info(
+            "plan: what embedding and layer share is %s: the step takes %.1f ms whole, %.1f ms "
+            "taken apart",
+            "left whole" if better else "taken apart",
+            whole.step_ms,
+            apart.step_ms,
+        )
+        return (whole, joined) if better else (apart, None)
 
     def _choose(self, profile: StepProfile, costs: Costs, forms: Sequence[str]) -> Decision:
         return choose.choose(

@@ -1,0 +1,416 @@
+"""Embeddings taken apart: what layers add to their gradient leaves early, lookups leave as rows.
+
+Of a parameter that is looked up (`lookups`) the gradient takes two ways, and the result is the sum:
+
+    its buckets       what layers that share the weight bring, as soon as it is there, in all the
+                      forms and with all that goes with them
+    a bucket by rows  what lookups bring, at the end of backward: `rows`, added when the others
+                      have landed
+
+Each rank may put anything on either way, for a sum is a sum; so nothing has to be known of a model,
+and what is not seen (another use, an accumulated gradient) goes with whatever has not left yet. All
+that ranks must agree on, at the end of each backward, is how many rows there are at most and
+whether somebody has something dense besides: one small reduction on the CPU.
+
+Without layers the parameter's own buckets are empty, and not sent: unless some rank has something
+dense, or there are so many rows that all of it is less. With layers such a rest is summed exactly
+beside the rows; where that happens, the parameter is left whole from then on.
+
+The first step is an ordinary one. It says which rows a step looks up, and so what is worth it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from evener.comm import lookups
+from evener.comm.buckets import Bucket
+from evener.comm.errors import CommError
+from evener.comm.lookups import Lookup
+from evener.comm.rows import Rows, merged
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from evener.comm.profile import StepProfile
+    from evener.comm.reducer import Reducer
+
+logger = logging.getLogger("evener.comm")
+
+# Rows are worth it where they are at most this share of what the whole takes.
+_WORTH = 0.5
+
+
+@dataclass
+class Part:
+    """One parameter that is taken apart. `expected`: rows a step, as the first one had.
+
+    `whole`: it is not any more.
+    """
+
+    index: int
+    layers: bool
+    expected: int
+    whole: bool = False
+    # Uses in layers whose gradients have not come.
+    awaited: int = 0
+    # Of this step, on this rank:
+    dense: torch.Tensor | None = None
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    complete: bool = False
+    sent: bool = False  # the parameter's own buckets have left
+    late: torch.Tensor | None = None
+    had: bool = False  # a gradient before, which is part of what has left
+    # And of all ranks, see `Parts.agree`:
+    most: int = 0
+    whole_now: bool = False
+    rest: bool = False
+
+    def reset(self) -> None:
+        """Expect the next step's gradients."""
+        self.dense = self.late = None
+        self.rows = []
+        self.complete = self.sent = self.had = self.whole_now = self.rest = False
+        self.most = 0
+
+
+@dataclass
+class _Seen:
+    """Of a parameter in the first step: rows looked up, where in the order its layers' part came,
+    and whether something had been accumulated before."""
+
+    rows: int = 0
+    place: int | None = None
+    accumulates: bool = False
+
+
+class Parts:
+    """Those of one reducer; empty until `watch`."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.of: dict[int, Part] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._layers: dict[int, bool] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._agreed = False
+
+    def watch(self, model: nn.Module, *, layers: bool) -> None:
+        """From the next forward on. The same on all ranks, before the first step.
+
+        `layers`: take also those apart that layers share.
+        """
+        reducer, options = self.reducer, self.reducer.options
+        if not options.rows_bytes or options.momentum or not reducer.compressible:
+            return
+        places = {
+            id(p): index
+            for index, p in enumerate(reducer.parameters)
+            if p.dim() == 2
+            and p.is_contiguous()
+            and p.shape[0] < 2**31
+            and p.numel() * p.element_size() >= options.rows_bytes
+        }
+        found = lookups.candidates(model, places)
+        self._layers = {index: tied for index, tied in found.items() if layers or not tied}
+        self._seen = {index: _Seen() for index in self._layers}
+        watched = {index: reducer.parameters[index] for index in self._layers}
+        if watched and (name := lookups.compiled(model)) is not None:
+            if reducer.communicators.rank == 0:
+                what = ", ".join(reducer.names[index] for index in watched)
+                logger.info("%s: sent whole, because %s is compiled", what, name or "the model")
+            self._layers, self._seen = {}, {}
+            return
+        self._handles = list(lookups.hook(model, self, watched))
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    # --- lookups.Watcher ---
+
+    def watches(self, index: int) -> bool:
+        """See `lookups.Watcher`."""
+        if not self.reducer.active or _capturing(self.reducer.device):
+            return False
+        part = self.of.get(index)
+        return index in self._seen if part is None else not part.whole
+
+    def used(self, index: int, lookup: Lookup | None) -> None:
+        """See `lookups.Watcher`."""
+        part = self.of.get(index)
+        if part is not None and lookup is None and not lookups.in_backward():
+            part.awaited += 1
+
+    def came(self, index: int, lookup: Lookup | None, gradient: torch.Tensor) -> bool:
+        """See `lookups.Watcher`. In autograd's thread."""
+        part, reducer = self.of.get(index), self.reducer
+        if not reducer.active or gradient.requires_grad or gradient.layout != torch.strided:
+            return False
+        if part is None:
+            self._see(index, lookup)
+            return False
+        if lookup is None:
+            part.awaited = max(0, part.awaited - 1)
+        if part.whole or self._hooked(index) or (lookup is None and part.sent):
+            return False
+        reducer.here(index)
+        if lookup is not None:
+            rows = lookup.rows()
+            part.rows.append((rows, gradient.index_select(0, rows)))
+        else:
+            part.dense = gradient if part.dense is None else part.dense + gradient
+            if not part.awaited:
+                self._complete(part)
+        return True
+
+    def _see(self, index: int, lookup: Lookup | None) -> None:
+        seen = self._seen.get(index)
+        if seen is None:
+            return
+        if self.reducer.parameters[index].grad is not None:
+            seen.accumulates = True
+        if lookup is not None:
+            seen.rows += lookup.rows().numel()
+        elif seen.place is None:
+            seen.place = self.reducer.arrived
+
+    def _hooked(self, index: int) -> bool:
+        """Whether somebody else has hooks on this gradient, who should see all of it."""
+        parameter = self.reducer.parameters[index]
+        own = self.reducer.own_hooks
+        return (
+            len(parameter._backward_hooks or ()) > own
+            or len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
+        )
+
+    # --- the course of a step ---
+
+    def arrived(self, part: Part) -> None:
+        """Something came to the parameter itself, which is not (yet) on either way."""
+        parameter = self.reducer.parameters[part.index]
+        self.reducer.here(part.index)
+        if part.sent:
+            rest, parameter.grad = parameter.grad, None
+            part.late = rest if part.late is None or rest is None else part.late + rest
+        elif part.layers:
+            self._complete(part)
+
+    def _complete(self, part: Part) -> None:
+        if not part.complete:
+            part.complete = True
+            self.reducer.complete(part.index)
+
+    def agree(self) -> None:
+        """At the end of backward, once a step: what there is on all ranks. Collective."""
+        parts = [part for part in self.of.values() if not (part.layers and part.whole)]
+        if self._agreed or not parts:
+            return
+        self._agreed = True
+        counts, size = [], self.reducer.communicators.size
+        for part in parts:
+            part.awaited = 0
+            if len(part.rows) > 1:
+                part.rows = [merged(part.rows)]
+            parameter = self.reducer.parameters[part.index]
+            rest = part.late if part.layers else parameter.grad
+            rows = part.rows[0][0].numel() if part.rows else 0
+            counts.append((rows, int(rest is not None)))
+        agreed = torch.tensor(counts, dtype=torch.int64)
+        communicators = self.reducer.communicators
+        try:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=communicators.control.handle)
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {communicators.rank} asked its peers how many rows they have: {error}",
+                "look for the first error on the other ranks; a peer has gone, or did not come "
+                f"within EVENER_TIMEOUT={communicators.options.timeout:g} s",
+            ) from error
+        for part, (most, rest) in zip(parts, agreed.tolist(), strict=True):
+            limit = self.reducer.parameters[part.index].shape[0]
+            many = _equivalent(most, size) >= limit
+            part.most = 0 if many or (rest and not part.layers) else most
+            part.rest = part.layers and bool(rest or many)
+            part.whole_now = not part.layers and bool(rest or many)
+            if part.rest and rest:
+                self._give_up(part)
+
+    def _give_up(self, part: Part) -> None:
+        part.whole = True
+        if self.reducer.communicators.rank == 0:
+            logger.info(
+                "%s: its gradient is sent whole from now on, because it has uses besides "
+                "embeddings and linear layers",
+                self.reducer.names[part.index],
+            )
+
+    def sends(self, index: int) -> bool:
+        """Whether the parameter's own buckets are exchanged in this step."""
+        part = self.of.get(index)
+        return part is None or part.layers or part.whole or part.whole_now
+
+    def expects_none(self, bucket: Bucket) -> bool:
+        """Whether this bucket is there for what does not come in an ordinary step."""
+        part = self.of.get(bucket.slots[0].index)
+        if part is None:
+            return False
+        return part.whole if bucket.by_rows else not part.layers
+
+    def as_whole(self, profile: StepProfile) -> StepProfile | None:
+        """The step if what layers share were left whole; None where nothing is shared."""
+        found = list(profile.buckets)
+        for part in self._shared():
+            own = self.reducer.buckets.buckets_of[part.index]
+            last = self.reducer.buckets[own[0]].parts[-1]
+            for bucket in own:
+                ready = max(found[bucket].ready_ms, found[last].ready_ms)
+                found[bucket] = dataclasses.replace(found[bucket], ready_ms=ready)
+            found[last] = dataclasses.replace(found[last], numel=0)
+        return dataclasses.replace(profile, buckets=tuple(found)) if self._shared() else None
+
+    def leave_whole(self) -> None:
+        """From the next step on, on all ranks: what layers share is not taken apart."""
+        for part in self._shared():
+            part.whole = True
+
+    def _shared(self) -> list[Part]:
+        return [part for part in self.of.values() if part.layers and not part.whole]
+
+    def dense(self, part: Part) -> torch.Tensor | None:
+        """What goes into the parameter's own buckets now: they leave."""
+        parameter = self.reducer.parameters[part.index]
+        gradient, dense = parameter.grad, part.dense
+        part.sent, part.dense, part.had = True, None, gradient is not None
+        # What comes later must not be added to what is under way.
+        parameter.grad = None
+        if part.whole_now and part.rows:
+            dense, part.rows = self._spread(part), []
+        if gradient is None or dense is None:
+            return dense if gradient is None else gradient
+        with torch.no_grad():
+            return gradient + dense if gradient.requires_grad else gradient.add_(dense)
+
+    def _spread(self, part: Part) -> torch.Tensor:
+        """The rows as a gradient of the parameter's shape."""
+        whole = torch.zeros_like(self.reducer.parameters[part.index])
+        for rows, values in part.rows:
+            whole.index_add_(0, rows, values)
+        return whole
+
+    def rows(self, part: Part) -> Rows | None:
+        """What goes by rows now; None where nobody has anything."""
+        parameter = self.reducer.parameters[part.index]
+        if not part.most and not part.rest:
+            return None
+        dense = part.late
+        if not part.most and part.rows:
+            whole, part.rows = self._spread(part), []
+            dense = whole if dense is None else dense + whole
+        if part.rows:
+            rows, values = part.rows[0]
+        else:
+            rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+            values = parameter.detach().new_empty(0, parameter.shape[1])
+        return Rows(rows, values, part.most, part.rest, dense)
+
+    def reset(self) -> None:
+        """Expect the next step's gradients."""
+        self._agreed = False
+        for part in self.of.values():
+            part.reset()
+
+    # --- layout ---
+
+    def settle(self, order: list[int]) -> list[int]:
+        """After the first step: decide what is taken apart. The order with that. Collective."""
+        if not self._layers:
+            return order
+        reducer = self.reducer
+        mine = {index: (seen.rows, seen.accumulates) for index, seen in self._seen.items()}
+        everyone: list[dict[int, tuple[int, bool]]] = [
+            {} for _ in range(reducer.communicators.size)
+        ]
+        dist.all_gather_object(everyone, mine, group=reducer.communicators.control.handle)
+        for index, layers in sorted(self._layers.items()):
+            found = [seen[index] for seen in everyone if index in seen]
+            rows = max((count for count, _ in found), default=0)
+            # Accumulated, an untied one is dense in every step.
+            dense = not layers and any(accumulates for _, accumulates in found)
+            limit = reducer.parameters[index].shape[0]
+            good = rows and worth(rows, len(everyone), limit)
+            if len(found) == len(everyone) and good and not dense:
+                self._take_apart(index, layers, rows)
+            elif not rows and reducer.communicators.rank == 0:
+                logger.info(
+                    "%s: sent whole, because no lookup was seen in the first step",
+                    reducer.names[index],
+                )
+        places = {index: self._seen[index].place for index in self.of}
+        kept = [index for index in order if places.get(index) is None]
+        early = [(place, index) for index, place in places.items() if place is not None]
+        for place, index in sorted(early):
+            kept.insert(place, index)
+        self._seen.clear()
+        return kept
+
+    def _take_apart(self, index: int, layers: bool, rows: int) -> None:
+        self.of[index] = Part(index, layers, rows)
+        if self.reducer.communicators.rank == 0:
+            logger.info(
+                "%s: %s of %s rows a step, sent as rows%s",
+                self.reducer.names[index],
+                f"{rows:,}",
+                f"{self.reducer.parameters[index].shape[0]:,}",
+                "; what the layer adds that shares it leaves before" if layers else "",
+            )
+
+    def expected(self) -> dict[int, int]:
+        """By parameter the entries of the rows that are expected of one rank."""
+        return {
+            index: part.expected * self.reducer.parameters[index].shape[1]
+            for index, part in self.of.items()
+        }
+
+    def ordered(self, sequence: Iterable[int]) -> tuple[int, ...]:
+        """The same order of buckets, but each by rows behind those to which it adds, and those that
+        are not sent just before it."""
+        buckets, found = self.reducer.buckets, []
+        left = list(sequence)
+        place = {bucket: i for i, bucket in enumerate(left)}
+        for part in self.of.values():
+            own = self.reducer.buckets.buckets_of[part.index]
+            if not own:
+                continue
+            last = buckets[own[0]].parts[-1]
+            at = max(place[b] for b in own) if part.layers else place[last]
+            found.append((max(at, place[last]), (*(() if part.layers else own), last)))
+        moved = {bucket for _, group in found for bucket in group}
+        behind = dict(found)
+        made: list[int] = []
+        for at, bucket in enumerate(left):
+            if bucket not in moved:
+                made.append(bucket)
+            made.extend(behind.get(at, ()))
+        return tuple(made)
+
+
+def worth(rows: int, ranks: int, limit: int) -> bool:
+    """Whether so many rows of each rank, of `limit` in all, are to be sent as rows."""
+    return _equivalent(rows, ranks) <= _WORTH * limit
+
+
+def _equivalent(rows: int, ranks: int) -> int:
+    """The all-reduce of so many rows crosses the network with as many bytes as all ranks' rows."""
+    return -(-rows * ranks // 2)
+
+
+def _capturing(device: Any) -> bool:
+    return bool(device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,188 @@
+"""The exchange of rows: of an embedding's gradient only what was looked up crosses the network.
+
+Every rank sends which rows it has and what is in them, all to all (an all-gather, in one level), in
+as many bytes as the rank with the most; each adds what came to its own copy in rank order, so all
+end with the same bits. The values go in the bucket's form: their own dtype, 16 bits, or INT8 in
+blocks, rounded to either side at random so that the mean is right (`int8`). Rounding leaves no
+residual here: other rows come in every step. Quantising without one: Alistarh et al., QSGD,
+arXiv 1610.02132.
+
+A step may bring something dense as well, see `parts`: that is summed exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from evener.comm import casts, int8
+from evener.comm.buckets import padded
+from evener.comm.exchange import Exchange, Step
+from evener.comm.scratch import Scratch
+from evener.comm.state import let_go
+
+FORMS = ("exact", "fp16", "bf16", "int8")
+_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Rows:
+    """What one rank brings in one step. `rows`: int64 [n], each once; `values`: [n, width].
+
+    `most`: the largest n of all ranks; 0: nobody has any. `dense`: what is to be added up besides,
+    of the parameter's shape, where some rank has such; this one's may be None.
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+    most: int
+    sums_dense: bool = False
+    dense: torch.Tensor | None = None
+
+
+class RowsExchange(Exchange):
+    """Of a bucket by rows. `bring` takes the place of `run`."""
+
+    most = 0  # of the last step
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._payload, self._received, self._wide = Scratch(), Scratch(), Scratch()
+        self._width = 0
+
+    @property
+    def bytes(self) -> int:
+        """See `Exchange`; of the last step."""
+        return self.most * self._width * self.bucket.buffer.element_size()
+
+    @property
+    def sent_bytes(self) -> int:
+        """See `Exchange`; of the last step."""
+        sent = self._layout(self.most, self._width)[-1] if self.most else 0
+        return (self.route.outer.size - 1) * sent
+
+    def bring(
+        self, given: Rows, view: torch.Tensor, step: Step, before: Callable[[], None]
+    ) -> None:
+        """Add to `view` [n, width] what all ranks bring, scaled as a reduction is.
+
+        `before()` waits, on the current stream, for what must be in `view` first.
+        """
+        self.most, self._width = given.most, view.shape[1]
+        scaling = self.route.scaling
+        factor = scaling.pack * scaling.outer
+        with self.timer.around(view, step.timed):
+            received = self._gather(given, factor, step) if given.most else None
+            dense = None
+            if given.sums_dense:
+                dense = torch.zeros_like(view) if given.dense is None else given.dense
+                dense = dense.contiguous()
+                self.route.outer.all_reduce(dense, dist.ReduceOp.SUM)
+            before()
+            if dense is not None:
+                view.add_(dense, alpha=factor * scaling.final)
+            if received is not None:
+                self._add(received, view, factor, scaling.final)
+                if step.checked and self.wire.name != "exact":
+                    self._measure_rows(given, received, factor)
+        for tensor in (given.rows, given.values, given.dense):
+            if tensor is not None:
+                let_go(tensor)
+
+    def _measure_rows(self, given: Rows, received: torch.Tensor, factor: float) -> None:
+        """For the guard: what came against what it would be exactly, over the rows of all ranks."""
+        n, size = given.rows.numel(), self.route.outer.size
+        exact = given.values.new_zeros(given.most, self._width, dtype=torch.float32)
+        exact[:n] = given.values * factor
+        everyone = exact.new_empty(size * exact.numel())
+        self.route.outer.all_gather(everyone, exact.view(-1))
+        sums = exact.new_zeros(5, dtype=torch.float64)
+        for part, dense in zip(received, everyone.view(size, -1), strict=True):
+            # As `_decoded` gives them, without the last scaling.
+            result = self._decoded(part, torch.float32, factor, 1.0).view(-1).double()
+            dense = dense.double()
+            sums[0] += (result * dense).sum()
+            sums[1] += result.square().sum()
+            sums[2] += dense.square().sum()
+        sums[4] = exact.double().square().sum()
+        self.measured = sums
+
+    def _layout(self, most: int, width: int) -> tuple[int, int, int]:
+        """Bytes to the end of the row numbers, of the values, and of their scales."""
+        numbers = padded(4 * most, 16)
+        if self.wire.name == "int8":
+            codes = int8.room(most * width)
+            return numbers, numbers + codes, padded(numbers + codes + codes // int8.BLOCK * 4, 16)
+        itemsize = _CASTS.get(self.wire.name, self.bucket.buffer.dtype).itemsize
+        end = padded(numbers + most * width * itemsize, 16)
+        return numbers, end, end
+
+    def _gather(self, given: Rows, factor: float, step: Step) -> torch.Tensor:
+        """uint8 [ranks, bytes], valid until the next bucket."""
+        outer, n = self.route.outer, given.rows.numel()
+        numbers, codes, size = self._layout(given.most, self._width)
+        device = given.values.device
+        payload = self._payload.get(size, torch.uint8, device)
+        received = self._received.get(size * outer.size, torch.uint8, device)
+        places = payload[: 4 * given.most].view(torch.int32)
+        places[:n].copy_(given.rows)
+        places[n:].zero_()  # zeros are added to row 0
+        values = given.values.reshape(-1)
+        wire = self.wire.name
+        if wire == "int8":
+            scales = payload[codes : codes + (codes - numbers) // int8.BLOCK * 4]
+            key = int8.key(self.state.steps, self.bucket.index, outer.rank)
+            room = payload[numbers:codes].view(torch.int8)
+            int8.quantize(values, None, room, scales.view(torch.float32), key)
+        else:
+            dtype = _CASTS.get(wire, values.dtype)
+            room = payload[numbers : numbers + given.most * self._width * dtype.itemsize]
+            room = room.view(dtype)
+            if wire == "exact":
+                torch.mul(values, factor, out=room[: values.numel()])
+            else:
+                casts.narrow(values, factor, room[: values.numel()])
+            room[values.numel() :].zero_()
+        outer.all_gather(received, payload)
+        if wire != "exact":
+            self.state.steps += 1
+        return received.view(outer.size, size)
+
+    def _add(self, received: torch.Tensor, view: torch.Tensor, factor: float, final: float) -> None:
+        for part in received:
+            places = part[: 4 * self.most].view(torch.int32)
+            view.index_add_(0, places, self._decoded(part, view.dtype, factor, final))
+
+    def _decoded(
+        self, part: torch.Tensor, dtype: torch.dtype, factor: float, final: float
+    ) -> torch.Tensor:
+        """One rank's values [most, width]."""
+        numbers, codes, _ = self._layout(self.most, self._width)
+        numel, wire = self.most * self._width, self.wire.name
+        if wire == "exact":
+            values = part[numbers : numbers + numel * dtype.itemsize].view(dtype)
+            return (values * final if final != 1.0 else values).view(self.most, -1)
+        wide = self._wide.get(numel, torch.float32, part.device)
+        if wire == "int8":
+            scales = part[codes : codes + (codes - numbers) // int8.BLOCK * 4]
+            room = part[numbers:codes].view(torch.int8).unsqueeze(0)
+            scale = scales.view(torch.float32).unsqueeze(0)
+            int8.dequantize_sum(room, scale, factor * final, wide)
+        else:
+            small = _CASTS[wire]
+            values = part[numbers : numbers + numel * small.itemsize].view(small)
+            casts.widen(values, final, wide)
+        return wide.view(self.most, -1).to(dtype)
+
+
+def merged(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of several lookups the rows, each once, and their sums."""
+    if len(found) == 1:
+        return found[0]
+    rows, inverse = torch.cat([rows for rows, _ in found]).unique(return_inverse=True)
+    values = torch.cat([values for _, values in found])
+    total = values.new_zeros(rows.numel(), values.shape[1])
+    return rows, total.index_add_(0, inverse, values)
