@@ -289,7 +289,7 @@ impl Worker {
             active |= moved > 0;
             let now = self.now();
             let full = self.links.iter().flatten().any(|mine| mine.flow.full);
-            self.load.count(now - turn, active, moved, full);
+            self.load.count(now - turn, active, moved);
             handle.counts.turn(now - turn, active, full);
             turn = now;
             if now >= timers_at {
@@ -308,7 +308,7 @@ impl Worker {
             if (sending >= BULK || full) && moved < LIGHT && now - idle_since < spin {
                 sys::nap(self.load.nap());
                 turn = self.now();
-                self.load.count(turn - now, false, 0, full);
+                self.load.count(turn - now, false, 0);
                 handle.counts.napped(turn - now, full);
             } else if !active && now - idle_since >= spin {
                 let mut until = self.timers(now);

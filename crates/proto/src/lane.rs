@@ -44,8 +44,9 @@ enum Control {
 }
 
 /// Paths that need less than this are as good as idle ones: the first of them is as good as any,
-/// and few connections that are warm cost less than many.
-const SHORT: Duration = Duration::from_micros(150);
+/// and few connections that are warm cost less than many. Not more: where flows share ways, all that
+/// may be on its way would be on the first of these.
+const SHORT: Duration = Duration::from_micros(30);
 /// A piece is at least what the whole network carries in this time (seconds), between these bounds:
 /// each costs a lock and two calls, and a message in few pieces leaves paths idle.
 const PIECE: f64 = 40e-6;

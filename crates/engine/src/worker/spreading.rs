@@ -8,9 +8,6 @@
 //! copies without a pause while there is something to copy holds it up, however long it sleeps
 //! afterwards. Naps count as time left, because they are taken only where a network is what limits.
 //!
-//! More workers carry more only where the network would take more: while what may be on its way is on
-//! its way, one that is busy all the time holds nothing up.
-//!
 //! How much a worker could take besides is not seen from its time: the less there is to do, the less
 //! it does at once, and the more time a byte takes. So for gathering a worker's load is what it moves,
 //! against the most that any of them moved in the same time of work.
@@ -26,15 +23,13 @@ use crate::sys;
 /// Between two looks, sleep left aside. An all-reduce of NCCL's takes a few to a hundred milliseconds.
 const EVERY: Duration = Duration::from_millis(2);
 /// Above this part of its time a worker has too much to do ...
-const FULL: f64 = 0.85;
+const FULL: f64 = 0.75;
 /// ... and below this it can take more.
 const SPARE: f64 = 0.5;
-/// Nor does one give anything away while the network was full for more than this part of its time.
-const CLOGGED: f64 = 0.5;
 /// So many looks in a row must say that a worker is full.
 const FULL_LOOKS: u32 = 2;
 /// What two workers have to do is enough for one if it is less than this part of the most.
-const TOGETHER: f64 = 0.85;
+const TOGETHER: f64 = 0.75;
 /// So many looks in a row must say so.
 const CALM_LOOKS: u32 = 8;
 /// What a worker has said of itself is not true any more after this.
@@ -52,7 +47,6 @@ const FORGET: f64 = 0.9995;
 pub(super) struct Load {
     busy: Duration,
     awake: Duration,
-    clogged: Duration,
     moved: u64,
     /// Processor time of the thread at the last look.
     used: Duration,
@@ -61,12 +55,9 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// A turn of the loop, or a nap, has taken `time`. `full`: as much is on its way as may be.
-    pub fn count(&mut self, time: Duration, active: bool, moved: usize, full: bool) {
+    /// A turn of the loop, or a nap, has taken `time`.
+    pub fn count(&mut self, time: Duration, active: bool, moved: usize) {
         self.awake += time;
-        if full {
-            self.clogged += time;
-        }
         self.moved += moved as u64;
         if active {
             self.busy += time;
@@ -156,7 +147,7 @@ impl Crew {
         let member = &mut self.members[me];
         (member.busy, member.moves) = (busy / awake, load.moved as f64 / awake);
         member.at = now;
-        let full = member.busy >= FULL && load.clogged.as_secs_f64() < awake * CLOGGED;
+        let full = member.busy >= FULL;
         member.full = if full { member.full + 1 } else { 0 };
         if member.full >= FULL_LOOKS {
             (member.full, member.calm) = (0, 0);
@@ -308,7 +299,6 @@ mod tests {
             busy: EVERY.mul_f64(busy),
             awake: EVERY,
             moved: (wanted.min(MOST * busy) * EVERY.as_secs_f64()) as u64,
-            clogged: Duration::ZERO,
             used: Duration::ZERO,
             pause: Duration::ZERO,
         }
@@ -370,22 +360,6 @@ mod tests {
             settle(&mut crew, &mut conns, total, 0.0, 10.0);
             let (_, moves) = settle(&mut crew, &mut conns, total, 10.0, 20.0);
             assert!(moves <= 8, "{total}: {moves}");
-        }
-    }
-
-    #[test]
-    fn a_full_network_is_not_filled_by_more_workers() {
-        for (clogged, expected) in [(0.2, true), (0.9, false)] {
-            let mut crew = Crew::new(2);
-            let load = Load {
-                clogged: EVERY.mul_f64(clogged),
-                ..load(9e9)
-            };
-            let spreads = (1..20).any(|step| {
-                let advice = crew.look(0, &load, true, &[], EVERY * step);
-                advice != Advice::Stay
-            });
-            assert_eq!(spreads, expected);
         }
     }
 
