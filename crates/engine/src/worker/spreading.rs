@@ -23,7 +23,7 @@ use crate::sys;
 /// Between two looks, sleep left aside. An all-reduce of NCCL's takes a few to a hundred milliseconds.
 const EVERY: Duration = Duration::from_millis(2);
 /// Above this part of its time a worker has too much to do ...
-const FULL: f64 = 0.75;
+const FULL: f64 = 0.9;
 /// ... and below this it can take more.
 const SPARE: f64 = 0.5;
 /// So many looks in a row must say that a worker is full.
