@@ -59,7 +59,8 @@ import json, os, resource, sys, time
 import torch
 import torch.distributed as dist
 
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+# A node sees its own GPUs; with fewer GPUs than ranks all nodes see all, and ranks share them.
+torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
 dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 for size, steps in json.loads(sys.argv[1]):

@@ -21,6 +21,7 @@ def net_bench(
     rank: int,
     control: str,
     plugin: str,
+    streams: int,
     pattern: str,
     comms: int,
     depth: int,

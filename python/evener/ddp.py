@@ -114,11 +114,12 @@ def accelerate(
 
     `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
     choose for every bucket the algorithm and the mildest form behind which the network hides: with
-    "exact" lossless ones only, with "auto" down to `floor` ("fp16"). One of `MODES` but "exact"
-    forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio` of largest magnitude) or
-    "topk-chunk" (the same share of every 4,096); from int8 on with error feedback, norms and biases
-    exact. None: no planner; `wire` names the form, `algorithm` "2d" (reduce inside the node first),
-    "flat", or "auto": 2-D where there are several nodes with several ranks each; docs/plan.md.
+    "exact" lossless ones only, with "auto" down to `floor` ("fp16"; "topk" takes in "topk-chunk").
+    One of `MODES` but "exact" forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio`
+    of largest magnitude) or "topk-chunk" (the same share of every 4,096); from int8 on with error
+    feedback, norms and biases exact. None: no planner; `wire` names the form, `algorithm` "2d"
+    (reduce inside the node first), "flat", or "auto": 2-D where there are several nodes with
+    several ranks each; docs/plan.md.
     `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
     `partition_bytes`: what is larger is reduced in parts; default: EVENER_PARTITION_BYTES, and for
     a forced top-k 0, which is never.

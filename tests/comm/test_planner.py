@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,22 @@ def test_exchanges_that_are_under_way_together_pass_one_after_the_other() -> Non
     assert alone.crowd(recorder) == 1.0
 
 
+def test_one_slow_exchange_does_not_crowd_the_others() -> None:
+    def steps_of(times: list[float]) -> Recorder:
+        recorder = Recorder(torch.device("cpu"))
+        recorder.marks = {"begin": 0.0, "forward_ended": 0.0, "backward_ended": 9.0}
+        ends = itertools.accumulate(times)
+        recorder.stages = {
+            (b, 1): (end - took, end) for b, (end, took) in enumerate(zip(ends, times, strict=True))
+        }
+        recorder.ready = dict.fromkeys(range(len(times)), 0.0)
+        return recorder
+
+    alone = steps_of([1.0, 1.0, 1.0, 1.0, 0.2, 0.2])
+    assert steps_of([1.0, 1.0, 2.5, 1.0, 0.2, 0.2]).crowd(alone) == pytest.approx(1.0)
+    assert steps_of([1.0, 1.3, 1.3, 1.3, 0.2, 0.2]).crowd(alone) == pytest.approx(1.3)
+
+
 def test_the_order_does_not_follow_a_wait_for_peers() -> None:
     """The first bucket's own time holds it; what its bytes take at the others' rate counts."""
     sizes = [16.0, 32.0, 32.0, 32.0, 1.0]
@@ -321,7 +338,7 @@ def under(rank: int, size: int) -> tuple[dict[str, tuple[str, ...]], list[str]]:
 
 def test_no_planner_takes_top_k_for_adam() -> None:
     (forms, said), (_, quiet) = worlds.run([1, 1], under)
-    assert forms["SGD"] == wires.ladder("topk")
+    assert forms["SGD"] == (*wires.ladder("int8"), "topk-chunk", "topk")
     assert forms["AdamW"] == wires.ladder("int8")
     assert [line.split()[0] for line in said] == ["floor=topk:", "topk"]
     assert all("AdamW" in line for line in said) and not quiet

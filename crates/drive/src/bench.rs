@@ -31,8 +31,11 @@ pub struct Scenario {
     pub rank: u32,
     /// `address:port` of rank 0, for the agreement.
     pub control: String,
-    /// The plug-in; without one, a TCP stream a comm.
+    /// The plug-in; without one, plain TCP streams.
     pub plugin: Option<PathBuf>,
+    /// Plain streams a comm each way. A single one is moved by the progress thread, as NCCL's sockets
+    /// do by default; of several, each has threads of its own.
+    pub streams: usize,
     /// Version of the interface.
     pub version: u32,
     /// Comms in each direction.

@@ -8,6 +8,7 @@ pub mod bench;
 mod net;
 mod ring;
 mod stream;
+mod team;
 
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 use std::path::Path;

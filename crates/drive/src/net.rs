@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use crate::bench::{Control, LIMIT, Scenario};
 use crate::stream::Stream;
+use crate::team::Team;
 use crate::{DriveError, NULL, Object, Plugin};
 
 enum Kind {
@@ -19,6 +20,7 @@ enum Kind {
     },
     /// Those that receive, and those that send.
     Streams([Vec<Stream>; 2]),
+    Teams([Vec<Team>; 2]),
 }
 
 /// See the module.
@@ -29,6 +31,7 @@ impl Net {
     pub fn open(scenario: &Scenario, control: &mut Control) -> Result<Net, DriveError> {
         match &scenario.plugin {
             Some(path) => plugged(scenario, path, control),
+            None if scenario.streams > 1 => teams(scenario, control),
             None => streams(scenario, control),
         }
         .map(Net)
@@ -73,6 +76,11 @@ impl Net {
                 unsafe { streams[way][comm].post(at, size) };
                 Ok(true)
             }
+            Kind::Teams(teams) => {
+                // SAFETY: the caller's promise.
+                unsafe { teams[way][comm].post(at, size) };
+                Ok(true)
+            }
         }
     }
 
@@ -92,6 +100,7 @@ impl Net {
                 Ok(count)
             }
             Kind::Streams(streams) => streams[way][comm].progress(sending),
+            Kind::Teams(teams) => teams[way][comm].progress(),
         }
     }
 
@@ -157,16 +166,35 @@ fn plugged(
 }
 
 fn streams(scenario: &Scenario, control: &mut Control) -> Result<Kind, DriveError> {
+    let [receives, sends] = sockets(scenario.comms, control)?;
+    let all = |sockets: Vec<TcpStream>| sockets.into_iter().map(Stream::new).collect();
+    let (receives, sends): (Result<_, _>, Result<_, _>) = (all(receives), all(sends));
+    Ok(Kind::Streams([receives?, sends?]))
+}
+
+fn teams(scenario: &Scenario, control: &mut Control) -> Result<Kind, DriveError> {
+    let [mut receives, mut sends] = sockets(scenario.comms * scenario.streams, control)?;
+    let (mut receiving, mut sending) = (Vec::new(), Vec::new());
+    for _ in 0..scenario.comms {
+        let of = |sockets: &mut Vec<TcpStream>| sockets.drain(..scenario.streams).collect();
+        receiving.push(Team::new(of(&mut receives), false)?);
+        sending.push(Team::new(of(&mut sends), true)?);
+    }
+    Ok(Kind::Teams([receiving, sending]))
+}
+
+/// So many connections for each direction: those that receive, and those that send.
+fn sockets(count: usize, control: &mut Control) -> Result<[Vec<TcpStream>; 2], DriveError> {
     let ours = control.0.local_addr()?.ip();
     let theirs = control.0.peer_addr()?.ip();
     let listener = TcpListener::bind((ours, 0))?;
     control.say(listener.local_addr()?.port().into())?;
     let port = control.hear()? as u16;
     let (mut sends, mut receives) = (Vec::new(), Vec::new());
-    for _ in 0..scenario.comms {
+    for _ in 0..count {
         // The backlog takes our connection before the peer accepts it.
-        sends.push(Stream::new(TcpStream::connect((theirs, port))?)?);
-        receives.push(Stream::new(listener.accept()?.0)?);
+        sends.push(TcpStream::connect((theirs, port))?);
+        receives.push(listener.accept()?.0);
     }
-    Ok(Kind::Streams([receives, sends]))
+    Ok([receives, sends])
 }

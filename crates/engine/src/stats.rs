@@ -138,6 +138,12 @@ pub struct WorkerStats {
     pub reads: [AtomicU64; 2],
     /// Calls that wrote, their bytes.
     pub writes: [AtomicU64; 2],
+    /// How long the calls that read and those that wrote took.
+    pub calls: [AtomicU64; 2],
+    /// How long it waited for other workers that had the lock of a peer.
+    pub waiting: AtomicU64,
+    /// Processor time of the thread: its own, and the kernel's for it.
+    pub processor: [AtomicU64; 2],
     /// Calls that asked how much is in flight, or about the connection.
     pub looks: AtomicU64,
     /// Times that others told it to pull. The one counter that several threads write.
@@ -181,13 +187,26 @@ impl WorkerStats {
     }
 
     /// A call that read.
-    pub fn read(&self, bytes: usize) {
+    pub fn read(&self, bytes: usize, time: Duration) {
         WorkerStats::add_both(&self.reads, bytes as u64);
+        PathStats::add(&self.calls[0], nanoseconds(time));
     }
 
     /// A call that wrote.
-    pub fn wrote(&self, bytes: usize) {
+    pub fn wrote(&self, bytes: usize, time: Duration) {
         WorkerStats::add_both(&self.writes, bytes as u64);
+        PathStats::add(&self.calls[1], nanoseconds(time));
+    }
+
+    /// A wait for a lock.
+    pub fn waited(&self, time: Duration) {
+        PathStats::add(&self.waiting, nanoseconds(time));
+    }
+
+    /// What the thread has used so far.
+    pub fn used(&self, [own, kernel]: [Duration; 2]) {
+        self.processor[0].store(nanoseconds(own), Relaxed);
+        self.processor[1].store(nanoseconds(kernel), Relaxed);
     }
 
     /// As JSON.
@@ -196,16 +215,23 @@ impl WorkerStats {
         let ([turns, empty], [naps, napped]) = (all(&self.turns), all(&self.naps));
         let ([sleeps, slept], [reads, read]) = (all(&self.sleeps), all(&self.reads));
         let [writes, written] = all(&self.writes);
+        let ([reading, writing], [own, kernel]) = (all(&self.calls), all(&self.processor));
         let ms = |nanoseconds: u64| nanoseconds / 1_000_000;
         format!(
             "{{\"turns\":{turns},\"working_ms\":{},\"empty_turns\":{empty},\"spinning_ms\":{},\
              \"naps\":{naps},\"napping_ms\":{},\"sleeps\":{sleeps},\"sleeping_ms\":{},\
              \"reads\":{reads},\"bytes_read\":{read},\"writes\":{writes},\
-             \"bytes_written\":{written},\"looks\":{},\"nudges\":{}}}",
+             \"bytes_written\":{written},\"reading_ms\":{},\"writing_ms\":{},\"waiting_ms\":{},\
+             \"user_ms\":{},\"system_ms\":{},\"looks\":{},\"nudges\":{}}}",
             ms(self.working.load(Relaxed)),
             ms(self.spinning.load(Relaxed)),
             ms(napped),
             ms(slept),
+            ms(reading),
+            ms(writing),
+            ms(self.waiting.load(Relaxed)),
+            ms(own),
+            ms(kernel),
             self.looks.load(Relaxed),
             self.nudges.load(Relaxed),
         )

@@ -512,6 +512,20 @@ pub fn tcp_info(fd: RawFd) -> io::Result<TcpInfo> {
     })
 }
 
+/// Processor time that the calling thread has used: its own, and the kernel's for it.
+pub fn processor_time() -> [Duration; 2] {
+    // SAFETY: a structure of zeros is valid, and the call fills it. Where it fails it stays zero.
+    let usage = unsafe {
+        let mut usage: libc::rusage = zeroed();
+        libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
+        usage
+    };
+    [usage.ru_utime, usage.ru_stime].map(|time| {
+        Duration::from_secs(time.tv_sec.unsigned_abs())
+            + Duration::from_micros(time.tv_usec.unsigned_abs())
+    })
+}
+
 /// Sleeps for so long, whatever happens meanwhile.
 pub fn nap(time: Duration) {
     let time = libc::timespec {

@@ -20,8 +20,8 @@ mod timers;
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use evener_proto::PathId;
 use evener_proto::Side;
@@ -30,7 +30,7 @@ use crate::comm::{Comm, Peer, lock};
 use crate::conn::Conn;
 use crate::control::News;
 use crate::doorbell::{BITS, Doorbell};
-use crate::link::Chore;
+use crate::link::{Chore, Link};
 use crate::stats::{PathStats, WorkerStats};
 use crate::sync::{AtomicBool, AtomicU64, Ordering as SyncOrdering};
 use crate::sys::{self, Epoll, Ready, Waker};
@@ -205,6 +205,17 @@ pub struct Worker {
     stopped: bool,
 }
 
+/// The peer's lock; what waiting for it costs is counted.
+fn enter<'a>(peer: &'a Peer, counts: &WorkerStats) -> MutexGuard<'a, Link> {
+    if let Ok(link) = peer.link.try_lock() {
+        return link;
+    }
+    let began = Instant::now();
+    let link = lock(&peer.link);
+    counts.waited(began.elapsed());
+    link
+}
+
 fn place_in<T>(all: &mut Vec<Option<T>>, one: T) -> usize {
     match all.iter().position(Option::is_none) {
         Some(place) => {
@@ -283,6 +294,7 @@ impl Worker {
             if now >= timers_at {
                 timers_at = self.timers(now).min(now + TICK);
                 self.spread();
+                handle.counts.used(sys::processor_time());
             }
             if active {
                 idle_since = now;

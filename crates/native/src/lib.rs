@@ -83,7 +83,8 @@ fn topk_with_feedback(
 
 /// One side of a network measurement; see `evener_drive::bench`. For each size the fields of its
 /// `Run`: (bytes, messages, seconds, bytes a second, microseconds, processor seconds, longest stall
-/// in seconds, fairness). `pattern`: "steady" or "ring". An empty `plugin` measures a plain TCP stream a comm.
+/// in seconds, fairness). `pattern`: "steady" or "ring". An empty `plugin` measures plain TCP
+/// streams, `streams` a comm.
 #[pyfunction]
 #[allow(
     clippy::too_many_arguments,
@@ -95,6 +96,7 @@ fn net_bench(
     rank: u32,
     control: String,
     plugin: String,
+    streams: usize,
     pattern: &str,
     comms: usize,
     depth: usize,
@@ -106,6 +108,7 @@ fn net_bench(
         rank,
         control,
         plugin: (!plugin.is_empty()).then(|| plugin.into()),
+        streams: streams.max(1),
         version: 11,
         pattern: match pattern {
             "steady" => Pattern::Steady,

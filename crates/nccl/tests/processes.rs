@@ -18,6 +18,7 @@ fn scenario(rank: u32, control: String, pattern: Pattern) -> Scenario {
         rank,
         control,
         plugin: Some(library::path()),
+        streams: 1,
         version: 11,
         pattern,
         comms: 3,

@@ -129,6 +129,18 @@ class StepProfile:
         return StepProfile.from_json(raw)
 
 
+def median(weighed: Sequence[tuple[float, float]], none: float) -> float:
+    """The median of (value, weight) pairs; `none` where there are none."""
+    half = sum(weight for _, weight in weighed) / 2
+    found = none
+    for value, weight in sorted(weighed):
+        found = value
+        half -= weight
+        if half <= 0:
+            break
+    return found
+
+
 class Clock:
     """Marks in time on one device: CUDA events, or the process's clock."""
 
@@ -217,16 +229,17 @@ class Recorder:
     def crowd(self, alone: Recorder) -> float:
         """How many times as long exchanges took beside this step's backward as in `alone`; from 1.
 
-        The first one does not count: its own time holds the wait for peers. 1 where none ended
-        before backward did.
+        The median over the exchanges, by the time that they take alone: one that met a hiccup of
+        the network says nothing. The first one does not count: its own time holds the wait for
+        peers. 1 where none ended before backward did.
         """
         begin = self.marks["forward_ended"]
         took = self.clock.ms(begin, self.marks["backward_ended"])
         spans = sorted(self._spans(1, begin).items(), key=lambda item: item[1][1])[1:]
         inside = [bucket for bucket, (_, end) in spans if end <= took]
         here, there = self.occupied(1), alone.occupied(1)
-        least = sum(there.get(bucket, 0.0) for bucket in inside)
-        ratio = sum(here[bucket] for bucket in inside) / least if least > 0 else 1.0
+        times = [(here[bucket], there.get(bucket, 0.0)) for bucket in inside]
+        ratio = median([(beside / least, least) for beside, least in times if least > 0], 1.0)
         return min(max(1.0, ratio), _MOST_CROWDED)
 
     def _spans(self, place: int, since: Any) -> dict[int, tuple[float, float]]:

@@ -24,7 +24,7 @@ from evener import settings
 from evener.comm.overlap import StepOverlap
 from evener.comm.planner.live import Planner
 from evener.comm.planner.sequence import best_sequence
-from evener.comm.profile import Recorder, StepProfile
+from evener.comm.profile import Recorder, StepProfile, median
 from evener.comm.reducer import Reducer
 
 logger = logging.getLogger("evener.comm")
@@ -183,14 +183,9 @@ def _evened(profile: StepProfile, place: int) -> list[float]:
     what bytes took, by bytes."""
     sizes = [bucket.bytes for bucket in profile.buckets]
     times = [bucket.stages_ms[place] for bucket in profile.buckets]
-    taken = sorted((t / size, size) for t, size in zip(times, sizes, strict=True) if t and size)
+    taken = [(t / size, float(size)) for t, size in zip(times, sizes, strict=True) if t and size]
     if not taken:
         return times
-    half, rate = sum(size for _, size in taken) / 2, 0.0
-    for each, size in taken:
-        rate = each
-        half -= size
-        if half <= 0:
-            break
+    rate = median(taken, 0.0)
     least = min(t for t in times if t)
     return [max(least, rate * size) if t else 0.0 for t, size in zip(times, sizes, strict=True)]

@@ -5,13 +5,12 @@
 //! itself, and everybody waits for it (in virtual time, two thirds of four paths: proto's
 //! tests/fabric.rs). So bytes that are on their way count, and how quickly the path delivers them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use evener_proto::ahead::Ahead;
 use evener_proto::{Frame, Side};
 
-use super::{Mine, Worker};
-use crate::comm::lock;
+use super::{Mine, Worker, enter};
 use crate::conn::Conn;
 use crate::link::Link;
 use crate::stats::WorkerStats;
@@ -69,11 +68,12 @@ impl Worker {
                     continue;
                 }
                 let want = conn.queued();
+                let began = Instant::now();
                 match conn.flush() {
                     Ok(bytes) => {
                         moved = true;
                         any += bytes;
-                        handle.counts.wrote(bytes);
+                        handle.counts.wrote(bytes, began.elapsed());
                         conn.writable = bytes == want || conn.frames() > sys::PIECES / 2;
                     }
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
@@ -85,7 +85,7 @@ impl Worker {
                     }
                 }
             }
-            let mut link = lock(&peer.link);
+            let mut link = enter(&peer, &handle.counts);
             for number in &mine.conns {
                 if let Some(Some(conn)) = self.conns.get_mut(*number) {
                     for (comm, message) in conn.done.drain(..) {

@@ -1,10 +1,11 @@
 //! What comes in: headers to the staging buffer, payload straight to where it belongs.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use evener_proto::{Frame, Side};
 
-use super::Worker;
+use super::{Worker, enter};
 use crate::comm::{Peer, lock};
 use crate::conn::{Arriving, Conn};
 use crate::link::{Chore, Link, Target};
@@ -55,7 +56,7 @@ impl Worker {
     ) -> Result<usize, String> {
         let (mut total, mut pinned) = (0, None);
         let result = loop {
-            let mut link = lock(&peer.link);
+            let mut link = enter(peer, &self.shared.workers[self.index].counts);
             if let Some((comm, message)) = pinned.take() {
                 link.unpin(Side::Receive, comm, message);
             }
@@ -68,6 +69,7 @@ impl Worker {
                 break Ok(total);
             }
             let target = conn.arriving.map(|arriving| target(&mut link, &arriving));
+            let began = Instant::now();
             let result = match target {
                 None => {
                     drop(link);
@@ -88,7 +90,9 @@ impl Worker {
                 Ok(0) => break Err("the peer closed it".into()),
                 Ok(bytes) => {
                     total += bytes;
-                    self.shared.workers[self.index].counts.read(bytes);
+                    self.shared.workers[self.index]
+                        .counts
+                        .read(bytes, began.elapsed());
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                     conn.readable = false;

@@ -25,6 +25,10 @@ def _show_size(size: float) -> str:
     return f"{size:g} {unit}"
 
 
+def _streams_name(count: int) -> str:
+    return "streams" if count == 1 else f"streams x {count}"
+
+
 @click.command()
 @click.option(
     "--lab",
@@ -48,6 +52,14 @@ def _show_size(size: float) -> str:
 @click.option(
     "--depth", type=click.IntRange(1, 32), default=4, show_default=True, help="Messages in flight."
 )
+@click.option(
+    "--streams",
+    default="1",
+    show_default=True,
+    help="TCP streams a communicator each way, to compare with; several numbers: a row each. One "
+    "is moved by the progress thread, as NCCL does by default. Of several, each has a thread at "
+    "both ends and no protocol: what the host can carry.",
+)
 @click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True)
 @click.option(
     "--plugin",
@@ -62,12 +74,13 @@ def net(
     sizes: str | None,
     comms: int,
     depth: int,
+    streams: str,
     seconds: float,
     plugin: Path | None,
     verify: bool,
     json_path: Path | None,
 ) -> None:
-    """A single TCP stream a communicator, as NCCL does by default, against Evener.
+    """Plain TCP streams, one a communicator as NCCL does by default, against Evener.
 
     Two processes drive the plug-in as NCCL's threads would, both directions at once, without a GPU.
     A steady run has --depth messages in flight on each comm; its fairness is Jain's index of what
@@ -79,11 +92,15 @@ def net(
         raise UsageError(
             f"--sizes {sizes!r} is not a list of byte counts", "like --sizes 8,1048576"
         )
+    counts = [one.strip() for one in streams.split(",")]
+    if not all(one.isdecimal() and 1 <= int(one) <= 64 for one in counts):
+        raise UsageError(f"--streams {streams!r} is not a list of 1 to 64", "like --streams 1,4")
     count = len(sizes.split(","))
     timeout = 60 + count * (10 + 8 * seconds)
     path = plugin or plugin_path()
     base = Job("", comms, depth, sizes, seconds, verify, pattern)
-    jobs = {"streams": base, path.stem: dataclasses.replace(base, plugin=str(path))}
+    jobs = {_streams_name(int(one)): dataclasses.replace(base, streams=int(one)) for one in counts}
+    jobs[path.stem] = dataclasses.replace(base, plugin=str(path))
     results: dict[str, Rows] = {}
     spec = Spec.parse(lab_spec) if lab_spec else None
     if spec is not None and spec.world_size != 2:

@@ -20,9 +20,10 @@ class BenchError(EvenerError):
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure. `plugin`: a path, or empty for a plain TCP stream a comm. `sizes`: bytes of
-    a message (of an all-reduce where `pattern` is "ring" and not "steady"), separated by commas.
-    `seconds`: about how long a size takes."""
+    """What to measure. `plugin`: a path, or empty for plain TCP streams, `streams` a comm each way
+    (of several, each has threads of its own). `sizes`: bytes of a message (of an all-reduce where
+    `pattern` is "ring" and not "steady"), separated by commas. `seconds`: about how long a size
+    takes."""
 
     plugin: str
     comms: int = 2
@@ -31,6 +32,7 @@ class Job:
     seconds: float = 1.0
     verify: bool = False
     pattern: str = "steady"
+    streams: int = 1
 
     def text(self) -> str:
         """As the peer's argument."""

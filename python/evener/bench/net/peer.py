@@ -20,6 +20,7 @@ def measure(job: dict[str, object], rank: int, address: str, port: int) -> list[
         rank,
         f"{address}:{port}",
         str(job["plugin"]),
+        int(str(job["streams"])),
         str(job["pattern"]),
         int(str(job["comms"])),
         int(str(job["depth"])),

@@ -61,8 +61,7 @@ def _complete_columns(ctx: click.Context, param: click.Parameter, incomplete: st
 
 def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     del ctx, param
-    usual = ["resnet50", "vgg16", "vgg16_bn", "vit_b_16", "efficientnet_b0", "convnext_base"]
-    known = [*models.BUILT_IN, *models.TEXT, *usual]
+    known = [*models.BUILT_IN, *models.TEXT, *models.USUAL]
     return [name for name in known if name.startswith(incomplete)]
 
 

@@ -27,6 +27,7 @@ _KEPT = (
     "PYTORCH_",
     "NVIDIA_TF32_OVERRIDE",
 )
+_GPUS = ("--query-gpu=name,driver_version", "--format=csv,noheader")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL|COOKIE", re.IGNORECASE)
 _URL_WITH_USER = re.compile(r"://[^/\s]*@")
 
@@ -58,10 +59,11 @@ def describe() -> dict[str, Any]:
         "kernel": platform.release(),
         "system": platform.system(),
     }
-    gpus = _nvidia("name")
+    # One call: without a persistent driver each wakes all GPUs, which takes seconds.
+    gpus = [line.rpartition(", ") for line in _lines("nvidia-smi", *_GPUS)]
     if gpus:
-        found["gpus"] = gpus
-        found["driver"] = _nvidia("driver_version")[0]
+        found["gpus"] = [name for name, _, _ in gpus]
+        found["driver"] = gpus[0][2]
     return found
 
 
@@ -94,10 +96,6 @@ def _memory_gib() -> float | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError):
         return None
-
-
-def _nvidia(field: str) -> list[str]:
-    return _lines("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
 
 
 def _commit() -> str:

@@ -9,6 +9,7 @@ and `criterion` the loss between the model's output and the targets.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,10 @@ TORCHVISION_SIZE = 224
 TORCHVISION_CLASSES = 1000
 
 
+# Of torchvision's; for completion, and known without importing it.
+USUAL = ("resnet50", "vgg16", "vgg16_bn", "vit_b_16", "efficientnet_b0", "convnext_base")
+
+
 def is_built_in(name: str) -> bool:
     """Whether `name` needs no torchvision."""
     return name in BUILT_IN or name in TEXT
@@ -134,6 +139,8 @@ def require(name: str) -> None:
     """Raise UsageError unless there is such a model. Built-ins are known without torchvision."""
     if is_built_in(name):
         return
+    if name in USUAL and importlib.util.find_spec("torchvision") is not None:
+        return  # importing torchvision takes seconds, and whoever trains does it anyway
     try:
         import torchvision.models
     except ImportError as error:

@@ -47,7 +47,7 @@ class Planner:
     ) -> None:
         """`measure`: in place of the probe, for tests; collective as the probe is."""
         self.reducer, self.overlap = reducer, overlap
-        self.forms = wires.ladder(reducer.options.floor)
+        self.forms = wires.candidates(reducer.options.floor)
         self.decision: Decision | None = None
         self.costs: Costs | None = None
         # On rank 0: the step that each form alone would give.

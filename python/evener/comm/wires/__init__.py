@@ -7,6 +7,7 @@ from evener.comm.wires import dense, int8, topk  # noqa: F401 - they register th
 from evener.comm.wires.base import (
     Limits,
     Wire,
+    candidates,
     choose,
     get,
     ladder,
@@ -19,6 +20,7 @@ from evener.comm.wires.base import (
 __all__ = [
     "Limits",
     "Wire",
+    "candidates",
     "choose",
     "get",
     "ladder",
