@@ -323,7 +323,7 @@ def train_all(rank: int, size: int, names: list[str], mode: str) -> dict[str, An
             ((ours[key] - value).norm() / (1e-3 + value.norm())).item()
             for key, value in ddp.items()
         )
-        same = [v.float().flatten() for k, v in ours.items() if not k.startswith("norm")]
+        same = [v.float().cpu().flatten() for k, v in ours.items() if not k.startswith("norm")]
         equal = models.raw(torch.cat(same))
         everyone = [b""] * size
         dist.all_gather_object(everyone, equal)
