@@ -188,17 +188,6 @@ def asks(s: Script) -> None:
         s.step()
 
 
-def penalty(s: Script) -> None:
-    """The weight is used outside of every module, now and then."""
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        loss = s.loss(step)
-        if step in (3, 4):
-            loss = loss + 0.01 * s.module.embed.weight.square().sum()
-        loss.backward()
-        s.step()
-
-
 def double(s: Script) -> None:
     """A penalty on the gradient."""
     for step in range(STEPS):
@@ -270,17 +259,10 @@ CASES: dict[str, tuple[Act, dict[str, Any], int]] = {
     "layer twice": (plain, {"how": "layer twice"}, 5),
     "other uses": (plain, {"how": "loose"}, 0),
     "untied, other uses": (plain, {**UNTIED, "how": "loose"}, 0),
-    "other uses later": (plain, {"how": lambda step, _: "loose" if step == 3 else ""}, 0),
-    "untied, other uses later": (
-        plain, {**UNTIED, "how": lambda step, _: "loose" if step == 3 else ""}, 0,
-    ),
-    "other uses in one rank": (
-        plain, {"how": lambda step, rank: "loose" if step == 3 and rank else ""}, 0,
-    ),
     "some steps": (plain, {**UNTIED, "how": lambda step, _: "extra" if step % 2 else ""}, 5),
     "some ranks": (plain, {**UNTIED, "how": lambda _, rank: "extra" if rank else ""}, 5),
     "rows differ": (plain, {"count": lambda step, rank: 2 + 10 * rank + 2 * step}, 5),
-    "nearly all rows": (plain, {"count": lambda step, _: 12 if step < 3 else 1000}, 0),
+    "nearly all rows": (plain, {"count": lambda step, _: 12 if step < 3 else 1000}, 5),
     "untied, nearly all rows": (
         plain, {**UNTIED, "count": lambda step, _: 12 if step < 3 else 1000}, 0,
     ),
@@ -298,8 +280,6 @@ CASES: dict[str, tuple[Act, dict[str, Any], int]] = {
     "two backwards": (two_backwards, {}, 0),
     "untied, two backwards": (two_backwards, UNTIED, 0),
     "autograd.grad": (asks, {}, 5),
-    "penalty": (penalty, {}, 0),
-    "untied, penalty": (penalty, UNTIED, 0),
     "double backward": (double, {}, 5),
     "hooks": (hooked, {}, 5),
     "copies": (copies, {}, 5),
@@ -558,7 +538,7 @@ def test_says_what_it_does() -> None:
     lines, others = worlds.run((1, 1), say, env=ENV)
     assert not others
     assert lines[0].startswith("embed.weight: ") and "of 151 rows a step, sent as rows" in lines[0]
-    assert "sent whole from now on" in lines[-1]
+    assert "sent whole, because it has uses besides" in lines[-1]
 
 
 def train_without(rank: int, size: int) -> tuple[bool, int]:
@@ -578,7 +558,7 @@ def test_nothing_is_taken_apart_without_need(shape: tuple[int, ...], env: dict[s
 
 def train_on_staged(rank: int, size: int) -> dict[str, Any]:
     return train_all(
-        rank, size, ["tied", "untied", "rows differ", "other uses in one rank"], "exact"
+        rank, size, ["tied", "untied", "rows differ", "untied, later accumulation"], "exact"
     )
 
 
@@ -589,7 +569,7 @@ def test_goes_by_the_staged_transport() -> None:
 
 
 def leave_alone(rank: int, size: int) -> str:
-    script = Script(rank, "int8", tied=False, overlapped=False)
+    script = Script(rank, "int8", tied=False, overlapped=False, how="extra", find_unused=False)
     for step in range(4):
         script.optimizer.zero_grad()
         if step == 3 and rank:
