@@ -7,23 +7,27 @@ Of a parameter that is looked up (`lookups`) the gradient takes two ways, and th
     a bucket by rows  what lookups bring, at the end of backward: `rows`, added when the others
                       have landed
 
-Each rank may put anything on either way, for a sum is a sum; so nothing has to be known of a model,
-and what is not seen (another use, an accumulated gradient) goes with whatever has not left yet. All
-that ranks must agree on, at the end of each backward, is how many rows there are at most and
-whether somebody has something dense besides: one small reduction on the CPU.
+Each rank may put anything on either way, for a sum is a sum: an accumulated gradient goes with what
+the layers bring. Without layers the parameter's own buckets are empty, and not sent, unless some
+rank has something dense. What ranks must agree on is how many rows there are at most, and whether
+somebody has something dense: one small reduction on the CPU, begun with the first gradient, when
+the network is idle, and waited for at the end of backward. (Begun there, it would wait in line
+behind all that is on its way.)
 
-Without layers the parameter's own buckets are empty, and not sent: unless some rank has something
-dense, or there are so many rows that all of it is less. With layers such a rest is summed exactly
-beside the rows; where that happens, the parameter is left whole from then on.
+What comes by a way that nobody watches (`F.linear(x, embedding.weight)`) may come when the
+parameter's own buckets have left. In the first steps ranks ask each other for that at the end of
+backward, and sum it exactly beside the rows. Later it is kept, and is part of the next step's
+gradient, once. In both cases the parameter is left whole from then on.
 
 The first step is an ordinary one. It says which rows a step looks up, and so what is worth it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("evener.comm")
 
+# So many steps ranks ask each other for what came late.
+_ASKED = 3
 # Rows are worth it where they are at most this share of what the whole takes.
 _WORTH = 0.5
 
@@ -59,8 +65,12 @@ class Part:
     layers: bool
     expected: int
     whole: bool = False
-    # Uses in layers whose gradients have not come.
+    # Uses in layers whose gradients have not come; and lookups, known when backward begins.
     awaited: int = 0
+    looked: list[Lookup] = field(default_factory=list)
+    # What came too late, for the last step and for this one.
+    kept: torch.Tensor | None = None
+    missed: torch.Tensor | None = None
     # Of this step, on this rank:
     dense: torch.Tensor | None = None
     rows: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -68,6 +78,7 @@ class Part:
     sent: bool = False  # the parameter's own buckets have left
     late: torch.Tensor | None = None
     had: bool = False  # a gradient before, which is part of what has left
+    told: bool = False  # all ranks of something dense
     # And of all ranks, see `Parts.agree`:
     most: int = 0
     whole_now: bool = False
@@ -75,9 +86,11 @@ class Part:
 
     def reset(self) -> None:
         """Expect the next step's gradients."""
+        if self.missed is not None:
+            self.kept, self.missed = self.missed, None
         self.dense = self.late = None
         self.rows = []
-        self.complete = self.sent = self.had = self.whole_now = self.rest = False
+        self.complete = self.sent = self.had = self.told = self.whole_now = self.rest = False
         self.most = 0
 
 
@@ -101,6 +114,8 @@ class Parts:
         self._layers: dict[int, bool] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._agreed = False
+        self._asked = 0
+        self._question: tuple[list[Part], torch.Tensor, Any] | None = None
 
     def watch(self, model: nn.Module, *, layers: bool) -> None:
         """From the next forward on. The same on all ranks, before the first step.
@@ -147,8 +162,12 @@ class Parts:
     def used(self, index: int, lookup: Lookup | None) -> None:
         """See `lookups.Watcher`."""
         part = self.of.get(index)
-        if part is not None and lookup is None and not lookups.in_backward():
+        if part is None or lookups.in_backward():
+            return
+        if lookup is None:
             part.awaited += 1
+        else:
+            part.looked.append(lookup)
 
     def came(self, index: int, lookup: Lookup | None, gradient: torch.Tensor) -> bool:
         """See `lookups.Watcher`. In autograd's thread."""
@@ -163,6 +182,8 @@ class Parts:
         if part.whole or self._hooked(index) or (lookup is None and part.sent):
             return False
         reducer.here(index)
+        if lookup is not None and lookup not in part.looked:
+            return False  # ranks have been told of fewer rows
         if lookup is not None:
             rows = lookup.rows()
             part.rows.append((rows, gradient.index_select(0, rows)))
@@ -209,39 +230,84 @@ class Parts:
             part.complete = True
             self.reducer.complete(part.index)
 
+    def begin(self) -> None:
+        """With the first gradient of a step: ask how many rows there are. Does not wait."""
+        parts = [part for part in self.of.values() if not part.whole]
+        if self._question is not None or self._agreed or not parts:
+            return
+        counts = []
+        for part in parts:
+            rows = sum(lookup.rows().numel() for lookup in part.looked)
+            before = self.reducer.parameters[part.index].grad is not None and not part.layers
+            part.told = before or part.kept is not None
+            counts.append((rows, int(part.told), int(part.kept is not None)))
+        asked = torch.tensor(counts, dtype=torch.int64)
+        self._question = parts, asked, self._most(asked, wait=False)
+
     def agree(self) -> None:
         """At the end of backward, once a step: what there is on all ranks. Collective."""
-        parts = [part for part in self.of.values() if not (part.layers and part.whole)]
-        if self._agreed or not parts:
+        self.begin()
+        if self._question is None:
             return
-        self._agreed = True
-        counts, size = [], self.reducer.communicators.size
-        for part in parts:
-            part.awaited = 0
+        (parts, asked, work), self._question, self._agreed = self._question, None, True
+        with self._failing():
+            work.wait()
+        late = torch.tensor([int(self._late(part) is not None) for part in parts])
+        if self._asked < _ASKED:
+            self._most(late, wait=True)
+        asking, self._asked = self._asked < _ASKED, self._asked + 1
+        size = self.reducer.communicators.size
+        for part, numbers, came in zip(parts, asked.tolist(), late.tolist(), strict=True):
+            most, told, kept = numbers
+            part.awaited, part.looked = 0, []
             if len(part.rows) > 1:
                 part.rows = [merged(part.rows)]
-            parameter = self.reducer.parameters[part.index]
-            rest = part.late if part.layers else parameter.grad
-            rows = part.rows[0][0].numel() if part.rows else 0
-            counts.append((rows, int(rest is not None)))
-        agreed = torch.tensor(counts, dtype=torch.int64)
+            many = _equivalent(most, size) >= self.reducer.parameters[part.index].shape[0]
+            rest = asking and came
+            part.rest = part.layers and bool(many or rest)
+            part.whole_now = not part.layers and bool(many or rest or told)
+            part.most = 0 if many or part.whole_now else most
+            if not (part.rest or part.whole_now):
+                self._keep(part)
+            if rest or kept:
+                self._give_up(part)
+
+    def _most(self, numbers: torch.Tensor, *, wait: bool) -> Any:
+        """Each becomes the largest of all ranks."""
+        control = self.reducer.communicators.control.handle
+        with self._failing():
+            return dist.all_reduce(numbers, dist.ReduceOp.MAX, group=control, async_op=not wait)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
         communicators = self.reducer.communicators
         try:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=communicators.control.handle)
+            yield
         except RuntimeError as error:
             raise CommError(
                 f"rank {communicators.rank} asked its peers how many rows they have: {error}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={communicators.options.timeout:g} s",
             ) from error
-        for part, (most, rest) in zip(parts, agreed.tolist(), strict=True):
-            limit = self.reducer.parameters[part.index].shape[0]
-            many = _equivalent(most, size) >= limit
-            part.most = 0 if many or (rest and not part.layers) else most
-            part.rest = part.layers and bool(rest or many)
-            part.whole_now = not part.layers and bool(rest or many)
-            if part.rest and rest:
-                self._give_up(part)
+
+    def _late(self, part: Part) -> torch.Tensor | None:
+        """What has come that ranks were not told of."""
+        if part.layers:
+            return part.late
+        return None if part.told else self.reducer.parameters[part.index].grad
+
+    def _keep(self, part: Part) -> None:
+        """What came late is for the next step."""
+        part.missed = self._late(part)
+        if part.missed is None:
+            return
+        part.late = self.reducer.parameters[part.index].grad = None
+        logger.warning(
+            "%s: in step %d it has a use besides embeddings and linear layers, for the first time; "
+            "what that brought is part of the next step's gradient",
+            self.reducer.names[part.index],
+            self.reducer.steps + 1,
+        )
 
     def _give_up(self, part: Part) -> None:
         part.whole = True
@@ -289,10 +355,14 @@ class Parts:
         parameter = self.reducer.parameters[part.index]
         gradient, dense = parameter.grad, part.dense
         part.sent, part.dense, part.had = True, None, gradient is not None
+        if part.kept is not None:
+            dense = part.kept if dense is None else dense + part.kept
+            part.kept = None
         # What comes later must not be added to what is under way.
         parameter.grad = None
         if part.whole_now and part.rows:
-            dense, part.rows = self._spread(part), []
+            rows, part.rows = self._spread(part), []
+            dense = rows if dense is None else dense + rows
         if gradient is None or dense is None:
             return dense if gradient is None else gradient
         with torch.no_grad():

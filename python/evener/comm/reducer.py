@@ -314,6 +314,7 @@ class Reducer:
             Variable._execution_engine.queue_callback(self.on_backward_end)
         if not self._begun:
             self._begun = True
+            self.parts.begin()
             if self.on_first is not None:
                 self.on_first()
 
