@@ -204,6 +204,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50, help="communicators")
     parser.add_argument("--scenarios", help=", ".join(net_faults.SCENARIOS))
     parser.add_argument(
+        "--times", default="1.5,3,3", help="faults: seconds before, during and after each"
+    )
+    parser.add_argument(
         "--stats", type=Path, default=Path("net-faults-stats"), help="what the engines write"
     )
     parser.add_argument("--table", type=Path, metavar="JSON", help="show what faults has written")
@@ -220,7 +223,9 @@ def main() -> int:
             found = comms(options.count)
         case _:
             names = (options.scenarios or ",".join(net_faults.SCENARIOS)).split(",")
-            found = net_faults.faults(names, environment(), options.stats)
+            before, during, after = map(float, options.times.split(","))
+            times = (before, during, after)
+            found = net_faults.faults(names, environment(), options.stats, times=times)
     path = options.json or Path(f"benchmarks/results/net-gpu-{options.what}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
