@@ -95,6 +95,8 @@ pub struct Conn {
     pub readable: bool,
     /// There may be room.
     pub writable: bool,
+    /// When nothing was there to read.
+    pub since: Duration,
     /// The peer is done writing.
     pub hung_up: bool,
     /// What others may know of it.
@@ -155,6 +157,7 @@ impl Conn {
             interface,
             readable: true,
             writable: true,
+            since: Duration::ZERO,
             hung_up: false,
             stats,
             acknowledged: 0,

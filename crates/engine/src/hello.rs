@@ -24,7 +24,7 @@ pub const ANSWER: usize = 16;
 pub const ADDRESS: usize = 17;
 /// Most addresses of a process.
 pub const MOST_ADDRESSES: usize = crate::nics::MOST;
-const MAGIC: [u8; 8] = *b"EVENER\0\x02";
+const MAGIC: [u8; 8] = *b"EVENER\0\x03";
 
 fn array<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..at + N)?.try_into().ok()

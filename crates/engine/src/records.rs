@@ -87,7 +87,7 @@ pub fn json(shared: &Shared) -> String {
             let path = stats.report();
             format!(
                 "{{\"peer\":{},\"nic\":{},\"source_port\":{},\"state\":\"{}\",\"bytes_sent\":{},\
-                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"retransmits\":{},\"heals\":{},\
+                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"window\":{},\"wait_us\":{},\"retransmits\":{},\"heals\":{},\
                  \"zero_copy\":\"{}\"}}",
                 text(&path.peer),
                 text(&path.nic),
@@ -97,6 +97,8 @@ pub fn json(shared: &Shared) -> String {
                 path.received,
                 path.rate,
                 path.rtt_us,
+                path.window,
+                path.wait_us,
                 path.retransmits,
                 path.heals,
                 path.zero_copy.name()

@@ -21,6 +21,8 @@ pub struct PathStats {
     rtt_us: AtomicU64,
     retransmits: AtomicU64,
     busy_us: AtomicU64,
+    window: AtomicU64,
+    wait_us: AtomicU64,
     suspect: AtomicU64,
     heals: AtomicU64,
     zero_copy: AtomicU64,
@@ -47,6 +49,10 @@ pub struct PathReport {
     pub retransmits: u64,
     /// Microseconds in which something was in flight.
     pub busy_us: u64,
+    /// Bytes that it may have on its way.
+    pub window: u64,
+    /// How long its chunks waited of late, microseconds.
+    pub wait_us: u64,
     /// Nothing is confirmed for too long.
     pub suspect: bool,
     /// Times that it was suspect and came back.
@@ -89,6 +95,12 @@ impl PathStats {
         self.busy_us.store(info.busy_us, Relaxed);
     }
 
+    /// What the protocol allows it, and why.
+    pub fn steered(&self, window: u64, wait: Duration) {
+        self.window.store(window, Relaxed);
+        self.wait_us.store(wait.as_micros() as u64, Relaxed);
+    }
+
     /// It became suspect, or is no longer.
     pub fn suspected(&self, suspect: bool) {
         if !suspect && self.suspect.load(Relaxed) == 1 {
@@ -114,6 +126,8 @@ impl PathStats {
             rtt_us: self.rtt_us.load(Relaxed),
             retransmits: self.retransmits.load(Relaxed),
             busy_us: self.busy_us.load(Relaxed),
+            window: self.window.load(Relaxed),
+            wait_us: self.wait_us.load(Relaxed),
             suspect: self.suspect.load(Relaxed) == 1,
             heals: self.heals.load(Relaxed),
             zero_copy: Verdict::ALL[self.zero_copy.load(Relaxed) as usize % Verdict::ALL.len()],

@@ -509,9 +509,9 @@ pub fn tcp_info(fd: RawFd) -> io::Result<TcpInfo> {
         segments: u32_at(156),
         bytes_acknowledged: u64_at(120),
         unsent: u32_at(144),
-        least_rtt_us: u32_at(148),
         delivery_rate: u64_at(160),
         busy_us: u64_at(168),
+        least_rtt_us: u32_at(148),
     })
 }
 

@@ -259,7 +259,7 @@ impl Worker {
         let handle = &shared.workers[self.index];
         let mut ready: Vec<Ready> = Vec::new();
         let (mut idle_since, mut timers_at) = (self.now(), Duration::ZERO);
-        let mut turn = idle_since;
+        let (mut turn, mut polled) = (idle_since, idle_since);
         let roomy = sys::processors() >= ROOMY;
         while !self.stopped {
             let (mut active, mut moved) = (false, 0);
@@ -281,8 +281,9 @@ impl Worker {
             }
             // Requests first: what they put on the wire travels while the rest is looked at.
             moved += self.pump_dirty();
+            let before = std::mem::replace(&mut polled, self.now());
             if self.epoll.wait(&mut ready, Some(Duration::ZERO)).is_ok() {
-                active |= self.note(&ready);
+                active |= self.note(&ready, before);
             }
             moved += self.read_hot();
             moved += self.pump_dirty();
@@ -319,7 +320,7 @@ impl Worker {
                 if !handle.has_news() {
                     let timeout = until.saturating_sub(self.now());
                     if self.epoll.wait(&mut ready, Some(timeout)).is_ok() {
-                        self.note(&ready);
+                        self.note(&ready, polled);
                     }
                 }
                 handle.bell.awake();
@@ -345,7 +346,8 @@ impl Worker {
         })
     }
 
-    fn note(&mut self, ready: &[Ready]) -> bool {
+    /// Takes the kernel's word of what is ready; `before`: when it said nothing of that.
+    fn note(&mut self, ready: &[Ready], before: Duration) -> bool {
         let mut any = false;
         for one in ready {
             if one.token == WAKER {
@@ -366,6 +368,7 @@ impl Worker {
             }
             if one.readable && !conn.readable {
                 conn.readable = true;
+                conn.since = conn.since.max(before);
                 self.hot.push(index);
             }
             if one.writable && !conn.writable {

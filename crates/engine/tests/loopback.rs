@@ -353,6 +353,8 @@ fn a_peer_that_speaks_nonsense_stops_nothing() {
                 offset: number,
                 length: 5,
                 total: 100 + number,
+                stamp: 0,
+                heard: 0,
             };
             bytes.extend_from_slice(&frame.emit());
             bytes.extend_from_slice(b"12345");

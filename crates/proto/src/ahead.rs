@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 /// At most this much is on its way, in time of what is delivered, and two round trips more ...
-const AHEAD: Duration = Duration::from_micros(400);
+const AHEAD: Duration = Duration::from_micros(500);
 /// ... or so many bytes, shared by all who send to the peer: a few chunks for each of a few paths ...
 const LEAST: u64 = 512 << 10;
 /// ... and for each of them at least two chunks.
@@ -65,11 +65,11 @@ mod tests {
     }
 
     #[test]
-    fn it_is_what_is_delivered_in_less_than_half_a_millisecond_and_two_round_trips() {
+    fn it_is_what_is_delivered_in_half_a_millisecond_and_two_round_trips() {
         let limit = delivering(1e9, 20).limit(TRIP, 1) as f64;
-        assert!((0.55e6..0.65e6).contains(&limit), "{limit}");
+        assert!((0.65e6..0.75e6).contains(&limit), "{limit}");
         let far = delivering(1e9, 20).limit(Some(Duration::from_millis(5)), 1) as f64;
-        assert!((10.3e6..10.5e6).contains(&far), "{far}");
+        assert!((10.4e6..10.6e6).contains(&far), "{far}");
     }
 
     #[test]

@@ -20,6 +20,7 @@ pub use event::{Event, LaneConfig, Side, Why};
 use crate::path::{Change, LATE, Path, PathId, PathState, Report};
 use crate::receive::{Outcome, ReceiveComm};
 use crate::send::SendComm;
+use crate::window::Quickest;
 use crate::wire::Frame;
 
 /// The peer does not speak the protocol: give up the path that this came on.
@@ -43,19 +44,13 @@ enum Control {
     Gone(PathId),
 }
 
-/// Paths that need less than this are as good as idle ones: the first of them is as good as any,
-/// and few connections that are warm cost less than many. Not more: where flows share ways, all that
-/// may be on its way would be on the first of these.
-const SHORT: Duration = Duration::from_micros(30);
 /// A piece is at least what the whole network carries in this time (seconds), between these bounds:
 /// each costs a lock and two calls, and a message in few pieces leaves paths idle.
-const PIECE: f64 = 40e-6;
+const PIECE: f64 = 20e-6;
 const PIECE_LEAST: f64 = 64.0 * 1024.0;
 const PIECE_MOST: f64 = 256.0 * 1024.0;
 /// What all paths deliver is counted over this time.
 const WINDOW: Duration = Duration::from_millis(5);
-/// Bytes a second of a path that has delivered nothing yet.
-const UNKNOWN: f64 = 100e6;
 
 /// See the module.
 #[derive(Debug)]
@@ -79,6 +74,10 @@ pub struct Lane {
     delivered: (u64, Duration),
     rate: f64,
     late: u64,
+    /// The least time of late that a chunk took to come here, by the two clocks.
+    quickest: Quickest,
+    /// How long chunks wait of late, over all paths, microseconds.
+    wait: f64,
 }
 
 impl Lane {
@@ -99,6 +98,8 @@ impl Lane {
             delivered: (0, now),
             rate: 0.0,
             late: 0,
+            quickest: Quickest::default(),
+            wait: 0.0,
         }
     }
 
@@ -260,17 +261,27 @@ impl Lane {
         self.paths.get(&id).map_or(Duration::ZERO, |path| path.rtt)
     }
 
-    /// How long a path needs for `queued` bytes that it has not delivered yet. Where a chunk waits
-    /// the shortest, it should go: so paths fill by what they carry, however many flows share them
-    /// and however little there is to send.
-    pub fn wait(&self, id: PathId, queued: u64) -> Duration {
+    /// How full a path is with `queued` bytes that it has not delivered: the part of its window, at
+    /// most 1 where it may take a chunk. The least full of some should have the next.
+    pub fn fill(&self, id: PathId, queued: u64) -> f64 {
         let Some(path) = self.paths.get(&id) else {
-            return Duration::MAX;
+            return f64::INFINITY;
         };
-        // A path without a figure is taken for a slow one: it gets a chunk, and then it has one.
-        let rate = if path.rate > 0.0 { path.rate } else { UNKNOWN };
-        let wait = Duration::from_secs_f64(queued as f64 / rate);
-        if wait < SHORT { Duration::ZERO } else { wait }
+        path.window.fill(queued as f64, self.least_piece())
+    }
+
+    /// There is something for the path, and its window is full.
+    pub fn is_full(&mut self, id: PathId) {
+        if let Some(path) = self.paths.get_mut(&id) {
+            path.window.is_full();
+        }
+    }
+
+    /// What a path may have on its way, and how long its chunks waited of late.
+    pub fn window(&self, id: PathId) -> (u64, Duration) {
+        self.paths.get(&id).map_or((0, Duration::ZERO), |path| {
+            (path.window.bytes() as u64, path.window.wait())
+        })
     }
 
     /// Of what the path was given, `outstanding` bytes have not reached the peer, queued ones
@@ -292,9 +303,9 @@ impl Lane {
         }
     }
 
-    /// Pieces are not made smaller than this, unless their path is slow.
-    fn least_piece(&self) -> u32 {
-        (self.rate * PIECE).clamp(PIECE_LEAST, PIECE_MOST) as u32 / 4096 * 4096
+    /// Pieces are not made smaller than this.
+    fn least_piece(&self) -> f64 {
+        (self.rate * PIECE).clamp(PIECE_LEAST, PIECE_MOST)
     }
 
     /// What the driver knows of a path.

@@ -10,7 +10,8 @@
 //! # A message
 //! 1. The receiver posts a buffer: a *credit* goes to the sender.
 //! 2. The sender's message and the credit meet. Whichever path has room *pulls* the next chunk
-//!    ([`Lane::transmit`]); nothing is dealt out in advance, so a slow path holds up one chunk.
+//!    ([`Lane::transmit`]); nothing is dealt out in advance, so a slow path holds up one chunk. How
+//!    much a path may have on its way, its window, follows from how long its chunks wait ([`Lane::fill`]).
 //! 3. A chunk names message, offset and length, and is read straight into the posted buffer, in any
 //!    order over any path ([`Lane::place`]). Intervals ([`ranges`]) say when all of it is there.
 //! 4. The receiver acknowledges the message; only then is the send complete. The kernel's word that
@@ -41,6 +42,7 @@ pub mod path;
 pub mod ranges;
 pub mod receive;
 pub mod send;
+mod window;
 pub mod wire;
 
 pub use lane::{Event, Lane, LaneConfig, Side, Transmit, Why};

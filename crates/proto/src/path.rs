@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use crate::window::{PERIOD, Quickest, TARGET, Window, earlier};
 use crate::wire::{Frame, HEADER};
 
 /// A path's number: chosen at random by the side that opened it, the same on both.
@@ -48,11 +49,13 @@ const SUSPECT: Duration = Duration::from_millis(60);
 pub(crate) const LATE: Duration = Duration::from_millis(10);
 /// Suspect for this long, and sixteen round trips: dead.
 const DEAD: Duration = Duration::from_millis(1000);
-/// A chunk should keep its path busy for about this long, seconds.
-const CHUNK_TIME: f64 = 0.5e-3;
-const CHUNK_FIRST: u32 = 64 << 10;
-const CHUNK_LEAST: f64 = 64.0 * 1024.0;
-const CHUNK_MOST: f64 = 512.0 * 1024.0;
+/// How long chunks waited is told at least this often while they come.
+const TELL: Duration = Duration::from_micros(500);
+/// Of a chunk that came while the driver did not look for so long, nothing is known, but if it waited
+/// too long in any case.
+const BLIND: Duration = Duration::from_micros(500);
+/// In a frame of its own when so many bytes have come: chunks that go the other way say it as well.
+const UNTOLD: u64 = 128 << 10;
 
 /// Unsent bytes under which a path has room for more, by its rate in bytes a second: enough to keep
 /// it busy until its driver comes again.
@@ -60,10 +63,14 @@ pub fn unsent_room(rate: u64) -> u32 {
     (rate / 2000).clamp(16 << 10, 512 << 10) as u32
 }
 
+fn microseconds(time: Duration) -> u32 {
+    time.as_micros() as u32
+}
+
 #[derive(Debug)]
 pub(crate) struct Path {
     pub state: PathState,
-    pub chunk: u32,
+    pub window: Window,
     pub rtt: Duration,
     /// Bytes, headers included, that it was given, and that are known to have arrived.
     pub given: u64,
@@ -79,6 +86,13 @@ pub(crate) struct Path {
     progress: Duration,
     sent: Duration,
     pinged: Duration,
+    /// The longest wait of a chunk that came, microseconds, since that was told; and when it was.
+    waited: Option<u32>,
+    told: Duration,
+    /// Bytes of chunks that came since.
+    untold: u64,
+    quickest: Quickest,
+    born: Duration,
 }
 
 /// What time did to a path.
@@ -92,7 +106,7 @@ impl Path {
     pub fn new(now: Duration) -> Self {
         Path {
             state: PathState::Live,
-            chunk: CHUNK_FIRST,
+            window: Window::new(now),
             rtt: Duration::ZERO,
             given: 0,
             confirmed: 0,
@@ -103,15 +117,26 @@ impl Path {
             progress: now,
             sent: now,
             pinged: now,
+            waited: None,
+            told: now,
+            untold: 0,
+            quickest: Quickest::default(),
+            born: now,
         }
     }
 
     /// A frame is handed to the path: as it shall be sent.
     pub fn on_sent(&mut self, frame: Frame, now: Duration) -> Frame {
         self.given += HEADER as u64 + u64::from(frame.payload());
-        if matches!(frame, Frame::Pong { .. }) {
+        match frame {
             // Needs no confirmation itself, or two idle peers would ping each other for ever.
-            return frame;
+            Frame::Pong { .. } => return frame,
+            Frame::Heard { .. } => {
+                return Frame::Heard {
+                    heard: self.tell(now),
+                };
+            }
+            _ => {}
         }
         self.sent = now;
         if self.owes.is_none() {
@@ -123,7 +148,67 @@ impl Path {
             Frame::Ping { .. } => Frame::Ping {
                 stamp: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
             },
+            Frame::Chunk {
+                comm,
+                message,
+                offset,
+                length,
+                total,
+                ..
+            } => Frame::Chunk {
+                comm,
+                message,
+                offset,
+                length,
+                total,
+                stamp: microseconds(now),
+                heard: self.tell(now),
+            },
             other => other,
+        }
+    }
+
+    /// How long chunks waited, for the peer; 0 where none came.
+    fn tell(&mut self, now: Duration) -> u32 {
+        (self.told, self.untold) = (now, 0);
+        self.waited
+            .take()
+            .map_or(0, |waited| waited.saturating_add(1))
+    }
+
+    /// A chunk came, after `since`, that was sent at `stamp` by the peer's clock; the quickest of all
+    /// paths.
+    pub fn on_stamp(
+        &mut self,
+        (stamp, length): (u32, u32),
+        since: Duration,
+        now: Duration,
+        of_all: &mut Quickest,
+    ) {
+        let took = microseconds(now).wrapping_sub(stamp);
+        self.quickest.add(took, now);
+        of_all.add(took, now);
+        let mut quickest = self.quickest.get().unwrap_or(took);
+        if now < self.born + PERIOD {
+            // All of its own may have waited.
+            quickest = earlier(quickest, of_all.get().unwrap_or(took));
+        }
+        // It may have come at any time since the driver looked for it before: that it was not looked
+        // for is no wait of the network's.
+        let wait = |came: Duration| {
+            let took = microseconds(came).wrapping_sub(stamp);
+            (took.wrapping_sub(quickest) as i32).max(0) as u32
+        };
+        let absent = now.saturating_sub(since);
+        let wait = if absent < BLIND {
+            Some(wait(since + absent / 2))
+        } else {
+            Some(wait(since)).filter(|wait| f64::from(*wait) * 1e-6 > TARGET)
+        };
+        self.waited = self.waited.max(wait);
+        self.untold += u64::from(length);
+        if self.untold >= UNTOLD && now >= self.told + TELL && self.own.is_empty() {
+            self.own.push_back(Frame::Heard { heard: 0 });
         }
     }
 
@@ -164,8 +249,6 @@ impl Path {
             } else {
                 self.rate + (rate - self.rate) / 4.0
             };
-            let bytes = (rate * CHUNK_TIME).clamp(CHUNK_LEAST, CHUNK_MOST);
-            self.chunk = bytes as u32 / 4096 * 4096;
         }
         if !report.unconfirmed {
             self.owes = None;

@@ -1,4 +1,4 @@
-//! The wire format: every frame starts with 48 bytes, little endian; a chunk's payload follows.
+//! The wire format: every frame starts with 52 bytes, little endian; a chunk's payload follows.
 //!
 //! | bytes | what |
 //! |---|---|
@@ -10,22 +10,25 @@
 //! | 16..24 | message, or what stands for it |
 //! | 24..32 | offset, or what stands for it |
 //! | 32..40 | total length of the message, or what stands for it |
-//! | 40..44 | zero |
-//! | 44..48 | check of the 44 bytes before |
+//! | 40..44 | when a chunk was sent, or zero |
+//! | 44..48 | how long chunks waited that came the other way, or zero |
+//! | 48..52 | check of the 48 bytes before |
 //!
 //! The check is no cryptography: it finds a peer that lost its place in the stream, before its bytes
 //! are taken for lengths. [`Frame::parse`] checks everything that can be checked without state, so
 //! the rest of the crate works on values that make sense.
 
 /// Bytes of a frame's header.
-pub const HEADER: usize = 48;
+pub const HEADER: usize = 52;
 /// Largest payload of one frame.
 pub const MAX_CHUNK: u32 = 1 << 20;
 /// A message up to this many bytes is never split: NCCL's LL and LL128 rely on the order of stores.
 pub const WHOLE: u64 = 64 << 10;
 
 const MAGIC: u16 = 0xe7e4;
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
+/// Where the check is.
+const CHECK: usize = HEADER - 4;
 
 /// Why bytes are not a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -76,6 +79,16 @@ pub enum Frame {
         length: u32,
         /// Length of the whole message.
         total: u64,
+        /// When it was sent, by the sender's clock: microseconds, from any start, round and round.
+        stamp: u32,
+        /// As in [`Frame::Heard`]; 0 where there is nothing to say.
+        heard: u32,
+    },
+    /// Receiver: how long chunks waited on their way over this path.
+    Heard {
+        /// Microseconds more than the quickest of late took, and one: the longest since this was said
+        /// before.
+        heard: u32,
     },
     /// Receiver: there is a buffer of `room` bytes for this message.
     Credit {
@@ -166,6 +179,7 @@ impl Frame {
 
     /// The header's bytes.
     pub fn emit(&self) -> [u8; HEADER] {
+        let (mut sent, mut told) = (0u32, 0u32);
         let (kind, comm, message, offset, total) = match *self {
             Frame::Open { comm, listener } => (1, comm, listener, 0, 0),
             Frame::Opened { comm, accepted } => (2, comm, u64::from(accepted), 0, 0),
@@ -174,8 +188,13 @@ impl Frame {
                 message,
                 offset,
                 total,
+                stamp,
+                heard,
                 ..
-            } => (3, comm, message, offset, total),
+            } => {
+                (sent, told) = (stamp, heard);
+                (3, comm, message, offset, total)
+            }
             Frame::Credit {
                 comm,
                 message,
@@ -198,6 +217,10 @@ impl Frame {
             Frame::Ping { stamp } => (10, 0, stamp, 0, 0),
             Frame::Pong { stamp } => (11, 0, stamp, 0, 0),
             Frame::Gone { path } => (12, 0, path, 0, 0),
+            Frame::Heard { heard } => {
+                told = heard;
+                (13, 0, 0, 0, 0)
+            }
         };
         let mut bytes = [0; HEADER];
         bytes[0..2].copy_from_slice(&MAGIC.to_le_bytes());
@@ -207,8 +230,11 @@ impl Frame {
         for (at, value) in [(8, comm), (16, message), (24, offset), (32, total)] {
             bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
         }
-        let sum = check(&bytes[..44]);
-        bytes[44..].copy_from_slice(&sum.to_le_bytes());
+        for (at, value) in [(40, sent), (44, told)] {
+            bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        }
+        let sum = check(&bytes[..CHECK]);
+        bytes[CHECK..].copy_from_slice(&sum.to_le_bytes());
         bytes
     }
 
@@ -217,6 +243,9 @@ impl Frame {
     /// # Errors
     /// [`WireError`] for anything that [`Frame::emit`] would not have written.
     pub fn parse(bytes: &[u8; HEADER]) -> Result<Frame, WireError> {
+        let word = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
         let magic = u16::from_le_bytes([bytes[0], bytes[1]]);
         if magic != MAGIC {
             return Err(WireError::Magic(magic));
@@ -224,11 +253,10 @@ impl Frame {
         if bytes[2] != VERSION {
             return Err(WireError::Version(bytes[2]));
         }
-        let sum = u32::from_le_bytes([bytes[44], bytes[45], bytes[46], bytes[47]]);
-        if sum != check(&bytes[..44]) {
+        if word(CHECK) != check(&bytes[..CHECK]) {
             return Err(WireError::Check);
         }
-        let length = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+        let length = word(4);
         let (comm, message) = (u64_at(bytes, 8), u64_at(bytes, 16));
         let (offset, total) = (u64_at(bytes, 24), u64_at(bytes, 32));
         let frame = match bytes[3] {
@@ -251,6 +279,8 @@ impl Frame {
                     offset,
                     length,
                     total,
+                    stamp: word(40),
+                    heard: word(44),
                 }
             }
             4 => Frame::Credit {
@@ -278,6 +308,7 @@ impl Frame {
             10 => Frame::Ping { stamp: message },
             11 => Frame::Pong { stamp: message },
             12 => Frame::Gone { path: message },
+            13 => Frame::Heard { heard: word(44) },
             kind => return Err(WireError::Kind(kind)),
         };
         if length > 0 && !matches!(frame, Frame::Chunk { .. }) {
@@ -297,15 +328,22 @@ mod tests {
         prop_oneof![
             (n(), n()).prop_map(|(comm, listener)| Frame::Open { comm, listener }),
             (n(), any::<bool>()).prop_map(|(comm, accepted)| Frame::Opened { comm, accepted }),
-            (n(), n(), 0..1u64 << 40, 0..=MAX_CHUNK, 0..1u64 << 40).prop_map(
-                |(comm, message, offset, length, more)| Frame::Chunk {
-                    comm,
-                    message,
-                    offset,
-                    length,
-                    total: offset + u64::from(length) + more
-                }
-            ),
+            (
+                (n(), n(), 0..1u64 << 40, 0..=MAX_CHUNK, 0..1u64 << 40),
+                (any::<u32>(), any::<u32>())
+            )
+                .prop_map(|((comm, message, offset, length, more), (stamp, heard))| {
+                    Frame::Chunk {
+                        comm,
+                        message,
+                        offset,
+                        length,
+                        total: offset + u64::from(length) + more,
+                        stamp,
+                        heard,
+                    }
+                }),
+            any::<u32>().prop_map(|heard| Frame::Heard { heard }),
             (n(), n(), n()).prop_map(|(comm, message, room)| Frame::Credit {
                 comm,
                 message,
@@ -351,8 +389,8 @@ mod tests {
             let _ = Frame::parse(&header);
             header[0..2].copy_from_slice(&MAGIC.to_le_bytes());
             header[2] = VERSION;
-            let sum = check(&header[..44]);
-            header[44..].copy_from_slice(&sum.to_le_bytes());
+            let sum = check(&header[..CHECK]);
+            header[CHECK..].copy_from_slice(&sum.to_le_bytes());
             if let Ok(frame) = Frame::parse(&header) {
                 prop_assert!(frame.payload() <= MAX_CHUNK);
             }

@@ -25,17 +25,24 @@ fn frame() -> impl Strategy<Value = Frame> {
     prop_oneof![
         (number(), number()).prop_map(|(comm, listener)| Frame::Open { comm, listener }),
         (number(), any::<bool>()).prop_map(|(comm, accepted)| Frame::Opened { comm, accepted }),
-        (number(), number(), number(), length.clone(), number()).prop_map(
-            |(comm, message, offset, length, more)| Frame::Chunk {
-                comm,
-                message,
-                offset,
-                length,
-                total: offset
-                    .saturating_add(u64::from(length))
-                    .saturating_add(more),
-            }
-        ),
+        (
+            (number(), number(), number(), length.clone(), number()),
+            (any::<u32>(), any::<u32>())
+        )
+            .prop_map(|((comm, message, offset, length, more), (stamp, heard))| {
+                Frame::Chunk {
+                    comm,
+                    message,
+                    offset,
+                    length,
+                    total: offset
+                        .saturating_add(u64::from(length))
+                        .saturating_add(more),
+                    stamp,
+                    heard,
+                }
+            }),
+        any::<u32>().prop_map(|heard| Frame::Heard { heard }),
         (number(), number(), number()).prop_map(|(comm, message, room)| Frame::Credit {
             comm,
             message,
@@ -110,7 +117,7 @@ struct Node {
 
 impl Node {
     fn hear(&mut self, path: u64, frame: &Frame) {
-        let heard = self.lane.receive(PathId(path), frame, self.now);
+        let heard = self.lane.receive(PathId(path), frame, self.now, self.now);
         if let Frame::Chunk {
             comm,
             message,
@@ -194,7 +201,7 @@ impl Node {
                 };
                 self.lane.report(PathId(path), &report, self.now);
                 self.lane.delivered(PathId(path), bytes, self.now);
-                let _ = self.lane.wait(PathId(path), bytes);
+                let _ = self.lane.fill(PathId(path), bytes);
             }
             Act::Pull(path) => {
                 // What there is to say is bounded: messages, credits and answers of four comms.

@@ -1,9 +1,9 @@
-//! What goes out: of the connections with room, the one where a frame waits the shortest pulls it.
+//! What goes out: of the connections with room, the one whose window is the least full pulls it.
 //!
-//! Room alone is not enough. What NCCL keeps in flight is often less than what the kernel's windows
+//! Room in the kernel's buffers is not enough. What NCCL keeps in flight is often less than what they
 //! hold: a connection that shares its path with many then takes as much as one that has a path for
-//! itself, and everybody waits for it (in virtual time, two thirds of four paths: proto's
-//! tests/fabric.rs). So bytes that are on their way count, and how quickly the path delivers them.
+//! itself, and everybody waits for it. So each has a window of the protocol's, steered by how long its
+//! chunks wait on their way, and what is on its way fills it.
 
 use std::time::{Duration, Instant};
 
@@ -22,15 +22,15 @@ const PULL: usize = 256 << 10;
 /// A worker pulls at most this much before it writes that: what is left others may have.
 const BITE: u64 = 256 << 10;
 /// The kernel is asked this often what is on its way. Between two looks only what was added is
-/// known, which makes no path seem quicker than it is.
-const LOOK: Duration = Duration::from_micros(100);
+/// known, which makes no window seem emptier than it is.
+const LOOK: Duration = Duration::from_micros(50);
 /// Turns that the connections to a peer get before the worker looks at other things.
 const TURNS: usize = 8;
 
 /// What a worker's connections to a peer deliver, and whether they may have more.
 #[derive(Debug, Default)]
 pub(super) struct Flow {
-    /// What they may have on their way.
+    /// What they may have on their way, all together.
     pub ahead: Ahead,
     /// There is no room for a chunk until something arrives.
     pub full: bool,
@@ -56,7 +56,6 @@ impl Worker {
         };
         let handle = &self.shared.workers[self.index];
         let peer = mine.peer.clone();
-        let now = self.shared.started.elapsed();
         let (mut any, mut told, mut pulled, mut broken) = (0, false, false, Vec::new());
         for turn in 0..=TURNS {
             let mut moved = false;
@@ -86,6 +85,7 @@ impl Worker {
                 }
             }
             let mut link = enter(&peer, &handle.counts);
+            let now = self.shared.started.elapsed();
             for number in &mine.conns {
                 if let Some(Some(conn)) = self.conns.get_mut(*number) {
                     for (comm, message) in conn.done.drain(..) {
@@ -134,7 +134,7 @@ fn has_room(conn: &Conn) -> bool {
     conn.writable && conn.queued() < PULL && conn.frames() < sys::PIECES / 2
 }
 
-/// Queues what there is to send, a [`BITE`] at a time, each frame where it waits the shortest.
+/// Queues what there is to send, a [`BITE`] at a time, each frame where the window is the least full.
 /// Whether there was anything.
 fn pull(
     link: &mut Link,
@@ -169,6 +169,7 @@ fn pull(
         for number in &mine.conns {
             if let Some(Some(conn)) = conns.get_mut(*number) {
                 delivered += conn.look(now) as u64;
+                link.lane.delivered(conn.path, conn.outstanding(), now);
             }
         }
         mine.flow.ahead.count(delivered, now);
@@ -189,26 +190,32 @@ fn pull(
     }
     let limit = mine.flow.ahead.limit(round_trip, link.workers().count());
     mine.flow.full = false;
-    // How long a chunk waits on each; only what gets one changes.
-    let mut open: Vec<(Duration, usize)> = open
+    // How full each is; only what gets a chunk changes.
+    let mut open: Vec<(f64, usize)> = open
         .into_iter()
         .filter_map(|number| {
             let conn = conns.get(number)?.as_ref()?;
-            Some((link.lane.wait(conn.path, conn.outstanding()), number))
+            let fill = link.lane.fill(conn.path, conn.outstanding());
+            if fill >= 1.0 {
+                link.lane.is_full(conn.path);
+            }
+            Some((fill, number))
         })
         .collect();
     let mut bite = 0;
     while link.lane.has_frames() && bite < BITE {
-        let Some(place) = (0..open.len()).min_by_key(|place| open[*place].0) else {
+        let least = (0..open.len()).min_by(|one, other| open[*one].0.total_cmp(&open[*other].0));
+        let Some(place) = least else {
             return any;
         };
-        let Some(Some(conn)) = conns.get_mut(open[place].1) else {
-            return any;
-        };
-        mine.flow.full = ahead >= limit;
+        let (fill, number) = open[place];
+        mine.flow.full = fill >= 1.0 || ahead >= limit;
         if mine.flow.full && !link.lane.has_control() {
             return any;
         }
+        let Some(Some(conn)) = conns.get_mut(number) else {
+            return any;
+        };
         let frame = if mine.flow.full {
             link.lane.transmit_control(conn.path, now)
         } else {
@@ -225,7 +232,10 @@ fn pull(
             None => false,
         };
         if taken && has_room(conn) {
-            open[place].0 = link.lane.wait(conn.path, conn.outstanding());
+            open[place].0 = link.lane.fill(conn.path, conn.outstanding());
+            if open[place].0 >= 1.0 && link.lane.has_frames() {
+                link.lane.is_full(conn.path);
+            }
         } else {
             open.remove(place);
         }

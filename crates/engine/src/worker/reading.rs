@@ -65,6 +65,9 @@ impl Worker {
             if let Err(why) = parsed {
                 break Err(why);
             }
+            if !conn.readable {
+                conn.since = self.now();
+            }
             if !conn.readable || total >= READ_TURN {
                 break Ok(total);
             }
@@ -166,7 +169,7 @@ impl Worker {
                 });
             }
             let now = self.now();
-            let result = link.lane.receive(conn.path, &frame, now);
+            let result = link.lane.receive(conn.path, &frame, conn.since, now);
             result.map_err(|error| error.to_string())?;
             link.events(peer, &self.shared);
         }

@@ -64,13 +64,15 @@ impl Worker {
                 };
                 conn.acknowledged = info.bytes_acknowledged;
                 mine.flow.ahead.count(conn.look(now) as u64, now);
-                reports.push((conn.path, report, conn.outstanding()));
+                reports.push((conn.path, report, conn.outstanding(), conn.stats.clone()));
             }
             let chores = {
                 let mut link = lock(&peer.link);
-                for (path, report, outstanding) in reports {
+                for (path, report, outstanding, stats) in reports {
                     link.lane.report(path, &report, now);
                     link.lane.delivered(path, outstanding, now);
+                    let (window, wait) = link.lane.window(path);
+                    stats.steered(window, wait);
                 }
                 let rtt = |number: &usize| {
                     let conn = self.conns.get(*number).and_then(Option::as_ref);

@@ -9,11 +9,18 @@ use crate::receive::Place;
 use crate::wire::Frame;
 
 impl Lane {
-    /// A frame came. A chunk's bytes follow it: see [`Lane::place`] and [`Lane::filled`].
+    /// A frame came, after `since`, when the driver found nothing on the path. A chunk's bytes follow
+    /// it: see [`Lane::place`] and [`Lane::filled`].
     ///
     /// # Errors
     /// [`Violation`] where no rule allows the chunk.
-    pub fn receive(&mut self, id: PathId, frame: &Frame, now: Duration) -> Result<(), Violation> {
+    pub fn receive(
+        &mut self,
+        id: PathId,
+        frame: &Frame,
+        since: Duration,
+        now: Duration,
+    ) -> Result<(), Violation> {
         match *frame {
             Frame::Open { comm, listener } => match self.receives.get(&comm) {
                 Some(receive) if receive.accepted => {
@@ -38,8 +45,14 @@ impl Lane {
                 message,
                 length,
                 total,
+                stamp,
+                heard,
                 ..
             } => {
+                if let Some(path) = self.paths.get_mut(&id) {
+                    path.on_stamp((stamp, length), since, now, &mut self.quickest);
+                }
+                self.hear(id, heard, now);
                 let Some(receive) = self.receives.get_mut(&comm) else {
                     return Ok(());
                 };
@@ -49,6 +62,7 @@ impl Lane {
                     .map_err(|_| Violation)?;
                 self.settle(comm, message, outcome);
             }
+            Frame::Heard { heard } => self.hear(id, heard, now),
             Frame::Credit {
                 comm,
                 message,
@@ -145,6 +159,17 @@ impl Lane {
             }
         }
         Ok(())
+    }
+
+    /// The peer says how long chunks waited that went over a path.
+    fn hear(&mut self, id: PathId, heard: u32, now: Duration) {
+        if let Some(path) = self.paths.get_mut(&id)
+            && heard != 0
+        {
+            // The mean of what is heard of late, over all paths.
+            self.wait += (f64::from(heard - 1) - self.wait) / 64.0;
+            path.window.heard(heard - 1, self.wait, now);
+        }
     }
 
     /// Where the bytes of a chunk belong now. Ask before each read.

@@ -12,9 +12,10 @@ impl Lane {
     pub fn transmit(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
         let live = self.paths.values().filter(|p| p.state == PathState::Live);
         let live = live.count() as u64;
+        let least = self.least_piece();
         let path = self.paths.get_mut(&id)?;
         let own = path.own.pop_front();
-        let limit = path.chunk;
+        let limit = path.window.chunk(least);
         let usable = path.state == PathState::Live || live == 0;
         let frame = match own {
             Some(frame) => Some(frame),
@@ -22,7 +23,7 @@ impl Lane {
             None => self.next_control().or_else(|| {
                 let share = self.backlog / live.max(1);
                 let share = u32::try_from(share).unwrap_or(u32::MAX);
-                let share = share.max(self.least_piece());
+                let share = share.max(least as u32);
                 self.next_chunk(id, limit.min(share), now)
             }),
         }?;
@@ -151,6 +152,9 @@ impl Lane {
                 offset: piece.offset,
                 length: piece.length,
                 total,
+                // Its path's: see `on_sent`.
+                stamp: 0,
+                heard: 0,
             });
         }
         self.backlog = 0;

@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
+use evener_proto::wire::HEADER;
 use evener_proto::{Event, Frame, Lane, LaneConfig, PathId, PathState, Place, Side};
 
 pub const EAGER_BYTES: u64 = 1024;
@@ -238,7 +239,9 @@ impl World {
     }
 
     fn arrive(&mut self, end: usize, id: PathId, frame: Frame) {
-        self.lanes[end].receive(id, &frame, self.now).unwrap();
+        self.lanes[end]
+            .receive(id, &frame, self.now, self.now)
+            .unwrap();
         self.drain(end);
         let Frame::Chunk {
             comm,
@@ -288,7 +291,7 @@ impl World {
                     };
                     moved = true;
                     self.chunk_bytes += u64::from(frame.payload());
-                    let bytes = 48.0 + f64::from(frame.payload());
+                    let bytes = HEADER as f64 + f64::from(frame.payload());
                     let start = wire.free[end].max(self.now);
                     wire.free[end] = start + Duration::from_secs_f64(bytes / wire.rate);
                     let at = wire.free[end] + wire.latency;
