@@ -114,6 +114,11 @@ def compiled(model: nn.Module) -> str | None:
     return None
 
 
+def _weight(module: nn.Module) -> torch.Tensor | None:
+    script = isinstance(module, torch.jit.ScriptModule)  # its parameters are kept in another way
+    return None if script else module._parameters.get("weight")
+
+
 def candidates(model: nn.Module, places: Mapping[int, int]) -> dict[int, bool]:
     """Parameters that are looked up: index to whether a layer (nn.Linear) uses it too.
 
@@ -123,7 +128,7 @@ def candidates(model: nn.Module, places: Mapping[int, int]) -> dict[int, bool]:
     lookups: dict[int, bool] = {}
     layers = set()
     for module in model.modules():
-        index = places.get(id(module._parameters.get("weight")))
+        index = places.get(id(_weight(module)))
         if index is None:
             continue
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -178,7 +183,7 @@ def hook(
     places = {id(p): index for index, p in parameters.items()}
     handles = []
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = _weight(module)
         index = places.get(id(weight))
         if index is None or not (by_rows(module) or type(module) is nn.Linear):
             continue

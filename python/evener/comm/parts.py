@@ -7,23 +7,25 @@ Of a parameter that is looked up (`lookups`) the gradient takes two ways, and th
     a bucket by rows  what lookups bring, at the end of backward: `rows`, added when the others
                       have landed
 
-Each rank may put anything on either way, for a sum is a sum; so nothing has to be known of a model,
-and what is not seen (another use, an accumulated gradient) goes with whatever has not left yet. All
-that ranks must agree on, at the end of each backward, is how many rows there are at most and
-whether somebody has something dense besides: one small reduction on the CPU.
+Each rank may put anything on either way, for a sum is a sum: an accumulated gradient goes with what
+the layers bring. Without layers the parameter's own buckets are empty, and not sent, unless some
+rank has something dense. What ranks must agree on is how many rows there are at most, and whether
+somebody has something dense: one small reduction on the CPU, begun with the first gradient, when
+the network is idle, and waited for at the end of backward. (Begun there, it would wait in line
+behind all that is on its way.)
 
-Without layers the parameter's own buckets are empty, and not sent: unless some rank has something
-dense, or there are so many rows that all of it is less. With layers such a rest is summed exactly
-beside the rows; where that happens, the parameter is left whole from then on.
-
-The first step is an ordinary one. It says which rows a step looks up, and so what is worth it.
+The first step leaves everything whole. It shows how many rows a step looks up, so what is worth it,
+and whether the parameter has uses that nobody watches (`F.linear(x, embedding.weight)`); then it
+stays whole. Where such a use comes up later, its gradient may find that the parameter's buckets
+have left: it is kept, and is part of the next step's gradient, once; then all is left whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,35 +61,44 @@ class Part:
     layers: bool
     expected: int
     whole: bool = False
-    # Uses in layers whose gradients have not come.
+    # Uses in layers whose gradients have not come; and lookups, known when backward begins.
     awaited: int = 0
+    looked: list[Lookup] = field(default_factory=list)
+    # What came too late, for the last step and for this one.
+    kept: torch.Tensor | None = None
+    missed: torch.Tensor | None = None
     # Of this step, on this rank:
     dense: torch.Tensor | None = None
     rows: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     complete: bool = False
     sent: bool = False  # the parameter's own buckets have left
-    late: torch.Tensor | None = None
     had: bool = False  # a gradient before, which is part of what has left
+    told: bool = False  # all ranks of something dense
     # And of all ranks, see `Parts.agree`:
     most: int = 0
     whole_now: bool = False
-    rest: bool = False
 
     def reset(self) -> None:
         """Expect the next step's gradients."""
-        self.dense = self.late = None
+        if self.missed is not None:
+            self.kept, self.missed = self.missed, None
+        self.dense = None
         self.rows = []
-        self.complete = self.sent = self.had = self.whole_now = self.rest = False
+        self.complete = self.sent = self.had = self.told = self.whole_now = False
         self.most = 0
 
 
 @dataclass
 class _Seen:
     """Of a parameter in the first step: rows looked up, where in the order its layers' part came,
-    and whether something had been accumulated before."""
+    and what has come by the uses that are watched. `other`: there are others. `accumulates`:
+    something was there before."""
 
     rows: int = 0
+    looked: list[Lookup] = field(default_factory=list)
     place: int | None = None
+    dense: torch.Tensor | None = None
+    other: bool = False
     accumulates: bool = False
 
 
@@ -101,6 +112,7 @@ class Parts:
         self._layers: dict[int, bool] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._agreed = False
+        self._question: tuple[list[Part], torch.Tensor, Any] | None = None
 
     def watch(self, model: nn.Module, *, layers: bool) -> None:
         """From the next forward on. The same on all ranks, before the first step.
@@ -123,9 +135,8 @@ class Parts:
         self._seen = {index: _Seen() for index in self._layers}
         watched = {index: reducer.parameters[index] for index in self._layers}
         if watched and (name := lookups.compiled(model)) is not None:
-            if reducer.communicators.rank == 0:
-                what = ", ".join(reducer.names[index] for index in watched)
-                logger.info("%s: sent whole, because %s is compiled", what, name or "the model")
+            for index in watched:
+                self._say_whole(index, f"{name or 'the model'} is compiled")
             self._layers, self._seen = {}, {}
             return
         self._handles = list(lookups.hook(model, self, watched))
@@ -147,7 +158,12 @@ class Parts:
     def used(self, index: int, lookup: Lookup | None) -> None:
         """See `lookups.Watcher`."""
         part = self.of.get(index)
-        if part is not None and lookup is None and not lookups.in_backward():
+        if lookups.in_backward():
+            return  # what is computed again was counted
+        looked = self._seen[index].looked if part is None else part.looked
+        if lookup is not None:
+            looked.append(lookup)
+        elif part is not None:
             part.awaited += 1
 
     def came(self, index: int, lookup: Lookup | None, gradient: torch.Tensor) -> bool:
@@ -155,33 +171,40 @@ class Parts:
         part, reducer = self.of.get(index), self.reducer
         if not reducer.active or gradient.requires_grad or gradient.layout != torch.strided:
             return False
-        if part is None:
-            self._see(index, lookup)
+        if self._hooked(index):
             return False
+        if part is None:
+            return index in self._seen and self._see(index, lookup, gradient)
         if lookup is None:
             part.awaited = max(0, part.awaited - 1)
-        if part.whole or self._hooked(index) or (lookup is None and part.sent):
+        if part.whole or (lookup is None and part.sent):
             return False
         reducer.here(index)
-        if lookup is not None:
-            rows = lookup.rows()
-            part.rows.append((rows, gradient.index_select(0, rows)))
-        else:
+        if lookup is None:
             part.dense = gradient if part.dense is None else part.dense + gradient
-            if not part.awaited:
+            # Where no lookup is known they will come by the parameter itself.
+            if part.looked and not part.awaited:
                 self._complete(part)
+            return True
+        if lookup not in part.looked:
+            return False  # ranks have been told of fewer rows
+        rows = lookup.rows()
+        part.rows.append((rows, gradient.index_select(0, rows)))
         return True
 
-    def _see(self, index: int, lookup: Lookup | None) -> None:
-        seen = self._seen.get(index)
-        if seen is None:
-            return
+    def _see(self, index: int, lookup: Lookup | None, gradient: torch.Tensor) -> bool:
+        """The first step: as `came`."""
+        seen = self._seen[index]
         if self.reducer.parameters[index].grad is not None:
             seen.accumulates = True
         if lookup is not None:
             seen.rows += lookup.rows().numel()
+            seen.other |= lookup not in seen.looked
         elif seen.place is None:
             seen.place = self.reducer.arrived
+        self.reducer.here(index)
+        seen.dense = gradient if seen.dense is None else seen.dense + gradient
+        return True
 
     def _hooked(self, index: int) -> bool:
         """Whether somebody else has hooks on this gradient, who should see all of it."""
@@ -194,13 +217,23 @@ class Parts:
 
     # --- the course of a step ---
 
+    def first_arrived(self, index: int) -> bool:
+        """In the first step all uses have brought what they have; True: some of it was taken here.
+
+        What the parameter then has itself came by a use that nobody watches, or before.
+        """
+        seen = self._seen.get(index)
+        if seen is None or seen.dense is None:
+            return False
+        grad = self.reducer.parameters[index].grad
+        seen.other |= grad is not None and not seen.accumulates
+        return True
+
     def arrived(self, part: Part) -> None:
         """Something came to the parameter itself, which is not (yet) on either way."""
-        parameter = self.reducer.parameters[part.index]
         self.reducer.here(part.index)
         if part.sent:
-            rest, parameter.grad = parameter.grad, None
-            part.late = rest if part.late is None or rest is None else part.late + rest
+            self._miss(part)
         elif part.layers:
             self._complete(part)
 
@@ -209,47 +242,75 @@ class Parts:
             part.complete = True
             self.reducer.complete(part.index)
 
+    def begin(self) -> None:
+        """With the first gradient of a step: ask how many rows there are. Does not wait."""
+        parts = [part for part in self.of.values() if not part.whole]
+        if self._question is not None or self._agreed or not parts:
+            return
+        counts = []
+        for part in parts:
+            rows = sum(lookup.rows().numel() for lookup in part.looked)
+            before = self.reducer.parameters[part.index].grad is not None and not part.layers
+            part.told = before or part.kept is not None
+            counts.append((rows, int(part.told), int(part.kept is not None)))
+        asked = torch.tensor(counts, dtype=torch.int64)
+        control = self.reducer.communicators.control.handle
+        with self._failing():
+            work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=control, async_op=True)
+        self._question = parts, asked, work
+
     def agree(self) -> None:
         """At the end of backward, once a step: what there is on all ranks. Collective."""
-        parts = [part for part in self.of.values() if not (part.layers and part.whole)]
-        if self._agreed or not parts:
+        self.begin()
+        if self._question is None:
             return
-        self._agreed = True
-        counts, size = [], self.reducer.communicators.size
-        for part in parts:
-            part.awaited = 0
+        (parts, asked, work), self._question, self._agreed = self._question, None, True
+        with self._failing():
+            work.wait()
+        size = self.reducer.communicators.size
+        for part, (most, told, kept) in zip(parts, asked.tolist(), strict=True):
+            part.awaited, part.looked = 0, []
             if len(part.rows) > 1:
                 part.rows = [merged(part.rows)]
-            parameter = self.reducer.parameters[part.index]
-            rest = part.late if part.layers else parameter.grad
-            rows = part.rows[0][0].numel() if part.rows else 0
-            counts.append((rows, int(rest is not None)))
-        agreed = torch.tensor(counts, dtype=torch.int64)
+            many = _equivalent(most, size) >= self.reducer.parameters[part.index].shape[0]
+            part.whole_now = not part.layers and bool(many or told)
+            part.most = 0 if part.whole_now else most
+            if not part.layers and not part.whole_now:
+                self._miss(part)
+            if kept:
+                part.whole = True
+                self._say_whole(part.index, "it has uses besides embeddings and linear layers")
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
         communicators = self.reducer.communicators
         try:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=communicators.control.handle)
+            yield
         except RuntimeError as error:
             raise CommError(
                 f"rank {communicators.rank} asked its peers how many rows they have: {error}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={communicators.options.timeout:g} s",
             ) from error
-        for part, (most, rest) in zip(parts, agreed.tolist(), strict=True):
-            limit = self.reducer.parameters[part.index].shape[0]
-            many = _equivalent(most, size) >= limit
-            part.most = 0 if many or (rest and not part.layers) else most
-            part.rest = part.layers and bool(rest or many)
-            part.whole_now = not part.layers and bool(rest or many)
-            if part.rest and rest:
-                self._give_up(part)
 
-    def _give_up(self, part: Part) -> None:
-        part.whole = True
+    def _miss(self, part: Part) -> None:
+        """Keep what is at the parameter for the next step: this one's buckets have left."""
+        parameter = self.reducer.parameters[part.index]
+        late, parameter.grad = parameter.grad, None
+        if late is None:
+            return
+        part.missed = late if part.missed is None else part.missed + late
+        logger.warning(
+            "%s: in step %d it has a use besides embeddings and linear layers, for the first time; "
+            "what that brought is part of the next step's gradient",
+            self.reducer.names[part.index],
+            self.reducer.steps + 1,
+        )
+
+    def _say_whole(self, index: int, why: str) -> None:
         if self.reducer.communicators.rank == 0:
             logger.info(
-                "%s: its gradient is sent whole from now on, because it has uses besides "
-                "embeddings and linear layers",
-                self.reducer.names[part.index],
+                "%s: its gradient is sent whole, because %s", self.reducer.names[index], why
             )
 
     def sends(self, index: int) -> bool:
@@ -284,42 +345,36 @@ class Parts:
     def _shared(self) -> list[Part]:
         return [part for part in self.of.values() if part.layers and not part.whole]
 
-    def dense(self, part: Part) -> torch.Tensor | None:
+    def gradient(self, index: int) -> torch.Tensor | None:
         """What goes into the parameter's own buckets now: they leave."""
-        parameter = self.reducer.parameters[part.index]
-        gradient, dense = parameter.grad, part.dense
-        part.sent, part.dense, part.had = True, None, gradient is not None
-        # What comes later must not be added to what is under way.
-        parameter.grad = None
-        if part.whole_now and part.rows:
-            dense, part.rows = self._spread(part), []
-        if gradient is None or dense is None:
-            return dense if gradient is None else gradient
-        with torch.no_grad():
-            return gradient + dense if gradient.requires_grad else gradient.add_(dense)
+        parameter = self.reducer.parameters[index]
+        gradient, part, seen = parameter.grad, self.of.get(index), self._seen.get(index)
+        if part is not None:
+            # What comes later must not be added to what is under way.
+            parameter.grad = None
+            return _total(gradient, self._dense(part, gradient is not None))
+        return gradient if seen is None else _total(gradient, seen.dense)
 
-    def _spread(self, part: Part) -> torch.Tensor:
-        """The rows as a gradient of the parameter's shape."""
-        whole = torch.zeros_like(self.reducer.parameters[part.index])
-        for rows, values in part.rows:
-            whole.index_add_(0, rows, values)
-        return whole
+    def _dense(self, part: Part, had: bool) -> torch.Tensor | None:
+        dense, part.dense, part.sent, part.had = part.dense, None, True, had
+        if part.kept is not None:
+            dense, part.kept = _total(part.kept, dense), None
+        if part.whole_now and part.rows:
+            whole = torch.zeros_like(self.reducer.parameters[part.index])
+            for rows, values in part.rows:
+                whole.index_add_(0, rows, values)
+            dense, part.rows = _total(whole, dense), []
+        return dense
 
     def rows(self, part: Part) -> Rows | None:
         """What goes by rows now; None where nobody has anything."""
-        parameter = self.reducer.parameters[part.index]
-        if not part.most and not part.rest:
+        if not part.most:
             return None
-        dense = part.late
-        if not part.most and part.rows:
-            whole, part.rows = self._spread(part), []
-            dense = whole if dense is None else dense + whole
         if part.rows:
-            rows, values = part.rows[0]
-        else:
-            rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
-            values = parameter.detach().new_empty(0, parameter.shape[1])
-        return Rows(rows, values, part.most, part.rest, dense)
+            return Rows(*part.rows[0], part.most)
+        parameter = self.reducer.parameters[part.index].detach()
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return Rows(rows, parameter.new_empty(0, parameter.shape[1]), part.most)
 
     def reset(self) -> None:
         """Expect the next step's gradients."""
@@ -334,25 +389,20 @@ class Parts:
         if not self._layers:
             return order
         reducer = self.reducer
-        mine = {index: (seen.rows, seen.accumulates) for index, seen in self._seen.items()}
-        everyone: list[dict[int, tuple[int, bool]]] = [
-            {} for _ in range(reducer.communicators.size)
-        ]
+        mine = {i: (seen.rows, seen.accumulates, seen.other) for i, seen in self._seen.items()}
+        everyone: list[Any] = [None] * reducer.communicators.size
         dist.all_gather_object(everyone, mine, group=reducer.communicators.control.handle)
         for index, layers in sorted(self._layers.items()):
-            found = [seen[index] for seen in everyone if index in seen]
-            rows = max((count for count, _ in found), default=0)
+            counts, accumulated, others = zip(*(seen[index] for seen in everyone), strict=True)
+            if any(others):
+                self._say_whole(index, "it has uses besides embeddings and linear layers")
+            elif not max(counts):
+                self._say_whole(index, "no lookup was seen in the first step")
             # Accumulated, an untied one is dense in every step.
-            dense = not layers and any(accumulates for _, accumulates in found)
-            limit = reducer.parameters[index].shape[0]
-            good = rows and worth(rows, len(everyone), limit)
-            if len(found) == len(everyone) and good and not dense:
-                self._take_apart(index, layers, rows)
-            elif not rows and reducer.communicators.rank == 0:
-                logger.info(
-                    "%s: sent whole, because no lookup was seen in the first step",
-                    reducer.names[index],
-                )
+            elif (layers or not any(accumulated)) and worth(
+                max(counts), len(everyone), reducer.parameters[index].shape[0]
+            ):
+                self._take_apart(index, layers, max(counts))
         places = {index: self._seen[index].place for index in self.of}
         kept = [index for index in order if places.get(index) is None]
         early = [(place, index) for index, place in places.items() if place is not None]
@@ -405,6 +455,14 @@ class Parts:
 def worth(rows: int, ranks: int, limit: int) -> bool:
     """Whether so many rows of each rank, of `limit` in all, are to be sent as rows."""
     return _equivalent(rows, ranks) <= _WORTH * limit
+
+
+def _total(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Their sum, in the memory of the first where it may be changed."""
+    if one is None or other is None:
+        return other if one is None else one
+    with torch.no_grad():
+        return one + other if one.requires_grad else one.add_(other)
 
 
 def _equivalent(rows: int, ranks: int) -> int:

@@ -284,6 +284,10 @@ class Reducer:
         if part is not None and not part.whole:
             self.parts.arrived(part)
             return
+        if self.parts.first_arrived(index):
+            self._order.append(index)
+            self.complete(index)
+            return
         self._passes_left[index] -= 1
         if self._passes_left[index] > 0:
             return
@@ -314,6 +318,7 @@ class Reducer:
             Variable._execution_engine.queue_callback(self.on_backward_end)
         if not self._begun:
             self._begun = True
+            self.parts.begin()
             if self.on_first is not None:
                 self.on_first()
 
@@ -387,9 +392,7 @@ class Reducer:
     def _pack(self, bucket: Bucket, route: Route) -> None:
         views, gradients = [], []
         for slot in bucket.slots:
-            view, gradient = self.buckets.views[slot.index], self.parameters[slot.index].grad
-            if slot.index in self.parts.of:
-                gradient = self.parts.dense(self.parts.of[slot.index])
+            view, gradient = self.buckets.views[slot.index], self.parts.gradient(slot.index)
             if gradient is None or slot.index in self.sparse:
                 view.zero_()
                 continue

@@ -6,8 +6,6 @@ end with the same bits. The values go in the bucket's form: their own dtype, 16 
 blocks, rounded to either side at random so that the mean is right (`int8`). Rounding leaves no
 residual here: other rows come in every step. Quantising without one: Alistarh et al., QSGD,
 arXiv 1610.02132.
-
-A step may bring something dense as well, see `parts`: that is summed exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from evener.comm import casts, int8
 from evener.comm.buckets import padded
@@ -32,15 +29,12 @@ _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class Rows:
     """What one rank brings in one step. `rows`: int64 [n], each once; `values`: [n, width].
 
-    `most`: the largest n of all ranks; 0: nobody has any. `dense`: what is to be added up besides,
-    of the parameter's shape, where some rank has such; this one's may be None.
+    `most`: the largest n of all ranks, at least 1.
     """
 
     rows: torch.Tensor
     values: torch.Tensor
     most: int
-    sums_dense: bool = False
-    dense: torch.Tensor | None = None
 
 
 class RowsExchange(Exchange):
@@ -75,22 +69,15 @@ class RowsExchange(Exchange):
         scaling = self.route.scaling
         factor = scaling.pack * scaling.outer
         with self.timer.around(view, step.timed):
-            received = self._gather(given, factor, step) if given.most else None
-            dense = None
-            if given.sums_dense:
-                dense = torch.zeros_like(view) if given.dense is None else given.dense
-                dense = dense.contiguous()
-                self.route.outer.all_reduce(dense, dist.ReduceOp.SUM)
+            received = self._gather(given, factor)
             before()
-            if dense is not None:
-                view.add_(dense, alpha=factor * scaling.final)
-            if received is not None:
-                self._add(received, view, factor, scaling.final)
-                if step.checked and self.wire.name != "exact":
-                    self._measure_rows(given, received, factor)
-        for tensor in (given.rows, given.values, given.dense):
-            if tensor is not None:
-                let_go(tensor)
+            for part in received:
+                places = part[: 4 * self.most].view(torch.int32)
+                view.index_add_(0, places, self._decoded(part, view.dtype, factor, scaling.final))
+            if step.checked and self.wire.name != "exact":
+                self._measure_rows(given, received, factor)
+        let_go(given.rows)
+        let_go(given.values)
 
     def _measure_rows(self, given: Rows, received: torch.Tensor, factor: float) -> None:
         """For the guard: what came against what it would be exactly, over the rows of all ranks."""
@@ -120,7 +107,7 @@ class RowsExchange(Exchange):
         end = padded(numbers + most * width * itemsize, 16)
         return numbers, end, end
 
-    def _gather(self, given: Rows, factor: float, step: Step) -> torch.Tensor:
+    def _gather(self, given: Rows, factor: float) -> torch.Tensor:
         """uint8 [ranks, bytes], valid until the next bucket."""
         outer, n = self.route.outer, given.rows.numel()
         numbers, codes, size = self._layout(given.most, self._width)
@@ -150,11 +137,6 @@ class RowsExchange(Exchange):
         if wire != "exact":
             self.state.steps += 1
         return received.view(outer.size, size)
-
-    def _add(self, received: torch.Tensor, view: torch.Tensor, factor: float, final: float) -> None:
-        for part in received:
-            places = part[: 4 * self.most].view(torch.int32)
-            view.index_add_(0, places, self._decoded(part, view.dtype, factor, final))
 
     def _decoded(
         self, part: torch.Tensor, dtype: torch.dtype, factor: float, final: float
