@@ -40,12 +40,13 @@ class AcceleratedDataParallel(DistributedDataParallel):
 
     evener: Reducer
     evener_steps: Steps
+    _modules_then: tuple[torch.nn.Module, ...]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DDP: broadcast buffers, move inputs, call the module; then expect gradients."""
         if torch.is_grad_enabled():
             self.evener.active = self.require_backward_grad_sync
-        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling())
+        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling() or self._compiled())
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
@@ -61,6 +62,13 @@ class AcceleratedDataParallel(DistributedDataParallel):
             torch.is_grad_enabled() and self.require_backward_grad_sync
         )
         return output
+
+    def _compiled(self) -> bool:
+        """Whether a part of the model was compiled in place since `accelerate`."""
+        overlap = self.evener_steps.overlap
+        if overlap is None or overlap.off:
+            return False
+        return any(m.__dict__.get("_compiled_call_impl") is not None for m in self._modules_then)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Uneven inputs are not supported yet."""
@@ -178,6 +186,7 @@ def accelerate(
     look_at_moments(reducer, optimizer, planner)
     steps = Steps(reducer, overlap, planner)
     object.__setattr__(accelerated, "evener_steps", steps)
+    object.__setattr__(accelerated, "_modules_then", tuple(model.module.modules()))
     reducer.on_backward_end = steps.backward_ended
     return accelerated
 

@@ -473,3 +473,32 @@ def test_a_stream_that_waits_for_another_waits_for_the_updates(
     wait("event", "side")  # type: ignore[arg-type]
     wait("event", "that of step()")  # type: ignore[arg-type]
     assert waited == [("event", "side"), ("updates", "side"), ("event", "that of step()")]
+
+
+def compiled_in_place(rank: int, size: int) -> list[bool]:
+    """Whether a model that is compiled in place after `accelerate` trains as plain DDP does."""
+    found = []
+    for when, whole in ((0, True), (0, False), (2, True)):
+        results = []
+        for fast in (False, True):
+            torch.manual_seed(3)
+            module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+            model = DistributedDataParallel(module)
+            if fast:
+                model = accelerate(model, optimizer)
+            for step in range(5):
+                if fast and step == when:
+                    (module if whole else module[2]).compile(backend="eager")
+                optimizer.zero_grad()
+                model(torch.full((2, 4), float(rank + step))).square().mean().backward()
+                optimizer.step()
+            if fast:
+                assert model.evener_steps.overlap.off == "the model is compiled"  # type: ignore[attr-defined]
+            results.append([p.detach().clone() for p in module.parameters()])
+        found.append(all(torch.allclose(a, b) for a, b in zip(*results, strict=True)))
+    return found
+
+
+def test_a_model_compiled_in_place_after_accelerate_is_not_overlapped() -> None:
+    assert worlds.run([1, 1], compiled_in_place) == [[True] * 3] * 2
