@@ -102,12 +102,17 @@ def by_rows(module: nn.Module) -> bool:
     )
 
 
+def compiled_in_place(module: nn.Module) -> bool:
+    """Whether somebody has called its `compile()`."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
 def compiled(model: nn.Module) -> str | None:
     """The name of a module that TorchScript or torch.compile runs, out of Python's sight."""
     for name, module in model.named_modules():
         if (
             type(module).__name__ == "OptimizedModule"
-            or getattr(module, "_compiled_call_impl", None) is not None
+            or compiled_in_place(module)
             or isinstance(module, torch.jit.ScriptModule)
         ):
             return str(name)

@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from evener.comm import wires
 from evener.comm.planner import choose
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Link, of_network, paper_forms
@@ -208,7 +209,7 @@ def _rows(profiles: Profiles, costs: Costs, floor: str) -> list[Row]:
                         overlap=overlap,
                         # Rows have no sparse form.
                         allowed=lambda b, form, p=profile: (  # type: ignore[misc]
-                            not (p.buckets[b].by_rows and form.startswith("topk"))
+                            not (p.buckets[b].by_rows and wires.get(form).sparse)
                         ),
                     ),
                     profile,
@@ -216,7 +217,7 @@ def _rows(profiles: Profiles, costs: Costs, floor: str) -> list[Row]:
                 for profile in profiles(costs.nodes * costs.per_node, overlap)
             ]
             # Forced top-k takes nothing apart.
-            several = found[:1] if forms[0].startswith("topk") else found
+            several = found[:1] if wires.get(forms[0]).sparse else found
             rows.append(min(several, key=lambda row: row.made.step_ms))
     return rows
 
