@@ -154,7 +154,7 @@ mod _native {
     #[pymodule_export]
     use super::launch::{Launcher, Streams};
     #[pymodule_export]
-    use super::negotiate::Negotiator;
+    use super::negotiate::{Agreed, Negotiator};
     #[pymodule_export]
     use super::net_bench;
     #[pymodule_export]

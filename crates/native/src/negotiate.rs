@@ -7,42 +7,70 @@ use evener_negotiate::link::{Node, Quick};
 use evener_negotiate::{Action, Answer, Kind, Meta, Policy, Request};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use std::sync::Arc;
 use std::time::Duration;
 
 type Tensor = (u8, Vec<u64>, String);
-/// kind, name, set, tensors, gpu, op, root, prescale, postscale, rows, value, error
-type Answered = (
-    u8,
-    String,
-    u32,
-    Vec<Tensor>,
-    bool,
-    u8,
-    u32,
-    (f64, f64),
-    Vec<Vec<u64>>,
-    i64,
-    String,
-    Vec<u64>,
-);
 
-fn answered(answer: &Answer) -> Answered {
-    let request = &answer.request;
-    let tensor = |meta: &Meta| (meta.dtype, meta.shape.clone(), meta.label.clone());
-    (
-        request.kind as u8,
-        request.name.clone(),
-        request.set,
-        request.tensors.iter().map(tensor).collect(),
-        request.gpu,
-        request.op,
-        request.root,
-        request.factors,
-        answer.rows.clone(),
-        answer.value,
-        answer.error.clone(),
-        request.splits.clone(),
-    )
+/// What was agreed; equal on all ranks. See `evener_negotiate::Answer`. A burst brings many, of
+/// which little is looked at: so each field is made when it is asked for.
+#[pyclass(frozen, name = "Answer")]
+pub struct Agreed(Arc<Answer>);
+
+#[pymethods]
+impl Agreed {
+    #[getter]
+    fn kind(&self) -> u8 {
+        self.0.request.kind as u8
+    }
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.request.name
+    }
+    #[getter]
+    fn set(&self) -> u32 {
+        self.0.request.set
+    }
+    /// dtype, shape, label of each.
+    #[getter]
+    fn tensors(&self) -> Vec<Tensor> {
+        let tensor = |meta: &Meta| (meta.dtype, meta.shape.clone(), meta.label.clone());
+        self.0.request.tensors.iter().map(tensor).collect()
+    }
+    #[getter]
+    fn gpu(&self) -> bool {
+        self.0.request.gpu
+    }
+    #[getter]
+    fn op(&self) -> u8 {
+        self.0.request.op
+    }
+    #[getter]
+    fn root(&self) -> u32 {
+        self.0.request.root
+    }
+    /// Before and after the reduction.
+    #[getter]
+    fn factors(&self) -> (f64, f64) {
+        self.0.request.factors
+    }
+    #[getter]
+    fn splits(&self) -> Vec<u64> {
+        self.0.request.splits.clone()
+    }
+    #[getter]
+    fn rows(&self) -> Vec<Vec<u64>> {
+        self.0.rows.clone()
+    }
+    #[getter]
+    fn value(&self) -> i64 {
+        self.0.value
+    }
+    /// Empty where there is none.
+    #[getter]
+    fn error(&self) -> &str {
+        &self.0.error
+    }
 }
 
 /// One process's part; see `evener_negotiate::link::Node`. Times are in seconds.
@@ -212,9 +240,10 @@ impl Negotiator {
         })
     }
 
-    /// Announce what is submitted: somebody waits.
-    fn flush(&self, py: Python<'_>) {
-        py.detach(|| self.node.flush());
+    /// Announce what is submitted: somebody waits. `drives`: and calls `next` itself from now on,
+    /// until `undrive`.
+    fn flush(&self, py: Python<'_>, drives: bool) {
+        py.detach(|| self.node.flush(drives));
     }
 
     /// Wait until `next` has something and nobody drives; False after `timeout`.
@@ -239,12 +268,10 @@ impl Negotiator {
         &self,
         py: Python<'_>,
         timeout: f64,
-    ) -> Option<(Vec<Answered>, bool, bool, Option<String>)> {
+    ) -> Option<(Vec<Agreed>, bool, bool, Option<String>)> {
         let timeout = Duration::from_secs_f64(timeout.clamp(0.0, 1e6));
         let action = py.detach(|| self.node.next(timeout))?;
-        let all = |answers: Vec<std::sync::Arc<Answer>>| {
-            answers.iter().map(|a| answered(a)).collect::<Vec<_>>()
-        };
+        let all = |answers: Vec<Arc<Answer>>| answers.into_iter().map(Agreed).collect();
         Some(match action {
             Action::Launch(answers) => (all(answers), false, true, None),
             Action::Frozen { answers, real } => (all(answers), true, real, None),

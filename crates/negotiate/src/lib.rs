@@ -12,6 +12,7 @@
 //! - [`worker`]: one rank: what it has submitted, what it must launch, the frozen schedule.
 //! - [`link`]: threads and sockets that carry the messages. It alone does I/O, with `stream`.
 //! - `stream`: how a connection begins, and where a message on it ends.
+//! - [`gather`]: how long submissions are gathered before anything is done with them.
 //! - [`gate`]: the frozen schedule's flag, where all ranks share a machine.
 //!
 //! # The cache
@@ -35,6 +36,7 @@
 pub mod check;
 pub mod coordinator;
 pub mod gate;
+pub mod gather;
 pub mod link;
 mod stream;
 mod sys;

@@ -13,6 +13,7 @@ mod pump;
 use self::pump::{clock_loop, read_loop};
 use crate::coordinator::{Coordinator, Event, Policy};
 use crate::gate::Gate;
+use crate::gather;
 use crate::stream::{frames, greet, invalid, knock, listen, whole};
 use crate::sys;
 use crate::wire::{Down, Request, Up};
@@ -49,8 +50,12 @@ struct Core {
     /// Rank 0: a connection a rank. Others: rank 0's, under 0.
     links: HashMap<u32, TcpStream>,
     closed: bool,
-    /// Since when something is submitted and not announced.
-    waiting: Option<Instant>,
+    /// Since when something is submitted and not announced. Times are the node's microseconds.
+    waiting: Option<u64>,
+    /// When something was submitted last by somebody who did not wait for it at once.
+    submitted: u64,
+    /// When the clock looks next.
+    alarm: u64,
     readers: usize,
     /// A caller does the launching itself; the background thread is left asleep.
     driven: bool,
@@ -73,8 +78,9 @@ struct Shared {
     /// The clock waits on it.
     clock: Condvar,
     start: Instant,
-    cycle: Duration,
-    patience: Duration,
+    /// Microseconds.
+    cycle: u64,
+    patience: u64,
     rank: u32,
 }
 
@@ -114,13 +120,16 @@ impl Node {
         cycle: Duration,
         timeout: Duration,
     ) -> Result<Self, LinkError> {
-        let patience = (cycle * 5).max(Duration::from_millis(5));
+        let cycle = cycle.as_micros() as u64;
+        let patience = cycle.saturating_mul(5).max(5000);
         let core = Core {
-            worker: Worker::new(patience.as_micros() as u64),
+            worker: Worker::new(patience),
             coordinator: (rank == 0).then(|| Coordinator::new(size, sets, policy)),
             links: HashMap::new(),
             closed: false,
             waiting: None,
+            submitted: 0,
+            alarm: 0,
             readers: 0,
             driven: false,
         };
@@ -276,6 +285,9 @@ impl Node {
         let mut core = lock(&self.shared);
         core.driven |= drives;
         let now = self.shared.now();
+        if !urgent {
+            core.submitted = now;
+        }
         let taken = core.worker.submit(request, now);
         if urgent {
             core.worker.flush();
@@ -388,9 +400,11 @@ impl Node {
         None
     }
 
-    /// Announce what is submitted: somebody waits.
-    pub fn flush(&self) {
+    /// Announce what is submitted: somebody waits. `drives`: and calls [`Node::next`] himself from
+    /// now on.
+    pub fn flush(&self, drives: bool) {
         let mut core = lock(&self.shared);
+        core.driven |= drives;
         if core.worker.unflushed() {
             core.worker.flush();
             self.shared.pump(&mut core);
@@ -423,16 +437,24 @@ impl Node {
         }
     }
 
-    /// Wait until there is something to do and nobody drives; false after `timeout`.
+    /// Wait until there is something to do, nobody drives, and no burst goes on (see
+    /// [`gather::launch`]); false after `timeout`.
     #[must_use]
     pub fn await_work(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut core = lock(&self.shared);
         loop {
-            if core.worker.has_next() && !core.driven {
-                return true;
+            let mut left = deadline.saturating_duration_since(Instant::now());
+            if let Some(since) = core.worker.next_since()
+                && !core.driven
+            {
+                let at = gather::launch(since, core.submitted, self.shared.cycle);
+                let early = at.saturating_sub(self.shared.now());
+                if early == 0 {
+                    return true;
+                }
+                left = left.min(Duration::from_micros(early));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
             }

@@ -34,6 +34,17 @@ enum Announced {
     Hit(u32),
 }
 
+/// Where something that is submitted belongs.
+#[derive(Clone, Copy, PartialEq)]
+enum Scheduled {
+    /// Into the frozen schedule's step at hand.
+    InStep,
+    /// Into another step of it.
+    Later,
+    /// Into none, or not as it is.
+    No,
+}
+
 struct Pending {
     request: Arc<Request>,
     announced: Announced,
@@ -54,6 +65,9 @@ struct Schedule {
     said: bool,
     /// Since when the step at hand is launched.
     since: u64,
+    /// Of the step at hand: how many were submitted. Kept, so that a burst of submissions costs its
+    /// length and not its square.
+    here: usize,
 }
 
 /// See the module's text.
@@ -64,7 +78,8 @@ pub struct Worker {
     order: VecDeque<Key>,
     cache: HashMap<u32, Cached>,
     numbers: HashMap<Key, u32>,
-    actions: VecDeque<Action>,
+    /// Each with the time since when it is there.
+    actions: VecDeque<(u64, Action)>,
     out: Vec<Up>,
     now: u64,
     patience: u64,
@@ -103,18 +118,24 @@ impl Worker {
 
     /// What to do next.
     pub fn take_action(&mut self) -> Option<Action> {
-        self.actions.pop_front()
+        self.actions.pop_front().map(|(_, action)| action)
     }
 
     /// It is the next thing to do again.
     pub fn put_back(&mut self, action: Action) {
-        self.actions.push_front(action);
+        self.actions.push_front((self.now, action));
     }
 
     /// Whether [`Worker::take_action`] has something.
     #[must_use]
     pub fn has_next(&self) -> bool {
         !self.actions.is_empty()
+    }
+
+    /// Since when it has; none where it has nothing.
+    #[must_use]
+    pub fn next_since(&self) -> Option<u64> {
+        self.actions.front().map(|(since, _)| *since)
     }
 
     /// Why nothing more can be launched.
@@ -155,10 +176,59 @@ impl Worker {
             announced: Announced::No,
             since: now,
         };
+        let new = self.look(&key, &pending);
         self.pending.insert(key.clone(), pending);
         self.order.push_back(key);
-        self.advance();
+        if let Some(schedule) = &mut self.schedule {
+            schedule.here += usize::from(new == Scheduled::InStep);
+            schedule.thaw |= new == Scheduled::No;
+            self.advance();
+        }
         true
+    }
+
+    /// Where in the frozen schedule it belongs.
+    fn look(&self, key: &Key, pending: &Pending) -> Scheduled {
+        let Some(schedule) = &self.schedule else {
+            return Scheduled::No;
+        };
+        let Some(number) = self.numbers.get(key) else {
+            return Scheduled::No;
+        };
+        let own = self.cache.get(number).and_then(|c| c.request.as_ref());
+        if own.is_none_or(|own| **own != *pending.request) {
+            Scheduled::No
+        } else if schedule.steps[schedule.at].contains(number) {
+            Scheduled::InStep
+        } else if schedule.steps.iter().any(|step| step.contains(number)) {
+            Scheduled::Later
+        } else {
+            Scheduled::No
+        }
+    }
+
+    /// Looks at all that is submitted: the schedule, its step or the time is another than before.
+    fn review(&mut self) {
+        let Some(schedule) = &self.schedule else {
+            return;
+        };
+        let mut deviates = self.ending;
+        let mut here = 0;
+        for (key, pending) in &self.pending {
+            let found = self.look(key, pending);
+            let waited = self.now.saturating_sub(pending.since.max(schedule.since));
+            deviates |= found == Scheduled::No;
+            deviates |= waited > self.patience && !schedule.launched;
+            here += usize::from(found == Scheduled::InStep);
+        }
+        // A step of which another rank has submitted nothing for long: it may be elsewhere.
+        deviates |= schedule.launched
+            && self.now.saturating_sub(schedule.since) > self.patience.max(1_000_000);
+        if let Some(schedule) = &mut self.schedule {
+            schedule.here = here;
+            schedule.thaw |= deviates;
+        }
+        self.advance();
     }
 
     /// Whether to submit `request` would launch the frozen schedule's step at once.
@@ -219,14 +289,14 @@ impl Worker {
     pub fn shutdown(&mut self, now: u64) {
         self.now = now;
         self.ending = true;
-        self.advance();
+        self.review();
         self.flush();
     }
 
     /// Time passes. A frozen schedule that keeps a tensor waiting is left.
     pub fn tick(&mut self, now: u64) {
         self.now = now;
-        self.advance();
+        self.review();
     }
 
     /// A message of the coordinator.
@@ -247,9 +317,10 @@ impl Worker {
                     thaw: false,
                     said: false,
                     since: now,
+                    here: 0,
                 });
                 self.forget_announcements();
-                self.advance();
+                self.review();
             }
             Down::Thaw(epoch) => {
                 if epoch == self.epoch
@@ -270,7 +341,7 @@ impl Worker {
         self.schedule = None;
         self.pending.clear();
         self.order.clear();
-        self.actions.push_back(Action::End(reason));
+        self.actions.push_back((self.now, Action::End(reason)));
     }
 
     fn forget_announcements(&mut self) {
@@ -305,7 +376,7 @@ impl Worker {
             }
             answers.push(answer);
         }
-        self.actions.push_back(Action::Launch(answers));
+        self.actions.push_back((self.now, Action::Launch(answers)));
     }
 
     fn evict(&mut self, numbers: &[u32]) {
@@ -334,36 +405,15 @@ impl Worker {
         let Some(schedule) = &mut self.schedule else {
             return;
         };
-        let step = &schedule.steps[schedule.at];
-        let in_step = |key: &Key| self.numbers.get(key).is_some_and(|n| step.contains(n));
-        let as_before = |key: &Key, pending: &Pending| {
-            let number = self.numbers.get(key)?;
-            let own = self.cache.get(number)?.request.as_ref()?;
-            (schedule.steps.iter().any(|s| s.contains(number)) && **own == *pending.request)
-                .then_some(())
-        };
-        let mut deviates = self.ending;
-        let mut here = 0;
-        for (key, pending) in &self.pending {
-            let waited = self.now.saturating_sub(pending.since.max(schedule.since));
-            deviates |= as_before(key, pending).is_none();
-            here += usize::from(in_step(key));
-            deviates |= waited > self.patience && !schedule.launched;
-        }
-        // A step of which another rank has submitted nothing for long: it may be elsewhere.
-        deviates |= schedule.launched
-            && self.now.saturating_sub(schedule.since) > self.patience.max(1_000_000);
-        if deviates {
-            schedule.thaw = true;
-            if !schedule.said {
-                schedule.said = true;
-                self.out.push(Up::Thaw(self.epoch));
-            }
+        if schedule.thaw && !schedule.said {
+            schedule.said = true;
+            self.out.push(Up::Thaw(self.epoch));
         }
         if schedule.launched {
             return;
         }
-        let real = here == step.len() && !schedule.thaw;
+        let step = &schedule.steps[schedule.at];
+        let real = schedule.here == step.len() && !schedule.thaw;
         if !real && !schedule.thaw {
             return;
         }
@@ -373,7 +423,8 @@ impl Worker {
             .collect();
         schedule.launched = true;
         schedule.since = self.now;
-        self.actions.push_back(Action::Frozen { answers, real });
+        let action = Action::Frozen { answers, real };
+        self.actions.push_back((self.now, action));
     }
 
     /// The step that was launched last has ended. `flagged`: some rank raised its flag.
@@ -400,6 +451,6 @@ impl Worker {
         schedule.since = now;
         // In a frozen epoch nothing is announced, so the list of what is not only grows.
         self.order.clear();
-        self.advance();
+        self.review();
     }
 }

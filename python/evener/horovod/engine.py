@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from evener import settings
-from evener._native import Negotiator
+from evener._native import Answer, Negotiator
 from evener.comm import abort, contact, rendezvous
 from evener.comm.ranks import Ranks
 from evener.horovod.common.exceptions import HorovodInternalError
@@ -133,24 +133,6 @@ class Entry:
     # Its caller launches it, so it goes into the caller's stream.
     here: bool = False
     handle: Handle | None = None
-
-
-@dataclass(slots=True)
-class Answer:
-    """What was agreed; equal on all ranks. The fields are those of `wire::Answer`."""
-
-    kind: int
-    name: str
-    set: int
-    tensors: list[tuple[int, list[int], str]]
-    gpu: bool
-    op: int
-    root: int
-    factors: tuple[float, float]
-    rows: list[list[int]]
-    value: int
-    error: str
-    splits: list[int]
 
 
 @dataclass
@@ -321,7 +303,7 @@ class Engine:
             drives,
         )
         if not taken:  # another thread's, on the short way
-            self._done(entry, None, self._in_flight(entry.name))
+            self._done([(entry, None, self._in_flight(entry.name))])
         return number
 
     @staticmethod
@@ -418,10 +400,10 @@ class Engine:
             return None
         mine = self._driver == threading.get_ident()
         if not mine and not handle.done:
-            if at_once:
-                self._negotiator.flush()
             mine = self._drive.acquire(blocking=False)
-            if mine:
+            if at_once:
+                self._negotiator.flush(mine)
+            elif mine:
                 self._negotiator.drive()
         if mine:
             try:
@@ -498,11 +480,10 @@ class Engine:
         item = self._negotiator.next(timeout)
         if item is None:
             return
-        raw, frozen, real, reason = item
+        answers, frozen, real, reason = item
         if reason is not None:
             self._end(reason)
             return
-        answers = [Answer(*fields) for fields in raw]
         if self.timeline.active:
             self._news()  # what was negotiated stands before what is launched
         try:
@@ -545,7 +526,7 @@ class Engine:
             for answer, entry in zip(answers, entries, strict=True):
                 if answer.error:
                     fix = "give the operation fitting tensors on every rank"
-                    self._done(entry, None, HorovodInternalError(answer.error, fix))
+                    self._done([(entry, None, HorovodInternalError(answer.error, fix))])
                 elif entry is not None or self._included(answer.set):
                     pairs.append((answer, entry))
             if not pairs:
@@ -557,27 +538,30 @@ class Engine:
                 # Ranks that joined early made fewer calls; counting starts anew on all of them.
                 with self._lock:
                     self._counters.clear()
+        done: list[tuple[Entry | None, Any, BaseException | None]] = []
         for answer, entry in zip(answers, entries, strict=True):
-            if entry is None:
-                continue
-            outputs = list(entry.outputs or ())
-            try:
-                value = None if entry.finish is None else entry.finish(outputs, answer)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever synchronizes
-                self._done(entry, None, error)
-            else:
-                self._done(entry, value, None)
+            value, failure = None, None
+            if entry is not None and entry.finish is not None:
+                try:
+                    value = entry.finish(list(entry.outputs or ()), answer)
+                except BaseException as error:  # noqa: BLE001 - handed to whoever synchronizes
+                    failure = error
+            done.append((entry, value, failure))
+        self._done(done)
 
     def _included(self, number: int) -> bool:
         made = self.sets.get(number)
         return made is not None and made.place is not None
 
-    def _done(self, entry: Entry | None, value: Any, error: BaseException | None) -> None:
-        if entry is None or entry.handle is None:
-            return
+    def _done(self, done: Sequence[tuple[Entry | None, Any, BaseException | None]]) -> None:
+        """Entries with what came of them: a value, or an error."""
         with self._lock:
-            self._entries.pop((entry.set, entry.name), None)
-        entry.handle.finish(value, error)
+            for entry, _, _ in done:
+                if entry is not None:
+                    self._entries.pop((entry.set, entry.name), None)
+        for entry, value, error in done:
+            if entry is not None and entry.handle is not None:
+                entry.handle.finish(value, error)
 
     def _fail(self, failed: list[str], error: RuntimeError) -> None:
         names = ", ".join(failed[:4])

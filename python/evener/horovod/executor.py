@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._utils import _unflatten_dense_tensors
 
 from evener.horovod import engine as kinds
 from evener.horovod.adasum import adasum
@@ -243,21 +244,22 @@ class Executor:
         made = self._set(first)
         group = made.cuda if device.type == "cuda" else made.cpu
         alone = len(sources) == 1 and flag is None and wide == dtype
+        views: Sequence[torch.Tensor] = ()
         if alone:
             # In place in the target: nothing is copied twice.
             if targets[0].data_ptr() != sources[0].data_ptr():
                 targets[0].copy_(sources[0])
-            work = targets[0].detach()
+            data = work = targets[0].detach()
         else:
             self._activity(answers, "MEMCPY_IN_FUSION_BUFFER")
-            parts = [source.reshape(-1) for source in sources]
+            size = sum(source.numel() for source in sources)
+            work = torch.empty(size + (flag is not None), dtype=wide, device=device)
+            data = work[:size]
+            views = _unflatten_dense_tensors(data, sources)
+            torch._foreach_copy_(views, sources)
             if flag is not None:
                 # Raised: a sum above 0, a maximum of 1, a minimum or product of 0.
-                up = flag == (first.op not in (Min, Product))
-                parts.append(torch.full((1,), int(up), dtype=dtype, device=device))
-            work = torch.cat(parts) if len(parts) > 1 else parts[0]
-            work = work.to(wide, copy=len(parts) == 1)
-        data = work if flag is None else work[:-1]
+                work[size:].fill_(flag == (first.op not in (Min, Product)))
         if first.factors[0] != 1.0:
             data.copy_(_scaled(data, first.factors[0]))
         name = "NCCL" if device.type == "cuda" else "GLOO"
@@ -272,10 +274,9 @@ class Executor:
                 targets[0].copy_(result)
             return False
         self._activity(answers, "MEMCPY_OUT_FUSION_BUFFER")
-        offset = 0
-        for target in targets:
-            target.copy_(result[offset : offset + target.numel()].view(target.shape))
-            offset += target.numel()
+        if result is not data:
+            views = _unflatten_dense_tensors(result, targets)
+        torch._foreach_copy_(targets, views)
         return False
 
     def _adasum(self, answer: Answer, entry: Entry | None) -> None:

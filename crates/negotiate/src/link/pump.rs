@@ -128,18 +128,28 @@ impl Shared {
         }
     }
 
-    /// Lets the clock know that something waits to be announced, or for a schedule.
+    /// Lets the clock know that something waits to be announced, or for a schedule; not where it looks
+    /// early enough anyway, since to wake it for each submission of a burst would cost more than they.
     pub(super) fn schedule_flush(&self, core: &mut Core) {
         if core.worker.unflushed() {
-            if core.waiting.is_none() {
-                core.waiting = Some(Instant::now());
-                self.clock.notify_one();
-            }
+            core.waiting.get_or_insert_with(|| self.now());
         } else {
             core.waiting = None;
-            if core.worker.waits() {
-                self.clock.notify_one();
-            }
+        }
+        if let Some(due) = self.due(core)
+            && due < core.alarm
+        {
+            core.alarm = due;
+            self.clock.notify_one();
+        }
+    }
+
+    /// When the clock has something to do; none where nothing waits for it.
+    fn due(&self, core: &Core) -> Option<u64> {
+        match core.waiting {
+            Some(first) => Some(gather::announce(first, core.submitted, self.cycle)),
+            None if core.worker.waits() => Some(self.now() + self.patience / 2),
+            None => None,
         }
     }
 }
@@ -172,27 +182,27 @@ pub(super) fn read_loop(shared: &Shared, index: usize) {
 }
 
 pub(super) fn clock_loop(shared: &Shared) {
+    /// Microseconds between its looks at what stalls.
+    const IDLE: u64 = 500_000;
     let mut core = lock(shared);
     while !core.closed {
-        let until = match core.waiting {
-            Some(since) => shared.cycle.saturating_sub(since.elapsed()),
-            None if core.worker.waits() => shared.patience / 2,
-            None => Duration::from_millis(500),
-        };
-        if !until.is_zero() {
-            core = wait(&shared.clock, core, until);
+        let now = shared.now();
+        core.alarm = shared.due(&core).unwrap_or(now + IDLE);
+        if core.alarm > now {
+            let left = Duration::from_micros(core.alarm - now);
+            core = wait(&shared.clock, core, left);
             if core.closed {
                 break;
             }
         }
+        let now = shared.now();
         if core
             .waiting
-            .is_some_and(|since| since.elapsed() >= shared.cycle)
+            .is_some_and(|first| gather::announce(first, core.submitted, shared.cycle) <= now)
         {
             core.waiting = None;
             core.worker.flush();
         }
-        let now = shared.now();
         core.worker.tick(now);
         if let Some(coordinator) = &mut core.coordinator {
             coordinator.tick(now);
