@@ -531,6 +531,8 @@ impl Coordinator {
         if bytes > self.policy.frozen_bytes {
             return self.history.clear();
         }
+        // The order within a launch is the last announcement's, and means nothing.
+        step.sort_unstable();
         self.history.push_back(step);
         if self.history.len() > LONGEST * self.needed {
             self.history.pop_front();

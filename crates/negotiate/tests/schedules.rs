@@ -21,6 +21,8 @@ struct Plan {
     leaves: Vec<(u32, usize)>,
     /// A rank that changes a shape in a round, so that all get an error there.
     wrong: Option<(u32, usize)>,
+    /// Whether a rank submits all of a round at once and then waits; else anything may come between.
+    bursts: bool,
     seed: u64,
 }
 
@@ -182,9 +184,19 @@ impl World {
         if me.joined || me.done {
             return false;
         }
-        if let Some(request) = me.to_submit.pop() {
-            me.open.insert(request.name.clone());
-            assert!(me.worker.submit(request, now));
+        if !me.to_submit.is_empty() {
+            let count = if self.plan.bursts {
+                me.to_submit.len()
+            } else {
+                1
+            };
+            for request in me.to_submit.drain(..count) {
+                me.open.insert(request.name.clone());
+                assert!(me.worker.submit(request, now));
+            }
+            if self.plan.bursts {
+                me.worker.flush();
+            }
             return true;
         }
         if !me.open.is_empty() {
@@ -350,6 +362,7 @@ fn plans() -> impl Strategy<Value = Plan> {
                     wrong: wrong
                         .filter(|_| leave.is_none())
                         .map(|(r, at)| (r % ranks, at)),
+                    bursts: false,
                     rounds,
                     repeats,
                     cache,
@@ -360,12 +373,49 @@ fn plans() -> impl Strategy<Value = Plan> {
         )
 }
 
+/// Rounds of many names, in an order of its own on each rank, each round some times in a row.
+fn bursts() -> impl Strategy<Value = Plan> {
+    let round = (
+        prop::collection::btree_set(0..48usize, 1..40),
+        prop::collection::vec(any::<u64>(), 4),
+        1..8usize,
+    );
+    let rounds = prop::collection::vec(round, 1..5);
+    (2..5u32, rounds, 0..4usize, any::<bool>(), any::<u64>()).prop_map(
+        |(ranks, rounds, repeats, cached, seed)| {
+            let several = |(names, orders, times): (BTreeSet<_>, _, usize)| {
+                vec![(names.into_iter().collect(), orders); times]
+            };
+            Plan {
+                ranks,
+                rounds: rounds.into_iter().flat_map(several).collect(),
+                repeats,
+                cache: if cached { 1024 } else { 0 },
+                fusion: 1 << 20,
+                leaves: Vec::new(),
+                wrong: None,
+                bursts: true,
+                seed,
+            }
+        },
+    )
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
     fn all_ranks_launch_one_sequence_and_all_of_it_ends(plan in plans()) {
         World::new(plan).run();
+    }
+
+    /// Negotiated, frozen, and where a frozen schedule is left.
+    #[test]
+    fn a_burst_is_one_launch(plan in bursts()) {
+        let mut world = World::new(plan);
+        world.run();
+        let kept = world.logs[&0].iter().filter(|ranks| ranks.values().all(|(_, real)| *real));
+        assert_eq!(kept.count(), world.plan.rounds.len());
     }
 }
 
@@ -378,6 +428,7 @@ fn steady(ranks: u32, rounds: usize) -> Plan {
         fusion: 1 << 20,
         leaves: Vec::new(),
         wrong: None,
+        bursts: false,
         seed: 7,
     }
 }
@@ -395,4 +446,17 @@ fn an_error_reaches_every_rank_also_out_of_a_frozen_schedule() {
     let mut world = World::new(plan);
     world.run();
     assert!(world.ranks.iter().all(|r| r.errors == 2));
+}
+
+#[test]
+fn steady_bursts_are_frozen_and_their_submissions_may_come_in_any_order() {
+    let mut plan = steady(3, 100);
+    plan.rounds = (0..100)
+        .map(|round| ((0..32).collect(), vec![9 * round, 9 * round + 1, 9 * round + 2]))
+        .collect();
+    plan.bursts = true;
+    let mut world = World::new(plan);
+    let frozen = world.run();
+    assert!(frozen > 80, "{frozen}");
+    assert_eq!(world.logs[&0].len(), 100);
 }

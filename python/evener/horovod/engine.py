@@ -286,7 +286,7 @@ class Engine:
             entry.ready = torch.cuda.current_stream(inputs[0].device).record_event()
         labels = entry.labels or itertools.repeat("")
         tensors: list[tuple[int, Sequence[int], str]] = [
-            (DTYPE_NUMBERS[tensor.dtype], tuple(tensor.shape), label)
+            (DTYPE_NUMBERS[tensor.dtype], tensor.shape, label)
             for tensor, label in zip(inputs, labels, strict=False)
         ]
         taken = self._negotiator.submit(

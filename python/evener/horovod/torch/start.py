@@ -58,7 +58,7 @@ def group_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not tensors:
         raise ValueError("a grouped operation needs one tensor at least")
     found = [detached(tensor) for tensor in tensors]
-    if len({tensor.device for tensor in found}) > 1:
+    if len(found) > 1 and len({tensor.device for tensor in found}) > 1:
         where = ", ".join(sorted({str(tensor.device) for tensor in found}))
         raise HorovodInternalError(
             f"the tensors of a group are on {where}", "put them on one device"
@@ -148,7 +148,7 @@ def allreduce(
         urgent=urgent,
         finish=finish,
         inputs=inputs,
-        outputs=[output.detach() for output in outputs],
+        outputs=[output.detach() if output.requires_grad else output for output in outputs],
         op=op,
         factors=(float(factors[0]), float(factors[1])),
     )
