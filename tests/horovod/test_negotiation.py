@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import evener.horovod.torch as hvd
+from evener._native import Answer
 from evener.horovod.state import STATE
 from tests import worlds
 
@@ -78,6 +79,48 @@ def steady(rank: int, size: int) -> None:
 def test_a_steady_sequence_is_frozen_and_left_unharmed(shape: list[int]) -> None:
     # On one machine the flag goes through shared memory, otherwise through the collective.
     worlds.run(shape, steady, env={"EVENER_FREEZE_AFTER": "3"}, timeout=150)
+
+
+def bursts(rank: int, size: int) -> None:
+    hvd.init()
+    engine = STATE.engine
+    launch, launched = engine._launch, []
+
+    def counted(answers: list[Answer], frozen: bool, real: bool) -> None:
+        launched.append((len(answers), real))
+        launch(answers, frozen, real)
+
+    engine._launch = counted  # type: ignore[method-assign]
+    for round_ in range(30):
+        numbers = list(range(1, 21))
+        random.Random(100 * round_ + rank).shuffle(numbers)
+        tensors = {n: torch.full((n, 2), float(n + rank + round_)) for n in numbers}
+        halves = {n: torch.full((3, n), n + rank, dtype=torch.float16) for n in numbers}
+        started = {n: hvd.allreduce_async_(tensors[n], name=f"a{n}", op=hvd.Sum) for n in numbers}
+        means = [hvd.allreduce_async(halves[n], name=f"b{n}", op=hvd.Average) for n in numbers]
+        if round_ > 25:  # nobody waits
+            while not all(hvd.poll(handle) for handle in [*started.values(), *means]):
+                time.sleep(0.001)
+        for n in numbers:
+            assert hvd.synchronize(started[n]) is tensors[n]
+            assert tensors[n].eq(sum(n + r + round_ for r in range(size))).all()
+        for n, handle in zip(numbers, means, strict=True):
+            mean = hvd.synchronize(handle)
+            assert mean.shape == (3, n)
+            assert mean.eq(n + (size - 1) / 2).all()
+    # A launch for each dtype and round, though the ranks' orders differ from round to round; what a
+    # frozen schedule discarded when it began or ended does not count.
+    kept = [count for count, real in launched if real]
+    assert len(kept) <= 62, launched
+    assert kept.count(20) >= 58, launched
+    assert engine.frozen()[1] > 20
+
+
+@pytest.mark.parametrize("shape", [[2], [1, 1]])
+def test_a_burst_is_launched_at_once(shape: list[int]) -> None:
+    # With a cycle that no busy machine interrupts a burst for.
+    env = {"EVENER_FREEZE_AFTER": "3", "HOROVOD_CYCLE_TIME": "1000"}
+    worlds.run(shape, bursts, env=env)
 
 
 def threads(rank: int, size: int) -> None:
