@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use crate::DriveError;
 use crate::net::Net;
 use crate::ring;
+use crate::watch::{LIMIT, Watch};
 
 /// What is sent when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,8 +85,6 @@ pub fn fairness(shares: &[f64]) -> f64 {
         1.0
     }
 }
-
-pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
 pub(crate) struct Control(pub TcpStream);
 
@@ -347,7 +346,7 @@ fn measure(
     let mut sides: Vec<[Progress; 2]> = Vec::new();
     sides.resize_with(scenario.comms, Default::default);
     let began = Instant::now();
-    let (mut last, mut stall) = (began, Duration::ZERO);
+    let mut watch = Watch::new(began);
     let mut left = scenario.comms * 2 * count;
     let mut shared = None;
     while left > 0 {
@@ -364,18 +363,10 @@ fn measure(
             let had: Vec<f64> = sides.iter().map(|[one, _]| one.done as f64).collect();
             shared = Some(fairness(&had));
         }
-        if moved {
-            stall = stall.max(now - last);
-            last = now;
-        } else {
-            if now - last > LIMIT {
-                return Err(DriveError::Stalled(LIMIT.as_secs()));
-            }
-            std::thread::yield_now();
-        }
+        watch.turn(now, moved)?;
     }
     let seconds = began.elapsed().as_secs_f64();
-    Ok((seconds, stall.as_secs_f64(), shared.unwrap_or(1.0)))
+    Ok((seconds, watch.longest(), shared.unwrap_or(1.0)))
 }
 
 #[allow(clippy::too_many_arguments, reason = "the state of one turn")]
@@ -428,7 +419,7 @@ fn latency(
         for half in 0..2 {
             let sending = (half == 0) == (scenario.rank == 0);
             let side = &mut sides[usize::from(sending)];
-            let began = Instant::now();
+            let mut watch = Watch::new(Instant::now());
             // A message counts when it has arrived: the sender goes on to wait for the answer.
             loop {
                 let target = round + 1;
@@ -437,16 +428,14 @@ fn latency(
                 if side.done == target || (on_its_way && side.posted == target) {
                     break;
                 }
-                if began.elapsed() > LIMIT {
-                    return Err(DriveError::Stalled(LIMIT.as_secs()));
-                }
-                std::thread::yield_now();
+                watch.turn(Instant::now(), false)?;
             }
         }
         // What was sent must be finished before its buffer is used again.
-        let side = &mut sides[1];
+        let (side, mut watch) = (&mut sides[1], Watch::new(Instant::now()));
         while side.done < round + 1 {
             step(scenario, net, memory, 0, true, side, size, round + 1)?;
+            watch.turn(Instant::now(), false)?;
         }
         samples.push(began.elapsed().as_secs_f64() * 1e6 / 2.0);
     }

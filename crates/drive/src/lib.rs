@@ -9,6 +9,7 @@ mod net;
 mod ring;
 mod stream;
 mod team;
+mod watch;
 
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 use std::path::Path;

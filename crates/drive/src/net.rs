@@ -6,9 +6,10 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Instant;
 
-use crate::bench::{Control, LIMIT, Scenario};
+use crate::bench::{Control, Scenario};
 use crate::stream::Stream;
 use crate::team::Team;
+use crate::watch::Watch;
 use crate::{DriveError, NULL, Object, Plugin};
 
 enum Kind {
@@ -139,7 +140,7 @@ fn plugged(
         let mut theirs = [0; 128];
         control.0.read_exact(&mut theirs)?;
         let (mut send, mut receive) = (None, None);
-        let end = Instant::now() + LIMIT;
+        let mut watch = Watch::new(Instant::now());
         // As the service thread does: all that is pending is polled in one loop.
         while send.is_none() || receive.is_none() {
             if send.is_none() {
@@ -148,10 +149,7 @@ fn plugged(
             if receive.is_none() {
                 receive = plugin.accept(listener)?;
             }
-            if Instant::now() > end {
-                return Err(DriveError::Stalled(LIMIT.as_secs()));
-            }
-            std::thread::yield_now();
+            watch.turn(Instant::now(), false)?;
         }
         sends.extend(send);
         receives.extend(receive);

@@ -13,8 +13,9 @@
 use std::time::{Duration, Instant};
 
 use crate::DriveError;
-use crate::bench::{LIMIT, Memory, Scenario};
+use crate::bench::{Memory, Scenario};
 use crate::net::Net;
+use crate::watch::Watch;
 
 /// Half of a channel's buffer of eight steps is a chunk.
 const CHUNK: usize = 2 << 20;
@@ -144,7 +145,7 @@ pub fn all_reduce(
     let share = |index: usize| (bytes * (index + 1) / count) - (bytes * index / count);
     let mut channels: Vec<Channel> = (0..count).map(|index| Channel::new(share(index))).collect();
     let began = Instant::now();
-    let (mut last, mut stall) = (began, Duration::ZERO);
+    let mut watch = Watch::new(began);
     let mut seconds = None;
     while !channels.iter().all(Channel::is_over) {
         let mut moved = false;
@@ -158,18 +159,10 @@ pub fn all_reduce(
         if seconds.is_none() && channels.iter().all(Channel::is_reduced) {
             seconds = Some((now - began).as_secs_f64());
         }
-        if moved {
-            stall = stall.max(now - last);
-            last = now;
-        } else {
-            if now - last > LIMIT {
-                return Err(DriveError::Stalled(LIMIT.as_secs()));
-            }
-            std::thread::yield_now();
-        }
+        watch.turn(now, moved)?;
     }
     let seconds = seconds.unwrap_or_else(|| began.elapsed().as_secs_f64());
-    Ok((seconds, stall.as_secs_f64()))
+    Ok((seconds, watch.longest()))
 }
 
 /// What NCCL's thread does for one direction of a channel. Whether something finished.

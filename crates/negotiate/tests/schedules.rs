@@ -452,7 +452,12 @@ fn an_error_reaches_every_rank_also_out_of_a_frozen_schedule() {
 fn steady_bursts_are_frozen_and_their_submissions_may_come_in_any_order() {
     let mut plan = steady(3, 100);
     plan.rounds = (0..100)
-        .map(|round| ((0..32).collect(), vec![9 * round, 9 * round + 1, 9 * round + 2]))
+        .map(|round| {
+            (
+                (0..32).collect(),
+                vec![9 * round, 9 * round + 1, 9 * round + 2],
+            )
+        })
         .collect();
     plan.bursts = true;
     let mut world = World::new(plan);
