@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 const LINE: usize = 64;
 /// So long a waiting rank burns its core, then it gives it to others, then it sleeps in between.
 const SPIN: Duration = Duration::from_micros(20);
-const YIELD: Duration = Duration::from_millis(2);
-const NAP: Duration = Duration::from_micros(50);
+const YIELD: Duration = Duration::from_micros(60);
+const NAP: Duration = Duration::from_micros(20);
 
 /// One rank's side.
 pub struct Gate {
