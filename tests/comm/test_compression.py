@@ -353,6 +353,7 @@ def test_the_ratio_comes_down_from_a_quarter() -> None:
 
 def guarded(rank: int, size: int, cosine: float) -> list[str]:
     run = Run(rank, "topk", guard_steps=2, guard_cosine=cosine)
+    run.reducer.optimizers.given(torch.optim.SGD(run.model.parameters()))
     forms = []
     for step in range(9):
         run.step(step)

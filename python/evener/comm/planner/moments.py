@@ -19,8 +19,13 @@ def look_at_moments(
     """Top-k is not for Adam and its kin: a planner does not choose it, and who forces it is told.
 
     Their second moments see a gradient that comes rarely and then at once; what that cost is in
-    docs/comm.md, "What it costs in accuracy".
+    docs/comm.md, "What it costs in accuracy". The guard is told too, which has stricter limits for
+    them; where no optimizer was given, it looks for one while top-k may be sent.
     """
+    if optimizer is not None:
+        reducer.optimizers.given(optimizer)
+    elif any(wires.get(form).sparse for form in (reducer.options.wire, reducer.options.floor)):
+        reducer.optimizers.watch()
     if optimizer is None or not any("betas" in group for group in optimizer.param_groups):
         return
     first, kind = reducer.communicators.rank == 0, type(optimizer).__name__

@@ -55,6 +55,8 @@ class Wire(ABC):
     # it is applied to the result.
     sparse: ClassVar[bool] = False
     limits: ClassVar[Limits] = Limits()
+    # Under an optimizer that is not known to be linear in the gradients; None: the same.
+    strict: ClassVar[Limits | None] = None
 
     def __init__(self, route: Route, options: Options) -> None:
         self.route, self.options = route, options
