@@ -374,8 +374,21 @@ def table(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "median": statistics.median(values),
                     "most": max(values),
                 }
+            row["at"] = at(taken)
         made.append(row)
     return made
+
+
+def at(taken: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By step, over the seeds: the median cosine and the median residual."""
+    found = {}
+    for step in sorted({figure["step"] for figure in taken}):
+        here = [figure for figure in taken if figure["step"] == step]
+        found[str(step)] = {
+            name: round(statistics.median(figure[name] for figure in here), 4)
+            for name in ("cosine", "residual_ratio")
+        }
+    return found
 
 
 def show(made: list[dict[str, Any]]) -> None:

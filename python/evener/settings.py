@@ -244,14 +244,16 @@ EVENER_GUARD_STEPS = _number(
     _COMM,
     "EVENER_GUARD_STEPS",
     200,
-    "Every so many steps each compressed bucket is compared with its dense reduction, and falls "
-    "back to a milder form past a limit (docs/comm.md). 0: never.",
+    "Every so many steps, and after an eighth, a quarter and half of them, each compressed bucket "
+    "is compared with its dense reduction, and falls back to a milder form past a limit "
+    "(docs/comm.md). 0: never.",
 )
 EVENER_GUARD_RESIDUAL = _real(
     _COMM,
     "EVENER_GUARD_RESIDUAL",
     0.0,
-    "Largest norm of a bucket's residual over its gradient's. 0: each form's own limit.",
+    "Largest norm of a bucket's residual over its gradient's. 0: each form's own limit, which for "
+    "top-k depends on the optimizer.",
     allowed="a number, 0 or more",
     ok=lambda value: 0 <= value < float("inf"),
 )

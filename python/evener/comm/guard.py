@@ -199,6 +199,16 @@ def judge(
                 bound.residual,
                 figures.cosine,
                 bound.cosine,
-                f"; limits of {wire.name} under {optimizers}" if wire.strict is not None else "",
+                _why(wire, optimizers) if row[-1] else "",
             )
     return verdicts
+
+
+def _why(wire: Wire, optimizers: Optimizers) -> str:
+    if wire.strict is None:
+        return ""
+    who = "another rank's optimizer" if optimizers.linear else str(optimizers)
+    return (
+        f"; {wire.name}'s limits under {who}, not being linear in the gradients as SGD is: "
+        "EVENER_GUARD_RESIDUAL gives others (docs/comm.md)"
+    )

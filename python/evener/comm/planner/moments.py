@@ -43,7 +43,8 @@ def look_at_moments(
     elif first and wires.get(reducer.options.wire).sparse:
         logger.warning(
             "%s under %s: in our tests that cost accuracy (docs/comm.md), which INT8 did not; "
-            "mode='int8' is a quarter of the bytes",
+            "mode='int8' is a quarter of the bytes, and what the guard falls back to past its "
+            "limits",
             reducer.options.wire,
             kind,
         )

@@ -42,7 +42,7 @@ class SparseWire(Wire):
     lossy = feedback = sparse = True
     # Measured: docs/comm.md, "The guard's limits".
     limits = Limits(residual=100.0)
-    strict = Limits(residual=0.3)
+    strict = Limits(residual=0.25)
 
     def __init__(self, route: Route, options: Options) -> None:
         super().__init__(route, options)
