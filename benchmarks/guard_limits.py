@@ -57,7 +57,7 @@ from evener.comm.topology import Levels
 from evener.comm.transport import Carrier
 
 RANKS = 2
-FORMS = "fp16,int8,topk:0.3,topk:0.1,topk:0.01,topk:0.001,guard:0.1,guard:0.01"
+FORMS = "fp16,int8,topk:0.3,topk:0.1,topk:0.01,topk:0.001"
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -244,8 +244,8 @@ EVENER_GUARD_STEPS = _number(
     _COMM,
     "EVENER_GUARD_STEPS",
     200,
-    "Every so many steps, and after an eighth, a quarter and half of them, each compressed bucket "
-    "is compared with its dense reduction, and falls back to a milder form past a limit "
+    "Every so many steps, in the fifth, and after an eighth and half of so many, each compressed "
+    "bucket is compared with its dense reduction, and falls back to a milder form past a limit "
     "(docs/comm.md). 0: never.",
 )
 EVENER_GUARD_RESIDUAL = _real(

@@ -40,9 +40,11 @@ from evener.comm.wires import Limits, Wire
 
 logger = logging.getLogger("evener.comm")
 
-# The first checks come after these parts of EVENER_GUARD_STEPS: what goes wrong does so early,
-# while the ranks' gradients agree and a late one is missed most.
-_EARLY = (8, 4, 2)
+# The first step after those that are profiled (`evener.comm.steps`), which a second reduction would
+# disturb, and parts of EVENER_GUARD_STEPS. What goes wrong does so early: a form that is past its
+# limits from the start has cost few steps then, and leaves a small residual to the milder one,
+# which sends it at once; after 25 steps of top-k 1% it was 17 gradients (docs/comm.md).
+_FIRST, _EARLY = 5, (8, 2)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def due(step: int, every: int) -> bool:
     """Whether `step`, from 1, is checked: every `every`-th, and some before the first of those."""
     if every <= 0:
         return False
-    return step % every == 0 or (step > 1 and step in [every // part for part in _EARLY])
+    early = [_FIRST, *(every // part for part in _EARLY)]
+    return step % every == 0 or (step in early and 1 < step < every)
 
 
 def limits(options: Options, form: Wire | type[Wire], linear: bool) -> Limits:
