@@ -4,7 +4,6 @@ group: the same results, one order, the decision, its life, its failures."""
 from __future__ import annotations
 
 import gc
-import logging
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -17,6 +16,7 @@ from evener.comm.groups import Communicators, Group
 from evener.comm.options import Options
 from evener.comm.reducer import Reducer
 from tests import worlds
+from tests.comm.scripts import heard
 from tests.comm.test_compression import TOLERANCE, Run
 from tests.comm.test_staged import ENV as LOOPBACK
 
@@ -202,19 +202,16 @@ def test_every_form_over_the_staged_transport() -> None:
 
 
 def decides(rank: int, size: int, case: str) -> tuple[dict[str, Any], list[str], int]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("evener.comm").addHandler(handler)
-    logging.getLogger("evener.comm").setLevel(logging.INFO)
     provided = provide(
         missing=1 if case == "unavailable" else -1, fails=1 if case == "does not connect" else -1
     )
     wish = {"auto": "auto", "nccl": "nccl"}.get(case, "staged")
     if case == "no such module":
         transport.provider = lambda: __import__("evener.comm.no_such_module")  # type: ignore[assignment]
-    made = Communicators(Options(outer=wish), torch.device("cpu"))
+    with heard() as said:
+        made = Communicators(Options(outer=wish), torch.device("cpu"))
     assert made.route.outer.transport is made.route.carrier.transport
+    lines = [f"{level} {line}" for level, line in zip(said.levels, said.lines, strict=True)]
     return made.route.carrier.to_json(), lines, sum(t.closed for t in provided.made)
 
 
