@@ -67,6 +67,17 @@ VGG16 = StepProfile(
         for i, (size, ready, need) in enumerate(zip(_MIB, _READY, _NEED, strict=True))
     ),
 )
+# Probed there over 25 Gb/s, in the same run.
+VGG16_COSTS = Costs(
+    2,
+    1,
+    Curve(()),
+    Curve(()),
+    {
+        "exact": Curve(((1 << 16, 0.09), (1 << 20, 0.41), (16 << 20, 6.32), (32 << 20, 11.87))),
+        "fp16": Curve(((1 << 16, 0.35), (1 << 20, 0.56), (16 << 20, 3.0), (32 << 20, 5.97))),
+    },
+)
 VGG = step_of([64.0, 392.0, 20.0, 25.0, 20.0, 8.0])
 RESNET = step_of([25.0, 25.0, 25.0, 22.0])
 
@@ -190,28 +201,38 @@ def test_a_network_that_is_faster_than_thought_does_not_idle(thought: float) -> 
     assert found < 1.01 * busy
 
 
+def held(exchange: Curve, k: float = 1.0) -> StepProfile:
+    """VGG16's step, its buckets held back: exchanges that took `k` times what they do."""
+    buckets = tuple(
+        dataclasses.replace(b, stages_ms=(0.0, k * exchange(b.bytes), 0.0)) for b in VGG16.buckets
+    )
+    return dataclasses.replace(VGG16, buckets=buckets)
+
+
 @pytest.mark.parametrize(("drag", "crowd"), [(0.0, 1.0), (0.1, 1.0), (0.2, 1.12)])
 def test_vgg16_in_a_forced_form(drag: float, crowd: float) -> None:
     """Two steps with nothing beside them, as exact ones are ordered, know neither figure.
 
     Then their order is as good only where both are nothing: over the staged transport.
     """
-    # Probed on two H200s over 25 Gb/s, in the same run as the profile.
-    exact = Curve(((1 << 16, 0.09), (1 << 20, 0.41), (16 << 20, 6.32), (32 << 20, 11.87)))
-    fp16 = Curve(((1 << 16, 0.35), (1 << 20, 0.56), (16 << 20, 3.0), (32 << 20, 5.97)))
-    costs = Costs(2, 1, Curve(()), Curve(()), {"exact": exact, "fp16": fp16})
+    costs = VGG16_COSTS
     profile = dataclasses.replace(VGG16, drag=drag, crowd=crowd)
     made = choose.choose(profile, costs, ["fp16"], overlap=True, algorithm="2d")
-    seen = [(0.0, costs.exchange["fp16"](b.bytes), 0.0) for b in VGG16.buckets]
-    held = tuple(
-        dataclasses.replace(b, stages_ms=took) for b, took in zip(VGG16.buckets, seen, strict=True)
-    )
     stages, losses = [c.stages_ms for c in made.choices], [c.loss for c in made.choices]
-    old = steps._order(dataclasses.replace(VGG16, buckets=held))
+    old = steps._order(held(costs.exchange["fp16"]))
     before = play(profile, stages, old, True, losses).step_ms
     assert made.step_ms <= before + 1e-6
     assert (made.step_ms < 0.99 * before) == (drag > 0), (made.step_ms, before)
     assert made.step_ms < 0.85 * live.as_complete(profile, made)
+
+
+@pytest.mark.parametrize("k", [0.5, 0.8, 1.0, 1.2, 1.5])
+def test_vgg16_exact_needs_no_probe_for_its_order(k: float) -> None:
+    made = choose.choose(VGG16, VGG16_COSTS, EXACT, overlap=True)
+    stages = [choice.stages_ms for choice in made.choices]
+    old = steps._order(held(VGG16_COSTS.exchange["exact"], k))
+    assert play(VGG16, stages, old, True).step_ms == pytest.approx(made.step_ms, rel=1e-3)
+    assert made.step_ms < 0.9 * live.as_complete(VGG16, made)
 
 
 def forms(made: Decision) -> set[str]:
