@@ -6,8 +6,9 @@
     python benchmarks/net_gpu.py --slots 1        # on 2 GPUs: nodes of one
     python benchmarks/net_gpu.py --variants evener,other --plugin other=/path/libnccl-net-evener.so
 
-Needs 4 GPUs (2 with --slots 1; four-nodes always 4), the rights that `evener lab` needs, and the
-plug-in (`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
+Needs 4 GPUs (2 with --slots 1; four-nodes always 4; with fewer nodes share them, which needs
+NVIDIA's MPS to say anything: docs/lab.md), the rights that `evener lab` needs, and the plug-in
+(`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
 samples in --json. A cell that fails says why and the rest goes on.
 """
 
@@ -59,8 +60,7 @@ import json, os, resource, sys, time
 import torch
 import torch.distributed as dist
 
-# A node sees its own GPUs; with fewer GPUs than ranks all nodes see all, and ranks share them.
-torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 for size, steps in json.loads(sys.argv[1]):
