@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use evener_engine::comm::Comm;
 use evener_engine::hello::HANDLE;
 use evener_engine::link::OVERSIZE;
-use evener_engine::settings::{Process, Settings};
+use evener_engine::settings::{Devices, Process, Settings};
 use evener_engine::{Engine, Error, Level, Listener, Memory, Slot, Status};
 
 use crate::log;
@@ -124,19 +124,25 @@ fn start(state: &mut State) -> Result<Vec<Device>, String> {
         engine.map(Arc::new).map_err(|error| error.to_string())
     };
     let engine = start(settings.config.clone())?;
-    if settings.aggregate {
+    let names: &[&str] = match settings.devices {
+        Devices::Aggregate => &["evener"],
+        Devices::Pair => &["evener0", "evener1"],
+        Devices::Nic => &[],
+    };
+    if !names.is_empty() {
         let sum = engine.nics().iter().map(|nic| nic.speed).sum();
         let speed = if settings.speed > 0 {
             settings.speed
         } else {
             sum
         };
-        return Ok(vec![Device {
-            name: state.keep("evener"),
+        let device = |name: &&str| Device {
+            name: state.keep(name),
             pci_path: None,
-            speed,
-            engine,
-        }]);
+            speed: speed / names.len() as u32,
+            engine: engine.clone(),
+        };
+        return Ok(names.iter().map(device).collect());
     }
     let nics = engine.nics().to_vec();
     drop(engine);
