@@ -309,7 +309,10 @@ def train(job: Job) -> dict[str, Any]:
             for total, p in zip(dense, small, strict=True):
                 total.add_(p.grad, alpha=1 / RANKS)
         every = ranks.options.guard_steps
-        checked = guard.due(step, every) if kind == "guard" else step % job.every == 0
+        strict = wires.get(ranks.form).strict is not None and not guard.is_linear(optimizer)
+        checked = step % job.every == 0
+        if kind == "guard":
+            checked = guard.due(step, every, strict)
         reduced = ranks.reduce(mine, checked)
         if (found := ranks.figures()) is not None:
             figures.append({"step": step, "form": ranks.form, **vars(found)})

@@ -244,9 +244,8 @@ EVENER_GUARD_STEPS = _number(
     _COMM,
     "EVENER_GUARD_STEPS",
     200,
-    "Every so many steps, in the fifth, and after an eighth and half of so many, each compressed "
-    "bucket is compared with its dense reduction, and falls back to a milder form past a limit "
-    "(docs/comm.md). 0: never.",
+    "Every so many steps, and in the fifth, each compressed bucket is compared with its dense "
+    "reduction, and falls back to a milder form past a limit (docs/comm.md). 0: never.",
 )
 EVENER_GUARD_RESIDUAL = _real(
     _COMM,
@@ -441,8 +440,8 @@ EVENER_NET_DEVICES = _choice(
     "EVENER_NET_DEVICES",
     "aggregate",
     ("aggregate", "pair", "nic"),
-    "What NCCL sees: one device that uses all NICs, the same twice (each with half of the speed, so "
-    "that NCCL takes twice as many channels), or one device a NIC.",
+    "What NCCL sees: one device that uses all NICs, the same twice (each with half of the speed, "
+    "so that NCCL takes twice as many channels), or one device a NIC.",
 )
 EVENER_NET_SPEED = _number(
     _NET,

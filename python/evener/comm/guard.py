@@ -1,7 +1,7 @@
 """The accuracy guard: does what is sent still point where the gradients point?
 
-Every `EVENER_GUARD_STEPS` steps, and three times before (`due`), each compressed bucket is reduced
-twice, compressed and dense, and two figures come out, over all ranks:
+Every `EVENER_GUARD_STEPS` steps, and some before (`due`), each compressed bucket is reduced twice,
+compressed and dense, and two figures come out, over all ranks:
 
 - `cosine` of the compressed result against the dense one of the same step;
 - `residual_ratio`: the norm of what is not sent yet over that of the gradient.
@@ -40,11 +40,14 @@ from evener.comm.wires import Limits, Wire
 
 logger = logging.getLogger("evener.comm")
 
-# The first step after those that are profiled (`evener.comm.steps`), which a second reduction would
-# disturb, and parts of EVENER_GUARD_STEPS. What goes wrong does so early: a form that is past its
-# limits from the start has cost few steps then, and leaves a small residual to the milder one,
-# which sends it at once; after 25 steps of top-k 1% it was 17 gradients (docs/comm.md).
-_FIRST, _EARLY = 5, (8, 2)
+# What goes wrong does so early: a form that is past its limits from the start has cost few steps
+# by the fifth, and leaves a small residual to the milder one, which sends it at once; after 25
+# steps of top-k 1% it was 17 gradients (docs/comm.md). Not earlier, because a second reduction
+# would disturb the steps that are profiled (`evener.comm.steps`).
+_FIRST = 5
+# Parts of EVENER_GUARD_STEPS after which is looked too while strict limits hold for a form that is
+# in use: its ratio may still be on its way down (`EVENER_TOPK_WARMUP`).
+_EARLY = (8, 2)
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,15 @@ class Verdict:
     falls_to: str = ""
 
 
-def due(step: int, every: int) -> bool:
-    """Whether `step`, from 1, is checked: every `every`-th, and some before the first of those."""
-    if every <= 0:
-        return False
-    early = [_FIRST, *(every // part for part in _EARLY)]
-    return step % every == 0 or (step in early and 1 < step < every)
+def due(step: int, every: int, strict: bool = False) -> bool:
+    """Whether `step`, from 1, is checked: every `every`-th, and the fifth, if that is before them.
+
+    `strict`: and some more, as `Optimizers.strict` says.
+    """
+    if every <= 0 or step % every == 0:
+        return every > 0
+    early = [_FIRST, *(every // part for part in _EARLY if strict)]
+    return 1 < step < every and step in early
 
 
 def limits(options: Options, form: Wire | type[Wire], linear: bool) -> Limits:
@@ -118,6 +124,8 @@ class Optimizers:
         self._parameters = {id(parameter) for parameter in parameters}
         self._found: dict[str, bool] = {}
         self._hook: RemovableHandle | None = None
+        # Whether the last check judged a form by strict limits and left it: equal on all ranks.
+        self.strict = False
 
     def given(self, optimizer: torch.optim.Optimizer) -> None:
         """This one steps them."""
@@ -174,11 +182,13 @@ def judge(
     sums = torch.cat([rows, other], dim=1)
     dist.all_reduce(sums, group=communicators.control.handle)
     verdicts = []
+    optimizers.strict = False
     for exchange, row in zip(measured, sums.tolist(), strict=True):
         exchange.measured = None
         wire, figures = exchange.wire, Figures.of(row[:-1])
         bound = limits(options, wire, linear=row[-1] == 0)
         falls = figures.past(bound)
+        optimizers.strict |= wire.strict is not None and row[-1] > 0 and not falls
         verdicts.append(
             Verdict(
                 step,

@@ -385,7 +385,7 @@ class Reducer:
     def _begin_step(self) -> Step:
         return Step(
             change=self.loss_scale.change(),
-            checked=guard.due(self.steps + 1, self.options.guard_steps),
+            checked=guard.due(self.steps + 1, self.options.guard_steps, self.optimizers.strict),
             follows_scale=self.loss_scale.active,
             timed=self._records is not None,
         )
