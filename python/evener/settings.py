@@ -438,8 +438,9 @@ EVENER_NET_DEVICES = _choice(
     _NET,
     "EVENER_NET_DEVICES",
     "aggregate",
-    ("aggregate", "nic"),
-    "What NCCL sees: one device that uses all NICs, or one device a NIC.",
+    ("aggregate", "pair", "nic"),
+    "What NCCL sees: one device that uses all NICs, the same twice (each with half of the speed, so "
+    "that NCCL takes twice as many channels), or one device a NIC.",
 )
 EVENER_NET_SPEED = _number(
     _NET,

@@ -204,6 +204,7 @@ class _Run:
             ),
             "device": self.device.type,
             "plan": self._planned(),
+            "carrier": self._carrier(),
             "coding_ms": coding_ms,
         }
         self._phase("check")
@@ -353,6 +354,11 @@ class _Run:
         took = coding.measure(self._step, finish, here=self.task.rank == 0)
         self._phase("coding")
         return took
+
+    def _carrier(self) -> dict[str, Any] | None:
+        """What carries the exchange between nodes, and why; None where Evener does not reduce."""
+        reducer = getattr(self.model, "evener", None)
+        return None if reducer is None else reducer.communicators.route.carrier.to_json()
 
     def _planned(self) -> dict[str, Any] | None:
         """What Evener's planner decided and expected, where this column has one."""

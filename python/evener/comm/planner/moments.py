@@ -24,7 +24,7 @@ def look_at_moments(
     if optimizer is None or not any("betas" in group for group in optimizer.param_groups):
         return
     first, kind = reducer.communicators.rank == 0, type(optimizer).__name__
-    if planner is not None:
+    if planner is not None and planner.forced is None:
         dense = tuple(form for form in planner.forms if not wires.get(form).sparse)
         if first and dense != planner.forms:
             logger.info(
