@@ -29,7 +29,9 @@ FEEDBACK = [name for name in wires.names() if wires.get(name).feedback]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
-def options(form: str, **more: Any) -> Options:
+def options(form: str, guard_steps: int = 0, **more: Any) -> Options:
+    """A form that stays, unless the guard is asked for."""
+    more["guard_steps"] = guard_steps
     return Options(wire=form, ratio=0.05, topk_min_bytes=0, bucket_bytes=4096, **more)
 
 
