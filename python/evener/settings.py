@@ -244,7 +244,7 @@ EVENER_GUARD_STEPS = _number(
     _COMM,
     "EVENER_GUARD_STEPS",
     200,
-    "Every so many steps, and in the fifth, each compressed bucket is compared with its dense "
+    "Every so many steps, and in the sixth, each compressed bucket is compared with its dense "
     "reduction, and falls back to a milder form past a limit (docs/comm.md). 0: never.",
 )
 EVENER_GUARD_RESIDUAL = _real(

@@ -41,10 +41,10 @@ from evener.comm.wires import Limits, Wire
 logger = logging.getLogger("evener.comm")
 
 # What goes wrong does so early: a form that is past its limits from the start has cost few steps
-# by the fifth, and leaves a small residual to the milder one, which sends it at once; after 25
+# by the sixth, and leaves a small residual to the milder one, which sends it at once; after 25
 # steps of top-k 1% it was 17 gradients (docs/comm.md). Not earlier, because a second reduction
-# would disturb the steps that are profiled (`evener.comm.steps`).
-_FIRST = 5
+# would disturb the steps that are profiled and the first that a planner holds against its plan.
+_FIRST = 6
 # Parts of EVENER_GUARD_STEPS after which is looked too while strict limits hold for a form that is
 # in use: its ratio may still be on its way down (`EVENER_TOPK_WARMUP`).
 _EARLY = (8, 2)
@@ -93,7 +93,7 @@ class Verdict:
 
 
 def due(step: int, every: int, strict: bool = False) -> bool:
-    """Whether `step`, from 1, is checked: every `every`-th, and the fifth, if that is before them.
+    """Whether `step`, from 1, is checked: every `every`-th, and the sixth, if that is before them.
 
     `strict`: and some more, as `Optimizers.strict` says.
     """
