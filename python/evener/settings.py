@@ -437,10 +437,10 @@ EVENER_NET_IFNAME = _text(
 EVENER_NET_DEVICES = _choice(
     _NET,
     "EVENER_NET_DEVICES",
-    "aggregate",
-    ("aggregate", "pair", "nic"),
-    "What NCCL sees: one device that uses all NICs, the same twice (each with half of the speed, so "
-    "that NCCL takes twice as many channels), or one device a NIC.",
+    "pair",
+    ("pair", "aggregate", "nic"),
+    "What NCCL sees: one device that uses all NICs, twice (each with half of the speed, at least "
+    "10 Gb/s: NCCL takes twice as many channels), the same once, or one device a NIC.",
 )
 EVENER_NET_SPEED = _number(
     _NET,
