@@ -419,11 +419,11 @@ _NET = "Network"
 EVENER_NET = _choice(
     _NET,
     "EVENER_NET",
-    "off",
-    ("off", "on"),
+    "auto",
+    ("auto", "off", "on"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
-    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by "
-    "itself, for the plug-in is not better on every network yet (docs/net.md).",
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA "
+    "devices and with 8 processors or more a rank, for jobs of several nodes.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,

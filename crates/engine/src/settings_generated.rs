@@ -11,11 +11,11 @@ pub struct Setting {
     pub allowed: &'static str,
 }
 
-/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself, for the plug-in is not better on every network yet (docs/net.md).
+/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA devices and with 8 processors or more a rank, for jobs of several nodes.
 pub const NET: Setting = Setting {
     name: "EVENER_NET",
-    default: "off",
-    allowed: "off or on",
+    default: "auto",
+    allowed: "auto or off or on",
 };
 
 /// Interfaces that carry NCCL's traffic, by the rules of NCCL_SOCKET_IFNAME (prefixes; `=` exact names; `^` all but these), which is used where this is unset. Neither set: all that run, less loopback, container bridges and link-local addresses.
