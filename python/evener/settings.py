@@ -420,11 +420,11 @@ _NET = "Network"
 EVENER_NET = _choice(
     _NET,
     "EVENER_NET",
-    "off",
-    ("off", "on"),
+    "auto",
+    ("auto", "off", "on"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
-    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by "
-    "itself, for the plug-in is not better on every network yet (docs/net.md).",
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA "
+    "devices and with 8 processors or more a rank, for jobs of several nodes.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,
@@ -438,10 +438,10 @@ EVENER_NET_IFNAME = _text(
 EVENER_NET_DEVICES = _choice(
     _NET,
     "EVENER_NET_DEVICES",
-    "aggregate",
-    ("aggregate", "pair", "nic"),
-    "What NCCL sees: one device that uses all NICs, the same twice (each with half of the speed, "
-    "so that NCCL takes twice as many channels), or one device a NIC.",
+    "pair",
+    ("pair", "aggregate", "nic"),
+    "What NCCL sees: one device that uses all NICs, twice (each with half of the speed, at least "
+    "10 Gb/s: NCCL takes twice as many channels), the same once, or one device a NIC.",
 )
 EVENER_NET_SPEED = _number(
     _NET,

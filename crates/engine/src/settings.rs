@@ -63,10 +63,10 @@ fn optional(text: String) -> Option<String> {
 /// What NCCL sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Devices {
-    /// One device that uses all NICs.
-    Aggregate,
-    /// The same twice, each with half of the speed: NCCL takes twice as many channels.
+    /// One device that uses all NICs, twice.
     Pair,
+    /// The same once.
+    Aggregate,
     /// One device a NIC.
     Nic,
 }
@@ -111,8 +111,8 @@ impl Settings {
             _ => Family::Any,
         };
         let devices = parse(env, &all::DEVICES, |text| match text {
-            "aggregate" => Some(Devices::Aggregate),
             "pair" => Some(Devices::Pair),
+            "aggregate" => Some(Devices::Aggregate),
             "nic" => Some(Devices::Nic),
             _ => None,
         })?;
@@ -156,7 +156,7 @@ mod tests {
     fn defaults_are_what_was_declared() {
         let settings = Settings::read(&HashMap::new()).unwrap();
         let default = Config::default();
-        assert_eq!(settings.devices, Devices::Aggregate);
+        assert_eq!(settings.devices, Devices::Pair);
         assert_eq!(settings.config.flows, default.flows);
         assert_eq!(settings.config.most_flows, default.most_flows);
         assert_eq!(settings.config.timeout, default.timeout);

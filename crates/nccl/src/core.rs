@@ -34,7 +34,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Mb/s that a device of some is told at least. NCCL's table of speeds has nothing between 1.2 and
+/// 0.24 GB/s, and with less than 1.2 it takes ten channels a device.
+const LEAST_SPEED: u32 = 10_000;
+
 /// A device as NCCL sees it: all NICs together, or one of them.
+///
+/// All together they are seen twice. NCCL keeps a fixed number of bytes in flight in a channel, and
+/// takes two channels a device where nodes have few GPUs: on a quick network with one device it waits
+/// for its own buffers.
 struct Device {
     name: &'static CStr,
     pci_path: Option<&'static CStr>,
@@ -125,21 +133,24 @@ fn start(state: &mut State) -> Result<Vec<Device>, String> {
     };
     let engine = start(settings.config.clone())?;
     let names: &[&str] = match settings.devices {
-        Devices::Aggregate => &["evener"],
         Devices::Pair => &["evener0", "evener1"],
+        Devices::Aggregate => &["evener"],
         Devices::Nic => &[],
     };
     if !names.is_empty() {
         let sum = engine.nics().iter().map(|nic| nic.speed).sum();
-        let speed = if settings.speed > 0 {
+        let mut speed = if settings.speed > 0 {
             settings.speed
         } else {
             sum
         };
+        if settings.devices == Devices::Pair {
+            speed = (speed / 2).max(LEAST_SPEED);
+        }
         let device = |name: &&str| Device {
             name: state.keep(name),
             pci_path: None,
-            speed: speed / names.len() as u32,
+            speed,
             engine: engine.clone(),
         };
         return Ok(names.iter().map(device).collect());
