@@ -31,6 +31,7 @@ from evener.net.plugin import NCCL_NAME
 
 NETWORKS = {
     "one-path": "2x2@25gbit",
+    "slow-path": "2x2@10gbit",
     "four-paths": "2x2@25gbit,paths=4",
     "flow-cap": "2x2@25gbit,cap=5gbit",
     "two-nics": "2x2@12.5gbit,nics=2",
