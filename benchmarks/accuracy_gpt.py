@@ -10,10 +10,15 @@ over the seeds), and for the defaults, exact and auto, whether they lose more th
 spread. AdamW, 100 steps of warm-up, cosine decay, clipping at 1.0, bf16 autocast on a GPU.
 
 Modes: the forms of `accelerate(wire=...)` for every bucket, top-k from the first entry on and with
-no guard, so that each is what it says to the end. `auto`, `auto:int8`, `auto:topk`: the planner
-with its default floor or that one, and everything else as a user gets it; each in a simulated
-network of its own (`--network`), because it chooses by what it finds. What it chose is in the JSON.
-`again`: exact a second time, for what two equal runs differ by on this device.
+a guard that looks and does nothing, so that each is what it says to the end. `guard:FORM`: that
+form, forced as a user forces it, with the guard as a user gets it. `auto`, `auto:int8`,
+`auto:topk`: the planner with its default floor or that one, and everything else as a user gets it;
+each in a simulated network of its own (`--network`), because it chooses by what it finds. What it
+chose is in the JSON, and so is what the guard saw. `again`: exact a second time, for what two equal
+runs differ by on this device.
+
+On one GPU both ranks of a world share it: NCCL takes them for two hosts, and what crosses goes by
+way of host memory (EVENER_OUTER=staged), so that no kernel waits on the GPU for the other's turn.
 
 Several worlds train side by side, see gpt_worlds.py; after `--limit` seconds what is finished is
 reported and what is not is said.
@@ -26,12 +31,14 @@ other. On a CPU, `--tiny --steps 20` shows that it works and no more.
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.util
 import json
 import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +61,12 @@ from evener.ddp import accelerate
 # layers, heads, width, context, rows of a batch
 SHAPES = {"full": (6, 6, 384, 256, 32), "tiny": (2, 2, 32, 32, 8)}
 DEFAULTS = ("exact", "auto")  # what a user gets who asks for no form
+# A form from the first entry to the end: no bucket is past these limits.
+AS_IT_SAYS = {
+    "LIGHT_TOPK_THRESHOLD": "0",
+    "EVENER_GUARD_RESIDUAL": "1e30",
+    "EVENER_GUARD_COSINE": "-0.999999",
+}
 _PROGRESS_S = 1.0
 
 
@@ -89,12 +102,14 @@ def prepare(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer, mode: str, ratio: float
 ) -> DistributedDataParallel:
     """Accelerated as `mode` says."""
-    kind, _, floor = mode.partition(":")
-    if kind == "auto":
-        for name in ("LIGHT_TOPK_THRESHOLD", "EVENER_GUARD_STEPS"):
+    kind, _, form = mode.partition(":")
+    if kind in ("auto", "guard"):
+        for name in AS_IT_SAYS:
             os.environ.pop(name, None)
-        return accelerate(model, optimizer, mode="auto", floor=floor or None, ratio=ratio)
-    os.environ.update(LIGHT_TOPK_THRESHOLD="0", EVENER_GUARD_STEPS="0")
+        if kind == "guard":
+            return accelerate(model, optimizer, mode=form, ratio=ratio)
+        return accelerate(model, optimizer, mode="auto", floor=form or None, ratio=ratio)
+    os.environ.update(AS_IT_SAYS)
     return accelerate(model, wire="exact" if kind == "again" else kind, ratio=ratio)
 
 
@@ -105,6 +120,19 @@ def forms(model: Any) -> dict[str, float]:
         buffer = exchange.bucket.buffer
         size = buffer.numel() * buffer.element_size() / 1e6
         found[exchange.wire.name] = round(found.get(exchange.wire.name, 0.0) + size, 3)
+    return found
+
+
+def checks(folder: str) -> list[dict[str, Any]]:
+    """What this process's guard has written to `folder`: a row a compressed bucket and check."""
+    found = []
+    for path in Path(folder).glob(f"guard-{os.getpid()}*.csv"):
+        with path.open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                kept = {name: row[name] for name in ("bucket", "form", "falls_to")}
+                figures = {name: float(row[name]) for name in ("residual_ratio", "cosine")}
+                found.append({"step": int(row["step"]), **kept, **figures})
+        path.unlink()  # the next training of this process writes its own
     return found
 
 
@@ -161,6 +189,7 @@ def train(rank: int, job: Job, given: dict[str, Any], symbols: torch.Tensor) -> 
         "train_loss": loss.item(),
         "seconds": time.perf_counter() - began,
         "forms_mb": forms(model),
+        "guard": checks(os.environ["EVENER_STATS_DIR"]),
     }
     if planner is not None:
         done["plan"] = planner.decision and planner.decision.to_json()
@@ -182,13 +211,17 @@ def be_a_rank(given: dict[str, Any]) -> None:
     die_with_parent()
     rank, jobs = int(os.environ["RANK"]), [Job(**job) for job in given["jobs"]]
     os.environ["EVENER_LOG"] = "warning"
+    shared = torch.cuda.device_count() == 1
     if given["folder"]:
         # Each rank is a node to Evener; NCCL may use the fastest way between them, because what
         # is measured here is not its time.
-        os.environ.pop("NCCL_HOSTID", None)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        os.environ["EVENER_OUTER"] = "nccl"
+        if not shared:
+            os.environ.pop("NCCL_HOSTID", None)
+            os.environ["EVENER_OUTER"] = "nccl"
         groups.host_identity = lambda: f"node{rank}"
+    if shared:
+        os.environ["EVENER_OUTER"] = "staged"
     torch.set_num_threads(1)
     gpu = torch.cuda.is_available()
     if gpu:
@@ -203,15 +236,17 @@ def be_a_rank(given: dict[str, Any]) -> None:
         "nccl" if gpu else "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=2
     )
     symbols = encode(text(Path(given["text"]) if given["text"] else None))
-    for turn in range(len(jobs)):
-        index = turn
-        if given["folder"]:
-            if rank == 0:
-                store.set(f"turn{turn}", str(take(jobs, given["folder"])))
-            index = int(store.get(f"turn{turn}"))
-            if index < 0:
-                break
-        train(rank, jobs[index], given, symbols)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["EVENER_STATS_DIR"] = folder
+        for turn in range(len(jobs)):
+            index = turn
+            if given["folder"]:
+                if rank == 0:
+                    store.set(f"turn{turn}", str(take(jobs, given["folder"])))
+                index = int(store.get(f"turn{turn}"))
+                if index < 0:
+                    break
+            train(rank, jobs[index], given, symbols)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -262,6 +297,19 @@ def verdicts(made: list[dict[str, Any]]) -> list[str]:
             f"{row['difference']:+.4f} against {spread:.4f}"
         )
     return lines
+
+
+def falls(made: list[dict[str, Any]]) -> list[str]:
+    """In words, what the guard has done in each training."""
+    return [
+        f"{one['mode']} seed {one['seed']}, step {check['step']}: {check['form']} falls back to "
+        f"{check['falls_to']}, residual {check['residual_ratio']:.3g} of the gradient, "
+        f"cosine {check['cosine']:.3g}"
+        for row in made
+        for one in row["runs"]
+        for check in one["guard"]
+        if check["falls_to"]
+    ]
 
 
 def show(made: list[dict[str, Any]], seeds: int) -> None:
@@ -372,7 +420,7 @@ def main() -> None:
     ]
     made = write(outcome, missing)
     show(made, given.seeds)
-    for line in [*verdicts(made), *outcome.notes]:
+    for line in [*verdicts(made), *falls(made), *outcome.notes]:
         print(line)
     if missing:
         print(f"NOT FINISHED within {given.limit:g} s: {', '.join(missing)}")

@@ -5,9 +5,11 @@
     python benchmarks/net_gpu.py --networks four-paths --variants sockets,evener
     python benchmarks/net_gpu.py --slots 1        # on 2 GPUs: nodes of one
     python benchmarks/net_gpu.py --variants evener,other --plugin other=/path/libnccl-net-evener.so
+    python benchmarks/net_gpu.py --variants evener,few --plugin few=,EVENER_NET_WORKERS=2
 
-Needs 4 GPUs (2 with --slots 1; four-nodes always 4), the rights that `evener lab` needs, and the
-plug-in (`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
+Needs 4 GPUs (2 with --slots 1; four-nodes always 4; with fewer nodes share them, which needs
+NVIDIA's MPS to say anything: docs/lab.md), the rights that `evener lab` needs, and the plug-in
+(`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
 samples in --json. A cell that fails says why and the rest goes on.
 """
 
@@ -29,6 +31,7 @@ from evener.net.plugin import NCCL_NAME
 
 NETWORKS = {
     "one-path": "2x2@25gbit",
+    "slow-path": "2x2@10gbit",
     "four-paths": "2x2@25gbit,paths=4",
     "flow-cap": "2x2@25gbit,cap=5gbit",
     "two-nics": "2x2@12.5gbit,nics=2",
@@ -59,8 +62,7 @@ import json, os, resource, sys, time
 import torch
 import torch.distributed as dist
 
-# A node sees its own GPUs; with fewer GPUs than ranks all nodes see all, and ranks share them.
-torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 for size, steps in json.loads(sys.argv[1]):
@@ -198,8 +200,8 @@ def main() -> int:
         "--plugin",
         action="append",
         default=[],
-        metavar="NAME=FILE",
-        help="another build of the plug-in, as a variant NAME",
+        metavar="NAME=FILE[,VARIABLE=VALUE...]",
+        help="another build of the plug-in, or one with settings, as a variant NAME",
     )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/net-gpu.json"))
     options = parser.parse_args()
@@ -207,9 +209,15 @@ def main() -> int:
     if options.sizes:
         sizes = [int(size) << 20 for size in options.sizes.split(",")]
     seeds = 1 if options.quick else options.seeds
-    builds = dict(one.split("=", 1) for one in options.plugin)
-    for name in builds:
-        VARIANTS[name] = VARIANTS["evener"]
+    for one in options.plugin:
+        name, _, rest = one.partition("=")
+        build, *pairs = rest.split(",")
+        own = {"NCCL_NET_PLUGIN": str(Path(build).resolve())} if build else {}
+        VARIANTS[name] = {
+            **VARIANTS["evener"],
+            **own,
+            **dict(pair.split("=", 1) for pair in pairs),
+        }
     cells = []
     began = time.time()
     for network in options.networks.split(","):
@@ -220,8 +228,7 @@ def main() -> int:
             for name in options.variants.split(","):
                 variant = dict(VARIANTS[name])
                 if variant["NCCL_NET"] == NCCL_NAME:
-                    build = Path(builds[name]).resolve() if name in builds else plugin_path()
-                    variant["NCCL_NET_PLUGIN"] = str(build)
+                    variant.setdefault("NCCL_NET_PLUGIN", str(plugin_path()))
                 if name.startswith("fastsocket"):
                     variant["NCCL_NET_PLUGIN"] = str(options.fastsocket.resolve())
                 if options.algo:

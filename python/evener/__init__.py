@@ -1,8 +1,9 @@
 """Evener: fast distributed training on ordinary networks and ordinary memory.
 
 Importing this package starts nothing and imports no torch: each pillar is imported by its own name
-(`evener.ddp`, `evener.lab`, ...). It does one thing, which must be done before NCCL is loaded: with
-EVENER_NET=on it sets NCCL_NET_PLUGIN to Evener's plug-in, unless the user chose a network.
+(`evener.ddp`, `evener.lab`, ...). It does one thing, which must be done before NCCL is loaded: it
+sets NCCL_NET_PLUGIN to Evener's plug-in where that pays (EVENER_NET), unless the user chose a
+network.
 """
 
 from importlib.metadata import PackageNotFoundError, version

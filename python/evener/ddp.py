@@ -125,7 +125,8 @@ def accelerate(
     "exact" lossless ones only, with "auto" down to `floor` ("fp16"; "topk" takes in "topk-chunk").
     One of `MODES` but "exact" forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio`
     of largest magnitude) or "topk-chunk" (the same share of every 4,096); from int8 on with error
-    feedback, norms and biases exact. None: no planner; `wire` names the form, `algorithm` "2d"
+    feedback, norms and biases exact; where `optimizer` is given, the planner chooses the order in
+    which buckets leave. None: no planner; `wire` names the form, `algorithm` "2d"
     (reduce inside the node first), "flat", or "auto": 2-D where there are several nodes with
     several ranks each; docs/plan.md.
     `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
@@ -215,13 +216,13 @@ def _resolve(mode: str | None, floor: str | None, wire: str | None, **given: Any
 def _planner(
     reducer: Reducer, mode: str | None, options: Options, overlap: StepOverlap | None
 ) -> Planner | None:
-    if mode not in ("exact", "auto"):
-        return None
     if options.wire != "exact":
-        if reducer.communicators.rank == 0:
-            logger.info("mode=%s: no planner, because %s was asked for", mode, options.wire)
-        return None
-    return Planner(reducer, overlap=overlap is not None)
+        if mode in ("exact", "auto") and reducer.communicators.rank == 0:
+            logger.info("mode=%s: no form is chosen, because %s was asked for", mode, options.wire)
+        # What is left to decide is an order, of what crosses a network behind the next forward.
+        crosses = reducer.communicators.route.levels.nodes > 1
+        return Planner(reducer, overlap=True) if overlap is not None and crosses else None
+    return Planner(reducer, overlap=overlap is not None) if mode in ("exact", "auto") else None
 
 
 def _check_momentum(optimizer: torch.optim.Optimizer | None, options: Options) -> None:

@@ -244,14 +244,15 @@ EVENER_GUARD_STEPS = _number(
     _COMM,
     "EVENER_GUARD_STEPS",
     200,
-    "Every so many steps each compressed bucket is compared with its dense reduction, and falls "
-    "back to a milder form past a limit (docs/comm.md). 0: never.",
+    "Every so many steps, and in the sixth, each compressed bucket is compared with its dense "
+    "reduction, and falls back to a milder form past a limit (docs/comm.md). 0: never.",
 )
 EVENER_GUARD_RESIDUAL = _real(
     _COMM,
     "EVENER_GUARD_RESIDUAL",
     0.0,
-    "Largest norm of a bucket's residual over its gradient's. 0: each form's own limit.",
+    "Largest norm of a bucket's residual over its gradient's. 0: each form's own limit, which for "
+    "top-k depends on the optimizer.",
     allowed="a number, 0 or more",
     ok=lambda value: 0 <= value < float("inf"),
 )
@@ -419,11 +420,11 @@ _NET = "Network"
 EVENER_NET = _choice(
     _NET,
     "EVENER_NET",
-    "off",
-    ("off", "on"),
+    "auto",
+    ("auto", "off", "on"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
-    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by "
-    "itself, for the plug-in is not better on every network yet (docs/net.md).",
+    "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA "
+    "devices and with 8 processors or more a rank, for jobs of several nodes.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,
@@ -437,9 +438,10 @@ EVENER_NET_IFNAME = _text(
 EVENER_NET_DEVICES = _choice(
     _NET,
     "EVENER_NET_DEVICES",
-    "aggregate",
-    ("aggregate", "nic"),
-    "What NCCL sees: one device that uses all NICs, or one device a NIC.",
+    "pair",
+    ("pair", "aggregate", "nic"),
+    "What NCCL sees: one device that uses all NICs, twice (each with half of the speed, at least "
+    "10 Gb/s: NCCL takes twice as many channels), the same once, or one device a NIC.",
 )
 EVENER_NET_SPEED = _number(
     _NET,

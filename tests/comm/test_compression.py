@@ -29,7 +29,9 @@ FEEDBACK = [name for name in wires.names() if wires.get(name).feedback]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
-def options(form: str, **more: Any) -> Options:
+def options(form: str, guard_steps: int = 0, **more: Any) -> Options:
+    """A form that stays, unless the guard is asked for."""
+    more["guard_steps"] = guard_steps
     return Options(wire=form, ratio=0.05, topk_min_bytes=0, bucket_bytes=4096, **more)
 
 
@@ -353,6 +355,7 @@ def test_the_ratio_comes_down_from_a_quarter() -> None:
 
 def guarded(rank: int, size: int, cosine: float) -> list[str]:
     run = Run(rank, "topk", guard_steps=2, guard_cosine=cosine)
+    run.reducer.optimizers.given(torch.optim.SGD(run.model.parameters()))
     forms = []
     for step in range(9):
         run.step(step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +20,8 @@ from evener.comm.overlap.order import issue_order
 from evener.comm.overlap.step import State
 from evener.ddp import accelerate
 from tests import worlds
-from tests.comm import models
-
-STEPS = 7
+from tests.comm import models, scripts
+from tests.comm.scripts import accumulation, clipping, heard, keeps_zeros, plain, two_backwards
 
 
 class Attention(nn.Module):
@@ -54,17 +52,14 @@ def tokens(rank: int, step: int) -> torch.Tensor:
     return torch.randint(0, 11, (4, 5), generator=generator).to(models.device())
 
 
-class Script:
+class Script(scripts.Script):
     """One training script, run with the optimizer given to accelerate() and without."""
 
     def __init__(self, rank: int, overlapped: bool, **changes: Any) -> None:
-        self.rank = rank
-        self.changes = changes
         torch.manual_seed(3)
-        self.module: nn.Module = Attention() if changes.get("attention", True) else models.Awkward()
-        self.module.to(models.device())
-        kind = getattr(torch.optim, changes.get("optimizer", "SGD"))
-        self.optimizer = kind(self.module.parameters(), **changes.get("options", {"lr": 0.1}))
+        super().__init__(
+            rank, Attention() if changes.get("attention", True) else models.Awkward(), changes
+        )
         if changes.get("scheduler_first"):
             self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
         wrapped = DistributedDataParallel(
@@ -73,11 +68,11 @@ class Script:
         self.model = accelerate(
             wrapped,
             self.optimizer if overlapped else None,
+            mode=changes.get("mode"),
             bucket_bytes=changes.get("bucket_bytes", 600),
             partition_bytes=changes.get("partition_bytes"),
         )
         self.overlap = self.model.evener_steps.overlap
-        self.log: list[torch.Tensor] = []
         self.deferred = 0
 
     def loss(self, step: int) -> torch.Tensor:
@@ -93,27 +88,9 @@ class Script:
         if self.overlap is not None:
             self.deferred += self.overlap.state is State.DEFERRED
 
-    def result(self) -> dict[str, torch.Tensor]:
-        found = {f"log{i}": value for i, value in enumerate(self.log)}
-        found |= {k: v.clone() for k, v in self.model.state_dict().items()}
-        saved = self.optimizer.state_dict()["state"]
-        for index, state in saved.items():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{index}.{name}"] = value.clone()
-        return found
-
-
-def plain(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        s.loss(step).backward()
-        s.step()
-        s.log.append(torch.tensor(0.0))
-
 
 def zero_grad_late(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
         loss = s.loss(step)
         s.model.zero_grad()
         loss.backward()
@@ -121,15 +98,8 @@ def zero_grad_late(s: Script) -> None:
         s.log.append(loss.detach())
 
 
-def keeps_zeros(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad(set_to_none=False)
-        s.loss(step).backward()
-        s.step()
-
-
 def by_hand(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
         for parameter in s.module.parameters():
             parameter.grad = None
         if s.overlap is not None and step > 3:  # two were profiled
@@ -140,44 +110,18 @@ def by_hand(s: Script) -> None:
 
 def scheduler(s: Script) -> None:
     made = getattr(s, "scheduler", None) or torch.optim.lr_scheduler.StepLR(s.optimizer, 1, 0.7)
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         s.loss(step).backward()
         s.step()
         made.step()
 
 
-def accumulation(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        with s.model.no_sync():
-            s.loss(100 + step).backward()
-        s.loss(step).backward()
-        s.step()
-
-
-def two_losses(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        loss = s.loss(step)
-        loss.backward(retain_graph=True)
-        (0.5 * loss).backward()
-        s.step()
-
-
-def clipping(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        s.loss(step).backward()
-        s.log.append(nn.utils.clip_grad_norm_(s.model.parameters(), 0.5))
-        s.step()
-
-
 def average(s: Script) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(
         s.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8)
     )
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         s.loss(step).backward()
         s.step()
@@ -186,7 +130,7 @@ def average(s: Script) -> None:
 
 
 def checkpoint(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         s.loss(step).backward()
         s.step()
@@ -201,7 +145,7 @@ def checkpoint(s: Script) -> None:
 
 
 def copies(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         s.loss(step).backward()
         s.step()
@@ -211,7 +155,7 @@ def copies(s: Script) -> None:
 
 
 def evaluation(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         s.loss(step).backward()
         s.step()
@@ -223,7 +167,7 @@ def evaluation(s: Script) -> None:
 
 def peeks(s: Script) -> None:
     """Reads one parameter and one gradient between the steps, and a norm before them."""
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         s.loss(step).backward()
         if step == 4:
@@ -234,7 +178,7 @@ def peeks(s: Script) -> None:
 
 
 def closures(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
 
         def closure(step: int = step) -> torch.Tensor:
             s.optimizer.zero_grad()
@@ -251,7 +195,7 @@ def hooks(s: Script) -> None:
 
 
 def around_the_model(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         x = tokens(s.rank, step)
         functional.cross_entropy(s.module(x).flatten(0, 1), x.flatten()).backward()
@@ -260,7 +204,7 @@ def around_the_model(s: Script) -> None:
 
 def penalty(s: Script) -> None:
     """A parameter that is used outside of every module, and before the forward."""
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         early = s.module.extra.square().sum()
         (s.loss(step) + early + s.module.loose.weight.abs().sum()).backward()
@@ -270,7 +214,7 @@ def penalty(s: Script) -> None:
 def loss_scale(s: Script) -> None:
     """The scaler of AMP, on the CPU, with a step that it skips."""
     scaler = torch.amp.GradScaler(models.device().type, init_scale=8.0, growth_interval=2)
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         loss = s.loss(step)
         if step == 4:
@@ -281,7 +225,7 @@ def loss_scale(s: Script) -> None:
         scaler.update()
 
 
-Act = Callable[[Script], None]
+Act = Callable[[Any], None]
 # Name: what the script does, how it is made, whether steps are deferred in it.
 CASES: dict[str, tuple[Act, dict[str, Any], bool]] = {
     "sgd": (plain, {}, True),
@@ -310,7 +254,7 @@ CASES: dict[str, tuple[Act, dict[str, Any], bool]] = {
     "scheduler": (scheduler, {}, True),
     "scheduler made first": (scheduler, {"scheduler_first": True}, True),
     "accumulation": (accumulation, {}, True),
-    "two losses": (two_losses, {}, True),
+    "two losses": (two_backwards, {}, True),
     "clipping": (clipping, {}, False),
     "average of weights": (average, {}, True),
     "checkpoint": (checkpoint, {"optimizer": "Adam", "options": {"lr": 0.01}}, True),
@@ -398,35 +342,31 @@ def test_the_last_step_lands_on_every_rank() -> None:
 
 
 def refused(rank: int, size: int) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("evener").addHandler(handler)
-    logging.getLogger("evener").setLevel(logging.INFO)
-    for name in ("LBFGS", "Adafactor"):
-        module = nn.Linear(4, 4)
-        optimizer = getattr(torch.optim, name)(module.parameters())
+    with heard() as said:
+        for name in ("LBFGS", "Adafactor"):
+            module = nn.Linear(4, 4)
+            optimizer = getattr(torch.optim, name)(module.parameters())
+            model = accelerate(DistributedDataParallel(module), optimizer)
+            assert model.evener_steps.overlap is None
+
+        class Mine(torch.optim.SGD):
+            pass
+
+        class Flagged(torch.optim.SGD):
+            evener_elementwise = True
+
+        for kind, known in ((Mine, False), (Flagged, True)):
+            module = nn.Linear(4, 4)
+            optimizer = kind(module.parameters(), lr=0.1)
+            model = accelerate(DistributedDataParallel(module), optimizer)
+            assert (model.evener_steps.overlap is not None) == known
+        module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         model = accelerate(DistributedDataParallel(module), optimizer)
         assert model.evener_steps.overlap is None
-
-    class Mine(torch.optim.SGD):
-        pass
-
-    class Flagged(torch.optim.SGD):
-        evener_elementwise = True
-
-    for kind, known in ((Mine, False), (Flagged, True)):
-        module = nn.Linear(4, 4)
-        optimizer = kind(module.parameters(), lr=0.1)
-        model = accelerate(DistributedDataParallel(module), optimizer)
-        assert (model.evener_steps.overlap is not None) == known
-    module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = accelerate(DistributedDataParallel(module), optimizer)
-    assert model.evener_steps.overlap is None
-    script = Script(rank, True)
-    clipping(script)
-    return said
+        script = Script(rank, True)
+        clipping(script)
+    return said.lines
 
 
 def test_what_is_not_deferred_is_said_once() -> None:

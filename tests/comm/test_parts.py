@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +27,9 @@ from evener.comm.rows import FORMS as FORMS_OF_ROWS
 from evener.comm.rows import Rows, RowsExchange, merged
 from evener.ddp import accelerate
 from tests import worlds
-from tests.comm import models
+from tests.comm import models, scripts
+from tests.comm.scripts import accumulation, clipping, heard, keeps_zeros, plain, two_backwards
 
-STEPS = 6
 SYMBOLS, WIDTH = 151, 6
 ENV = {"EVENER_ROWS_THRESHOLD": "1"}
 
@@ -73,17 +72,17 @@ def tokens(rank: int, step: int, count: int = 12) -> torch.Tensor:
     return torch.randint(0, SYMBOLS, (2, count // 2), generator=generator).to(models.device())
 
 
-class Script:
+class Script(scripts.Script):
     """One training, by DDP alone (`mode` None) or accelerated."""
 
+    steps = 6
+
     def __init__(self, rank: int, mode: str | None, **changes: Any) -> None:
-        self.rank, self.changes = rank, changes
         torch.manual_seed(5)
-        module = Words(changes.get("tied", True), **changes.get("embedding", {}))
-        self.module = module.to(models.device())
-        kind = getattr(torch.optim, changes.get("optimizer", "SGD"))
-        self.optimizer = kind(self.module.parameters(), **changes.get("options", {"lr": 0.1}))
-        self.model: Any = DistributedDataParallel(
+        super().__init__(
+            rank, Words(changes.get("tied", True), **changes.get("embedding", {})), changes
+        )
+        self.model = DistributedDataParallel(
             self.module, find_unused_parameters=changes.get("find_unused", True)
         )
         if mode is not None:
@@ -105,7 +104,9 @@ class Script:
                 self.sent.append(max((part.most for part in parts.of.values()), default=0))
 
             parts.agree = agreed
-        self.norms: list[torch.Tensor] = []
+            if mode not in ("auto", "whole", "exact"):
+                # It would leave whole what is so small that nothing is gained by taking it apart.
+                self.model.evener_steps.planner = None
 
     def loss(self, step: int, **given: Any) -> torch.Tensor:
         how = self.changes.get("how", "")
@@ -114,52 +115,10 @@ class Script:
         output = self.model(x, frozenset(filter(None, how.split(","))))
         return functional.cross_entropy(output.flatten(0, 1), x.flatten())
 
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def result(self) -> dict[str, torch.Tensor]:
-        found = {k: v.clone() for k, v in self.model.state_dict().items()}
-        for index, state in self.optimizer.state_dict()["state"].items():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{index}.{name}"] = value.clone()
-        return found | {f"norm{i}": norm for i, norm in enumerate(self.norms)}
-
-
-def plain(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        s.loss(step).backward()
-        s.step()
-
-
-def keeps_zeros(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad(set_to_none=False)
-        s.loss(step).backward()
-        s.step()
-
-
-def clipping(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        s.loss(step).backward()
-        s.norms.append(nn.utils.clip_grad_norm_(s.model.parameters(), 0.2))
-        s.step()
-
-
-def accumulation(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        with s.model.no_sync():
-            s.loss(100 + step).backward()
-        s.loss(step).backward()
-        s.step()
-
 
 def later_accumulation(s: Script) -> None:
     """The first steps do not tell that there will be any."""
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         if step > 2:
             with s.model.no_sync():
@@ -168,29 +127,20 @@ def later_accumulation(s: Script) -> None:
         s.step()
 
 
-def two_backwards(s: Script) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        loss = s.loss(step)
-        loss.backward(retain_graph=True)
-        (0.5 * loss).backward()
-        s.step()
-
-
 def asks(s: Script) -> None:
     """Gradients that are asked for, not accumulated, are whole."""
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         loss = s.loss(step)
         (asked,) = torch.autograd.grad(loss, [s.module.embed.weight], retain_graph=True)
-        s.norms.append(asked.norm())
+        s.log.append(asked.norm())
         loss.backward()
         s.step()
 
 
 def double(s: Script) -> None:
     """A penalty on the gradient."""
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         loss = s.loss(step)
         (asked,) = torch.autograd.grad(loss, [s.module.embed.weight], create_graph=True)
@@ -200,7 +150,7 @@ def double(s: Script) -> None:
 
 def hooked(s: Script) -> None:
     handle = None
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         if step == 3:
             handle = s.module.embed.weight.register_hook(lambda g: 0.5 * g)
@@ -211,20 +161,20 @@ def hooked(s: Script) -> None:
 
 
 def copies(s: Script) -> None:
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         s.loss(step).backward()
         s.step()
         copied = copy.deepcopy(s.module)
         copied(tokens(0, step)).square().mean().backward()
-        s.norms.append(copied.embed.weight.grad.norm())
+        s.log.append(copied.embed.weight.grad.norm())
         names = [name for name, _ in s.module.named_parameters()]
         assert names == [name for name, _ in copied.named_parameters()]
 
 
 def raising(s: Script) -> None:
     """A module that fails is as it was before."""
-    for step in range(STEPS):
+    for step in range(s.steps):
         s.optimizer.zero_grad()
         with pytest.raises(RuntimeError):
             s.module.output(torch.zeros(3, WIDTH + 1, device=models.device()))
@@ -303,13 +253,13 @@ def train_all(rank: int, size: int, names: list[str], mode: str) -> dict[str, An
             ((ours[key] - value).norm() / (1e-3 + value.norm())).item()
             for key, value in ddp.items()
         )
-        same = [v.float().cpu().flatten() for k, v in ours.items() if not k.startswith("norm")]
+        same = [v.float().cpu().flatten() for k, v in ours.items() if not k.startswith("log")]
         equal = models.raw(torch.cat(same))
         everyone = [b""] * size
         dist.all_gather_object(everyone, equal)
         rows = script.sent
         behind = next((i for i, most in enumerate(reversed(rows)) if not most), len(rows))
-        behind = min(behind, STEPS - 1)  # the first step is whole
+        behind = min(behind, Script.steps - 1)  # the first step is whole
         # max_norm changes on each rank the rows that it looks up.
         found[name] = (apart, len(set(everyone)) == 1 or name == "max_norm", behind)
         script.model.evener_steps.finish("")
@@ -344,7 +294,7 @@ def check_form(form: str, found: list[dict[str, Any]]) -> None:
         for name, (apart, equal, behind) in rank.items():
             assert 0 < apart < FORMS[form], (form, name, apart)
             assert equal, (form, name)
-            assert behind == STEPS - 1, (form, name, behind)
+            assert behind == Script.steps - 1, (form, name, behind)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -523,15 +473,10 @@ def test_the_planner_knows_rows(early: bool) -> None:
 
 
 def say(rank: int, size: int) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("evener.comm")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    plain(Script(rank, "int8"))
-    plain(Script(rank, "fp16", how="loose"))
-    return [line for line in lines if "embed.weight:" in line]
+    with heard() as said:
+        plain(Script(rank, "int8"))
+        plain(Script(rank, "fp16", how="loose"))
+    return [line for line in said.lines if "embed.weight:" in line]
 
 
 def test_says_what_it_does() -> None:
@@ -589,35 +534,32 @@ def test_a_peer_that_has_gone_is_an_error() -> None:
 
 def use_late(rank: int, size: int) -> list[Any]:
     """The weight is used elsewhere after the steps in which ranks ask each other for that."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("evener.comm").addHandler(handler)
     found = []
-    for tied in (True, False):
-        results = []
-        for mode in (None, "exact"):
-            script = Script(rank, mode, tied=tied, options={"lr": 1e-3})
-            for step in range(9):
-                script.optimizer.zero_grad()
-                loss = script.loss(step)
-                if step == 6 and rank:
-                    # Of every weight another share, the same whatever the weights are.
-                    weight = script.module.embed.weight
-                    loss = loss + (weight * torch.linspace(-1, 1, WIDTH)).sum()
-                loss.backward()
-                script.step()
-                if mode is not None and step == 5:
-                    before = script.sent[-1]
-            results.append(script.result())
-        ddp, ours = results
-        apart = max((ours[key] - value).abs().max().item() for key, value in ddp.items())
-        told = [line for line in lines if "part of the next step" in line]
-        found.append(
-            (apart, before, script.sent[-1], len(told), models.raw(script.module.embed.weight))
-        )
-        script.model.evener.close()
-        lines.clear()
+    with heard() as said:
+        for tied in (True, False):
+            results = []
+            for mode in (None, "exact"):
+                script = Script(rank, mode, tied=tied, options={"lr": 1e-3})
+                for step in range(9):
+                    script.optimizer.zero_grad()
+                    loss = script.loss(step)
+                    if step == 6 and rank:
+                        # Of every weight another share, the same whatever the weights are.
+                        weight = script.module.embed.weight
+                        loss = loss + (weight * torch.linspace(-1, 1, WIDTH)).sum()
+                    loss.backward()
+                    script.step()
+                    if mode is not None and step == 5:
+                        before = script.sent[-1]
+                results.append(script.result())
+            ddp, ours = results
+            apart = max((ours[key] - value).abs().max().item() for key, value in ddp.items())
+            told = [line for line in said.lines if "part of the next step" in line]
+            found.append(
+                (apart, before, script.sent[-1], len(told), models.raw(script.module.embed.weight))
+            )
+            script.model.evener.close()
+            said.lines.clear()
     return found
 
 

@@ -4,7 +4,6 @@ group: the same results, one order, the decision, its life, its failures."""
 from __future__ import annotations
 
 import gc
-import logging
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -17,6 +16,7 @@ from evener.comm.groups import Communicators, Group
 from evener.comm.options import Options
 from evener.comm.reducer import Reducer
 from tests import worlds
+from tests.comm.scripts import heard
 from tests.comm.test_compression import TOLERANCE, Run
 from tests.comm.test_staged import ENV as LOOPBACK
 
@@ -202,19 +202,16 @@ def test_every_form_over_the_staged_transport() -> None:
 
 
 def decides(rank: int, size: int, case: str) -> tuple[dict[str, Any], list[str], int]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("evener.comm").addHandler(handler)
-    logging.getLogger("evener.comm").setLevel(logging.INFO)
     provided = provide(
         missing=1 if case == "unavailable" else -1, fails=1 if case == "does not connect" else -1
     )
     wish = {"auto": "auto", "nccl": "nccl"}.get(case, "staged")
     if case == "no such module":
         transport.provider = lambda: __import__("evener.comm.no_such_module")  # type: ignore[assignment]
-    made = Communicators(Options(outer=wish), torch.device("cpu"))
+    with heard() as said:
+        made = Communicators(Options(outer=wish), torch.device("cpu"))
     assert made.route.outer.transport is made.route.carrier.transport
+    lines = [f"{level} {line}" for level, line in zip(said.levels, said.lines, strict=True)]
     return made.route.carrier.to_json(), lines, sum(t.closed for t in provided.made)
 
 
@@ -258,10 +255,13 @@ def measures(rank: int, size: int) -> None:
     outer, control, device = made.route.outer, made.control, made.device
     measured = transport._time
 
-    def decide(library: float, staged: float, error: str = "") -> transport.Carrier:
-        times = [(library, ""), (staged, error)]
-        if times[0][0]:
-            transport._time = lambda *_: times.pop(0)
+    left_over: list[tuple[float, str]] = []
+
+    def decide(library: float, *staged: float, error: str = "") -> transport.Carrier:
+        """`staged`: round by round, the last one from then on."""
+        rounds = [*staged, *staged[-1:] * (transport._ROUNDS - len(staged))]
+        left_over[:] = [time for ms in rounds for time in ((library, ""), (ms, error))]
+        transport._time = lambda *_: left_over.pop(0)
         return transport._decide(
             outer, control, device, Options(), ["", ""], lambda: control.handle
         )
@@ -272,17 +272,24 @@ def measures(rank: int, size: int) -> None:
     taken = decide(10.0, 11.4 if rank else 9.0)
     assert (taken.name, taken.library_ms, taken.staged_ms, ended()) == ("staged", 10.0, 11.4, 0)
     assert "an all-gather of 16 MiB takes 11.4 ms staged, 10.0 ms by gloo" in taken.reason
+    assert len(left_over) == 2 * (transport._ROUNDS - 1)  # one round was enough
     left = decide(10.0, 11.6 if rank else 9.0)
     assert (left.name, left.transport, ended()) == ("gloo", None, 1)
-    assert left.staged_ms == 11.6
-    failed = decide(10.0, 9.0, "a peer has gone" if rank else "")
+    assert left.staged_ms == 11.6 and not left_over
+    # Connections that are slow at first; and so slow that nobody wants to wait for more.
+    later = decide(10.0, 15.0, 14.0, 11.0)
+    assert (later.name, later.staged_ms, len(left_over)) == ("staged", 11.0, 2)
+    slow = decide(400.0, 600.0)
+    assert (slow.name, slow.staged_ms, len(left_over)) == ("gloo", 600.0, 6)
+    failed = decide(10.0, 9.0, error="a peer has gone" if rank else "")
     assert (failed.name, failed.transport, ended()) == ("gloo", None, 1)
     assert failed.reason == "the measurement failed: rank 1: a peer has gone"
     # And in earnest, whatever comes out; a rank whose operation fails still meets the others.
     transport._time = measured
     carrier = transport._decide(outer, control, device, Options(), ["", ""], lambda: control.handle)
     assert carrier.library_ms and carrier.staged_ms
-    assert [size for _, size in provided.made[-1].calls] == [transport.MEASURED_BYTES] * 5
+    sizes = [size for _, size in provided.made[-1].calls]
+    assert sizes == [transport.MEASURED_BYTES] * len(sizes) and len(sizes) in (5, 10, 15, 20)
     calls: list[int] = []
 
     def operation() -> None:

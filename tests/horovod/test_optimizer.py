@@ -287,6 +287,7 @@ def learns(rank: int, size: int) -> tuple[float, float]:
         torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters()
     )
     assert "topk" in optimizer._reducer.describe()
+    assert optimizer._reducer.optimizers.linear  # the guard knows an SGD in our clothes
     losses = []
     for step in range(100):
         x = torch.randn(32, 40, generator=torch.Generator().manual_seed(step * 2 + rank))

@@ -156,9 +156,17 @@ def test_launch_tells_ranks_what_a_launcher_tells(
         assert lines[rank] == (f"node{node}", "stdout", told)
 
 
-@pytest.mark.parametrize("gpus", [4, 3, 0])
-def test_each_node_sees_its_own_gpus_where_there_are_enough(
-    gpus: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gpus", "nodes"),
+    [
+        (4, ("GPU-0,GPU-1", "GPU-2,GPU-3")),
+        (3, ("GPU-0,GPU-1", "GPU-2,GPU-0")),
+        (1, ("GPU-0", "GPU-0")),
+        (0, ("", "")),
+    ],
+)
+def test_each_node_sees_its_own_gpus_and_shares_where_there_are_too_few(
+    gpus: int, nodes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visible = ",".join(f"GPU-{i}" for i in range(gpus))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -169,8 +177,7 @@ def test_each_node_sees_its_own_gpus_where_there_are_enough(
 
     with Lab("2x2") as small:
         small.launch(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], on_line=on_line)
-    both = ["GPU-0,GPU-1", "GPU-2,GPU-3"] if gpus == 4 else [visible, visible]
-    assert seen == {0: both[0], 1: both[0], 2: both[1], 3: both[1]}
+    assert seen == {0: nodes[0], 1: nodes[0], 2: nodes[1], 3: nodes[1]}
 
 
 def test_the_first_failure_ends_the_others(lab: Lab) -> None:

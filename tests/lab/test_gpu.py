@@ -33,7 +33,7 @@ def test_cuda_works_in_a_node() -> None:
         assert lines_of(lab, script)[-1] == "3.0 1"
 
 
-@pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
+@pytest.mark.skipif(len(gpus()) < 1, reason="needs a GPU")
 def test_nccl_goes_through_the_network_between_nodes() -> None:
     script = (
         "import torch, torch.distributed as dist, os\n"
@@ -45,7 +45,7 @@ def test_nccl_goes_through_the_network_between_nodes() -> None:
         "print('sum', value[0].item())\n"
         "dist.destroy_process_group()\n"
     )
-    slots = len(gpus()) // 2
+    slots = max(1, len(gpus()) // 2)
     with Lab(Spec(nodes=2, slots=slots, link="10gbit")) as lab:
         lines = lines_of(lab, script, NCCL_DEBUG="INFO", NCCL_NVLS_ENABLE="0")
         world = 2 * slots

@@ -12,9 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from evener.net import adopt, environment, install, plugin_path, stats
+from evener.net.choice import Machine
 from evener.net.command import net
 from evener.net.plugin import PluginError
 
+LARGE = Machine(gpus=4, processors=32)
 RECORD = {
     "version": 1,
     "pid": 7,
@@ -93,13 +95,32 @@ def test_the_variables_respect_a_choice() -> None:
     }
     assert environment({**on, "NCCL_NET": "Socket"}) == {}
     assert environment({**on, "NCCL_NET_PLUGIN": "none"}) == {}
-    assert environment({}) == environment({"EVENER_NET": "off"}) == {}
+    assert environment({"EVENER_NET": "off"}, LARGE) == {}
     mine = {**on, "NCCL_NET_PLUGIN_REF_COUNT": "0"}
     assert "uses" in adopt(mine)
     assert mine["NCCL_NET_PLUGIN"] == str(plugin_path())
     assert mine["NCCL_NET_PLUGIN_REF_COUNT"] == "0"
     assert "left as it is: NCCL_NET=Socket is set" in adopt({**on, "NCCL_NET": "Socket"})
-    assert "EVENER_NET=on" in adopt({})
+    assert "left as it is: EVENER_NET=off" in adopt({"EVENER_NET": "off"}, LARGE)
+
+
+def test_by_itself_it_takes_machines_with_processors_to_spare() -> None:
+    nodes = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    assert environment(nodes, LARGE) == environment({}, LARGE) == environment({"EVENER_NET": "on"})
+    assert "(EVENER_NET=auto)" in adopt(dict(nodes), LARGE)
+    few = Machine(gpus=4, processors=31)
+    rdma = Machine(gpus=4, processors=64, rdma=("mlx5_0",))
+    for env, machine, why in (
+        (nodes, Machine(gpus=0, processors=64), "no NVIDIA GPU"),
+        (nodes, few, "a rank has 7 processors"),
+        ({}, few, "a rank has 7 processors"),
+        (nodes, rdma, "mlx5_0"),
+        ({**nodes, "WORLD_SIZE": "4"}, LARGE, "on one node"),
+    ):
+        assert environment(env, machine) == {}
+        assert why in adopt(dict(env), machine)
+    assert environment({**nodes, "NCCL_IB_DISABLE": "1"}, rdma)
+    assert environment({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, few)
 
 
 def _environment_of(code: str, **variables: str) -> tuple[dict[str, str | None], str]:
@@ -123,7 +144,7 @@ def test_importing_evener_turns_it_on_where_asked_and_says_so_once() -> None:
     assert said == f"evener: NCCL uses {plugin_path()} (EVENER_NET=on)\n"
     assert _environment_of("import evener", RANK="1", EVENER_NET="on") == (told, "")
     nothing = dict.fromkeys(told, None)
-    assert _environment_of("import evener", RANK="0") == (nothing, "")
+    assert _environment_of("import evener", RANK="0", EVENER_NET="off") == (nothing, "")
     chosen, _ = _environment_of("import evener", EVENER_NET="on", NCCL_NET_PLUGIN="mine")
     assert chosen == {**nothing, "NCCL_NET_PLUGIN": "mine"}
     taken_back = "import evener.net.plugin as p; p.withdraw()"

@@ -60,13 +60,24 @@ fn optional(text: String) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
+/// What NCCL sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Devices {
+    /// One device that uses all NICs, twice.
+    Pair,
+    /// The same once.
+    Aggregate,
+    /// One device a NIC.
+    Nic,
+}
+
 /// What NCCL shall see, beside the engine's own configuration.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The engine's.
     pub config: Config,
-    /// One device for all NICs, and not one for each.
-    pub aggregate: bool,
+    /// Its devices.
+    pub devices: Devices,
     /// Mb/s to tell; 0: what the drivers say.
     pub speed: u32,
 }
@@ -99,9 +110,10 @@ impl Settings {
             Some("AF_INET6") => Family::V6,
             _ => Family::Any,
         };
-        let aggregate = parse(env, &all::DEVICES, |text| match text {
-            "aggregate" => Some(true),
-            "nic" => Some(false),
+        let devices = parse(env, &all::DEVICES, |text| match text {
+            "pair" => Some(Devices::Pair),
+            "aggregate" => Some(Devices::Aggregate),
+            "nic" => Some(Devices::Nic),
             _ => None,
         })?;
         let speed = parse(env, &all::SPEED, number(0, u32::MAX as usize))?;
@@ -123,7 +135,7 @@ impl Settings {
                 stats_dir: optional(text(env, &all::STATS_DIR)).map(Into::into),
                 ..Config::default()
             },
-            aggregate,
+            devices,
             speed: u32::try_from(speed).unwrap_or(0),
         })
     }
@@ -144,7 +156,7 @@ mod tests {
     fn defaults_are_what_was_declared() {
         let settings = Settings::read(&HashMap::new()).unwrap();
         let default = Config::default();
-        assert!(settings.aggregate);
+        assert_eq!(settings.devices, Devices::Pair);
         assert_eq!(settings.config.flows, default.flows);
         assert_eq!(settings.config.most_flows, default.most_flows);
         assert_eq!(settings.config.timeout, default.timeout);

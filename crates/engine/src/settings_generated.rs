@@ -11,11 +11,11 @@ pub struct Setting {
     pub allowed: &'static str,
 }
 
-/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. off: NCCL keeps the network it finds by itself, for the plug-in is not better on every network yet (docs/net.md).
+/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA devices and with 8 processors or more a rank, for jobs of several nodes.
 pub const NET: Setting = Setting {
     name: "EVENER_NET",
-    default: "off",
-    allowed: "off or on",
+    default: "auto",
+    allowed: "auto or off or on",
 };
 
 /// Interfaces that carry NCCL's traffic, by the rules of NCCL_SOCKET_IFNAME (prefixes; `=` exact names; `^` all but these), which is used where this is unset. Neither set: all that run, less loopback, container bridges and link-local addresses.
@@ -25,11 +25,11 @@ pub const IFNAME: Setting = Setting {
     allowed: "a list such as eth0,eth1 or =eth0 or ^docker",
 };
 
-/// What NCCL sees: one device that uses all NICs, or one device a NIC.
+/// What NCCL sees: one device that uses all NICs, twice (each with half of the speed, at least 10 Gb/s: NCCL takes twice as many channels), the same once, or one device a NIC.
 pub const DEVICES: Setting = Setting {
     name: "EVENER_NET_DEVICES",
-    default: "aggregate",
-    allowed: "aggregate or nic",
+    default: "pair",
+    allowed: "pair or aggregate or nic",
 };
 
 /// Speed in Mb/s that NCCL is told of; it steers the choice between tree and ring. 0: the sum of what the NICs' drivers say.

@@ -8,10 +8,12 @@
 //!
 //! # When to sleep
 //! With nothing to do for [`SPIN`] ([`SPIN_WAITED`] while a request waits), a worker sleeps until a
-//! socket, a caller or a deadline wakes it. While much is under way ([`BULK`]) time is not what
-//! counts but what a byte costs: after a turn that moved little it naps ([`NAP`]) and nothing
-//! wakes it, so that the next turn moves much at once. On one core or many, that also makes the time
-//! in which a worker works a true measure of what it could still take ([`spreading`]).
+//! socket, a caller or a deadline wakes it. Where the network is the limit (there is more to send than
+//! may be on its way) time is not what counts but what a byte costs: after a turn that moved little a
+//! worker naps ([`NAP`]) and nothing wakes it, so that the next turn moves much at once. On one core
+//! or many, that also makes the time in which a worker works a true measure of what it could still
+//! take ([`spreading`]). Where the network is not the limit and much is under way ([`BULK`]), what
+//! arrives should be read at once: only the home looks on, the others sleep when they have nothing.
 
 mod pulling;
 mod reading;
@@ -48,9 +50,9 @@ const SPIN_WAITED: Duration = Duration::from_micros(300);
 const FULL_LOOK: Duration = Duration::from_millis(1);
 /// With fewer processors than this nobody looks on for long: others need them.
 const ROOMY: usize = 8;
-/// So many bytes being sent keep a network busy for longer than a wake takes.
+/// So many bytes being sent are worth a wake, and keep a network busy for longer than it takes.
 const BULK: u64 = 2 << 20;
-/// A turn that moved less, while [`BULK`] is under way, was hardly worth it ...
+/// A turn that moved less, where the network is the limit, was hardly worth it ...
 const LIGHT: usize = 128 << 10;
 /// ... and there will be more to move after a nap of this, or as long as so much takes to come: the
 /// longer, the slower the network. What is on its way ([`evener_proto::ahead`]) lasts for several.
@@ -290,7 +292,7 @@ impl Worker {
             active |= moved > 0;
             let now = self.now();
             let full = self.links.iter().flatten().any(|mine| mine.flow.full);
-            self.load.count(now - turn, active, moved);
+            self.load.count(now - turn, active, full, moved);
             handle.counts.turn(now - turn, active, full);
             turn = now;
             if now >= timers_at {
@@ -301,15 +303,18 @@ impl Worker {
                 idle_since = now;
             }
             let (sending, waited) = self.under_way();
-            let spin = if waited > 0 && roomy {
+            let bulk = sending >= BULK && !full;
+            let spin = if bulk && roomy && !self.is_home() {
+                Duration::ZERO
+            } else if waited > 0 && roomy {
                 SPIN_WAITED
             } else {
                 SPIN
             };
-            if (sending >= BULK || full) && moved < LIGHT && now - idle_since < spin {
+            if (full || (bulk && !roomy)) && moved < LIGHT && now - idle_since < spin {
                 sys::nap(self.load.nap());
                 turn = self.now();
-                self.load.count(turn - now, false, 0);
+                self.load.count(turn - now, false, full, 0);
                 handle.counts.napped(turn - now, full);
             } else if !active && now - idle_since >= spin {
                 let mut until = self.timers(now);
@@ -333,6 +338,12 @@ impl Worker {
                 timers_at = timers_at.min(idle_since + TICK);
             }
         }
+    }
+
+    /// Whether requests to some peer come here first.
+    fn is_home(&self) -> bool {
+        let mut peers = self.links.iter().flatten().map(|mine| &mine.peer);
+        peers.any(|peer| peer.home == self.index)
     }
 
     /// Bytes of requests that are not finished: to be sent, and in all.

@@ -23,8 +23,8 @@ use std::collections::VecDeque;
 
 use crate::sys::Notice;
 
-/// A piece must be so large that pinning pages costs less than copying them.
-pub const LEAST: usize = 64 << 10;
+/// A piece must be so large that pinning pages costs less than copying them: a packet of the protocol.
+pub const LEAST: usize = evener_proto::wire::PACKET as usize;
 
 /// When to send without a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

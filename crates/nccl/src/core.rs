@@ -9,8 +9,8 @@
 //! The data path (`post`, `test`) takes no lock. Everything else may: it is called by NCCL's service
 //! thread, some hundred times a communicator.
 
-use std::collections::VecDeque;
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::collections::{BTreeSet, VecDeque};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use evener_engine::comm::Comm;
 use evener_engine::hello::HANDLE;
 use evener_engine::link::OVERSIZE;
-use evener_engine::settings::{Process, Settings};
+use evener_engine::settings::{Devices, Process, Settings};
 use evener_engine::{Engine, Error, Level, Listener, Memory, Slot, Status};
 
 use crate::log;
@@ -28,16 +28,24 @@ use evener_nccl_abi::{
 };
 
 /// What NCCL calls us: `NCCL_NET=Evener`.
-pub const NAME: &std::ffi::CStr = c"Evener";
+pub const NAME: &CStr = c"Evener";
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Mb/s that a device of some is told at least. NCCL's table of speeds has nothing between 1.2 and
+/// 0.24 GB/s, and with less than 1.2 it takes ten channels a device.
+const LEAST_SPEED: u32 = 10_000;
+
 /// A device as NCCL sees it: all NICs together, or one of them.
+///
+/// All together they are seen twice. NCCL keeps a fixed number of bytes in flight in a channel, and
+/// takes two channels a device where nodes have few GPUs: on a quick network with one device it waits
+/// for its own buffers.
 struct Device {
-    name: CString,
-    pci_path: Option<CString>,
+    name: &'static CStr,
+    pci_path: Option<&'static CStr>,
     speed: u32,
     engine: Arc<Engine>,
 }
@@ -47,13 +55,26 @@ struct State {
     devices: Vec<Device>,
     contexts: usize,
     /// Names and paths that NCCL was given: it may hold them for ever.
-    kept: Vec<Device>,
+    names: BTreeSet<&'static CStr>,
+}
+
+impl State {
+    /// A text that stays. There are as many as interfaces.
+    fn keep(&mut self, text: &str) -> &'static CStr {
+        let text = CString::new(text).unwrap_or_default();
+        if let Some(kept) = self.names.get(text.as_c_str()) {
+            return kept;
+        }
+        let kept: &CStr = Box::leak(text.into_boxed_c_str());
+        self.names.insert(kept);
+        kept
+    }
 }
 
 static STATE: Mutex<State> = Mutex::new(State {
     devices: Vec::new(),
     contexts: 0,
-    kept: Vec::new(),
+    names: BTreeSet::new(),
 });
 
 static FORKED: AtomicBool = AtomicBool::new(false);
@@ -99,41 +120,49 @@ fn misuse(what: &str) -> NcclResult {
     INVALID_ARGUMENT
 }
 
-fn pci_path(nic: &str) -> Option<CString> {
+fn pci_path(nic: &str) -> Option<String> {
     let path = std::fs::canonicalize(format!("/sys/class/net/{nic}/device")).ok()?;
-    CString::new(path.to_str()?).ok()
+    Some(path.to_str()?.to_owned())
 }
 
-fn start() -> Result<Vec<Device>, String> {
+fn start(state: &mut State) -> Result<Vec<Device>, String> {
     let settings = Settings::read(&Process).map_err(|error| error.to_string())?;
     let start = |config| {
         let engine = Engine::start(config, Box::new(log::say));
         engine.map(Arc::new).map_err(|error| error.to_string())
     };
-    let name = |text: &str| CString::new(text).unwrap_or_default();
     let engine = start(settings.config.clone())?;
-    if settings.aggregate {
+    let names: &[&str] = match settings.devices {
+        Devices::Pair => &["evener0", "evener1"],
+        Devices::Aggregate => &["evener"],
+        Devices::Nic => &[],
+    };
+    if !names.is_empty() {
         let sum = engine.nics().iter().map(|nic| nic.speed).sum();
-        let speed = if settings.speed > 0 {
+        let mut speed = if settings.speed > 0 {
             settings.speed
         } else {
             sum
         };
-        return Ok(vec![Device {
-            name: name("evener"),
+        if settings.devices == Devices::Pair {
+            speed = (speed / 2).max(LEAST_SPEED);
+        }
+        let device = |name: &&str| Device {
+            name: state.keep(name),
             pci_path: None,
             speed,
-            engine,
-        }]);
+            engine: engine.clone(),
+        };
+        return Ok(names.iter().map(device).collect());
     }
     let nics = engine.nics().to_vec();
     drop(engine);
-    let device = |nic: &evener_engine::nics::Nic| {
+    let mut device = |nic: &evener_engine::nics::Nic| {
         let mut config = settings.config.clone();
         config.interfaces = Some(format!("={}", nic.name));
         Ok(Device {
-            name: name(&nic.name),
-            pci_path: pci_path(&nic.name),
+            name: state.keep(&nic.name),
+            pci_path: pci_path(&nic.name).map(|path| state.keep(&path)),
             speed: if settings.speed > 0 {
                 settings.speed
             } else {
@@ -142,7 +171,7 @@ fn start() -> Result<Vec<Device>, String> {
             engine: start(config)?,
         })
     };
-    nics.iter().map(device).collect()
+    nics.iter().map(&mut device).collect()
 }
 
 /// Begins a context: the first one starts the engine.
@@ -155,7 +184,7 @@ pub fn init(logger: Logger) -> Result<*mut c_void, NcclResult> {
     if state.devices.is_empty() {
         static ONCE: std::sync::Once = std::sync::Once::new();
         ONCE.call_once(|| evener_engine::sys::at_fork(after_fork));
-        match start() {
+        match start(&mut state) {
             Ok(devices) => state.devices = devices,
             Err(why) => {
                 log::say(
@@ -179,13 +208,9 @@ pub fn finalize(context: *mut c_void) -> NcclResult {
     let mut state = lock(&STATE);
     state.contexts = state.contexts.saturating_sub(1);
     if state.contexts == 0 {
-        let devices = std::mem::take(&mut state.devices);
-        for device in &devices {
+        for device in std::mem::take(&mut state.devices) {
             device.engine.stop();
         }
-        // Their names are NCCL's to read; engines without threads are small.
-        state.kept.extend(devices);
-        state.kept.truncate(64);
     }
     SUCCESS
 }
@@ -204,10 +229,7 @@ pub fn properties(device: c_int) -> Result<Properties, NcclResult> {
     let found = found.ok_or_else(|| misuse("properties of a device that does not exist"))?;
     Ok(Properties {
         name: found.name.as_ptr(),
-        pci_path: found
-            .pci_path
-            .as_ref()
-            .map_or(std::ptr::null(), |path| path.as_ptr()),
+        pci_path: found.pci_path.map_or(std::ptr::null(), CStr::as_ptr),
         speed: c_int::try_from(found.speed).unwrap_or(c_int::MAX),
     })
 }
@@ -234,7 +256,8 @@ struct ListenBox {
 
 /// A comm as NCCL holds it.
 pub struct CommBox {
-    engine: Arc<Engine>,
+    /// None once closed: an engine has descriptors.
+    engine: Option<Arc<Engine>>,
     comm: Mutex<Option<Arc<Comm>>>,
     /// The same, for the data path: null once closed.
     fast: AtomicPtr<Comm>,
@@ -282,7 +305,7 @@ fn remove(all: &mut Vec<usize>, one: usize) -> bool {
 fn hand_out(engine: Arc<Engine>, comm: Arc<Comm>) -> *mut c_void {
     let fast = AtomicPtr::new(Arc::as_ptr(&comm).cast_mut());
     let boxed = Box::into_raw(Box::new(CommBox {
-        engine,
+        engine: Some(engine),
         comm: Mutex::new(Some(comm)),
         fast,
         limit: evener_engine::slots::SLOTS,
@@ -374,10 +397,11 @@ pub unsafe fn close(comm: *mut c_void) -> NcclResult {
         return SUCCESS;
     }
     // SAFETY: it is one of ours, and nobody else closes it.
-    let boxed = unsafe { Box::from_raw(comm.cast::<CommBox>()) };
+    let mut boxed = unsafe { Box::from_raw(comm.cast::<CommBox>()) };
     boxed.fast.store(null_mut(), Ordering::Release);
-    if let Some(comm) = lock(&boxed.comm).take() {
-        boxed.engine.release(&comm);
+    let (engine, comm) = (boxed.engine.take(), lock(&boxed.comm).take());
+    if let (Some(engine), Some(comm)) = (engine, comm) {
+        engine.release(&comm);
     }
     let mut objects = lock(&OBJECTS);
     objects.closed.push_back(boxed);
@@ -396,7 +420,7 @@ fn open_comm(comm: *mut c_void) -> Option<(Arc<Engine>, Arc<Comm>)> {
     // SAFETY: it is one of ours and was not closed.
     let boxed = unsafe { &*comm.cast::<CommBox>() };
     let open = lock(&boxed.comm).clone()?;
-    Some((boxed.engine.clone(), open))
+    Some((boxed.engine.clone()?, open))
 }
 
 /// Registers memory of the host. Nothing is pinned: TCP reads any.
@@ -458,7 +482,8 @@ pub unsafe fn post(
     // SAFETY: an open comm's box lives.
     let boxed = unsafe { &*comm.cast::<CommBox>() };
     // SAFETY: not null while the comm is open, and then the box holds a count of it.
-    let Some(comm) = (unsafe { boxed.fast.load(Ordering::Acquire).as_ref() }) else {
+    let comm = unsafe { boxed.fast.load(Ordering::Acquire).as_ref() };
+    let (Some(engine), Some(comm)) = (&boxed.engine, comm) else {
         return Err(misuse("a request on a closed comm"));
     };
     debug_assert!(boxed.limit > 0);
@@ -467,7 +492,7 @@ pub unsafe fn post(
         length: size,
     };
     // SAFETY: promised by the caller.
-    match unsafe { boxed.engine.post(comm, memory) } {
+    match unsafe { engine.post(comm, memory) } {
         Ok(Some(slot)) => Ok(std::ptr::from_ref(slot).cast_mut().cast()),
         Ok(None) => Ok(null_mut()),
         Err(error) => Err(refuse(&error)),

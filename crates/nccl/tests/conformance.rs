@@ -99,12 +99,15 @@ fn call_code<T>(result: Result<T, DriveError>) -> i32 {
 fn conforms(version: u32) {
     let plugin = load(version);
     assert_eq!(plugin.name(), "Evener");
-    assert_eq!(plugin.devices().unwrap(), 1);
-    let properties = plugin.properties(0).unwrap();
-    assert_eq!(properties.max_recvs, 1);
-    assert_eq!(properties.ptr_support, HOST);
-    assert!(properties.speed > 0);
-    assert_ne!(call_code(plugin.properties(1)), 0);
+    assert_eq!(plugin.devices().unwrap(), 2);
+    for device in 0..2 {
+        let properties = plugin.properties(device).unwrap();
+        assert_eq!(properties.name, format!("evener{device}"));
+        assert_eq!(properties.max_recvs, 1);
+        assert_eq!(properties.ptr_support, HOST);
+        assert_eq!(properties.speed, 10_000);
+    }
+    assert_ne!(call_code(plugin.properties(2)), 0);
 
     let comm = pair(&plugin);
     for (seed, size) in [0, 1, 100, 16384, 65536, 65537, 1 << 20, 3_000_001]

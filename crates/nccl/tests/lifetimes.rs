@@ -169,4 +169,19 @@ fn nothing_stays_behind() {
     plugin.close_send(kept.0).unwrap();
     plugin.close_recv(kept.1).unwrap();
     plugin.finalize().unwrap();
+
+    // NCCL makes a context for each communicator: with the last, the engine goes.
+    let context = |plugin: &mut Plugin, round: usize| {
+        plugin.init().unwrap();
+        let both = pair(plugin);
+        exchange(plugin, both, round);
+        plugin.close_send(both.0).unwrap();
+        plugin.close_recv(both.1).unwrap();
+        plugin.finalize().unwrap();
+        (descriptors().len(), status("Threads:"))
+    };
+    let before = context(&mut plugin, 0);
+    for round in 0..30 {
+        assert_eq!(context(&mut plugin, round), before);
+    }
 }

@@ -21,7 +21,7 @@ use crate::path::{Change, LATE, Path, PathId, PathState, Report};
 use crate::receive::{Outcome, ReceiveComm};
 use crate::send::SendComm;
 use crate::window::Quickest;
-use crate::wire::Frame;
+use crate::wire::{Frame, PACKET};
 
 /// The peer does not speak the protocol: give up the path that this came on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -47,8 +47,8 @@ enum Control {
 /// A piece is at least what the whole network carries in this time (seconds), between these bounds:
 /// each costs a lock and two calls, and a message in few pieces leaves paths idle.
 const PIECE: f64 = 20e-6;
-const PIECE_LEAST: f64 = 64.0 * 1024.0;
-const PIECE_MOST: f64 = 256.0 * 1024.0;
+const PIECE_LEAST: f64 = PACKET as f64;
+const PIECE_MOST: f64 = 4.0 * PACKET as f64;
 /// What all paths deliver is counted over this time.
 const WINDOW: Duration = Duration::from_millis(5);
 

@@ -80,7 +80,7 @@ impl Outgoing {
         }
     }
 
-    /// The next piece, of about `limit` bytes, for `path`.
+    /// The next piece, of `limit` bytes at most, for `path`.
     pub fn take(&mut self, path: PathId, limit: u32) -> Option<Piece> {
         if !self.pending() {
             return None;
@@ -89,11 +89,14 @@ impl Outgoing {
             piece
         } else {
             let left = self.total - self.next;
-            let whole = self.total <= WHOLE || left <= u64::from(limit) + u64::from(limit) / 4;
-            let length = if whole {
+            let limit = (u64::from(limit) / ALIGN * ALIGN).max(ALIGN);
+            let length = if self.total <= WHOLE || left <= limit {
                 left
+            } else if left < 2 * limit {
+                // Not a crumb at the end.
+                left.div_ceil(2).next_multiple_of(ALIGN)
             } else {
-                (u64::from(limit) / ALIGN * ALIGN).max(ALIGN)
+                limit
             };
             let length = length.min(left).min(u64::from(MAX_CHUNK)) as u32;
             let piece = Piece {
@@ -268,5 +271,43 @@ impl SendComm {
             }
         }
         (complete, granted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{HEADER, PACKET};
+
+    /// The lengths of the pieces of a message, cut by a limit of so many packets.
+    fn pieces(total: u64, packets: u32) -> Vec<u32> {
+        let mut message = Outgoing::new(total);
+        message.granted = true;
+        let next = || message.take(PathId(0), packets * PACKET);
+        let pieces: Vec<Piece> = std::iter::from_fn(next).collect();
+        for (one, next) in pieces.iter().zip(&pieces[1..]) {
+            assert_eq!(one.offset + u64::from(one.length), next.offset);
+            assert_eq!(next.offset % ALIGN, 0);
+        }
+        pieces.iter().map(|piece| piece.length).collect()
+    }
+
+    #[test]
+    fn pieces_with_their_headers_fit_into_packets_and_none_is_a_crumb() {
+        for total in [1 << 20, (1 << 20) + 100, 65_537, 100_000, 122_880, 122_881] {
+            for packets in 1..=4 {
+                let pieces = pieces(total, packets);
+                assert_eq!(pieces.iter().map(|one| u64::from(*one)).sum::<u64>(), total);
+                for length in &pieces {
+                    // MTUs of 1500 and of 9000.
+                    for packet in [45 * 1448, 7 * 8948] {
+                        let bytes = *length as usize + HEADER;
+                        assert!(bytes.div_ceil(packet) <= packets as usize, "{length}");
+                    }
+                    assert!(u64::from(*length) >= total.min(u64::from(PACKET) / 2 - ALIGN));
+                }
+            }
+        }
+        assert_eq!(pieces(1 << 16, 1), [1 << 16], "never split");
     }
 }

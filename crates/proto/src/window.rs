@@ -20,6 +20,8 @@
 
 use std::time::Duration;
 
+use crate::wire::PACKET;
+
 /// So long a chunk may wait in any case, seconds.
 pub(crate) const TARGET: f64 = 150e-6;
 /// A window grows by a factor of e in this time where nothing waits.
@@ -36,9 +38,10 @@ const LATELY: Duration = Duration::from_millis(1);
 const FIRST: f64 = 64.0 * 1024.0;
 const LEAST: f64 = 16.0 * 1024.0;
 const MOST: f64 = 16.0 * 1024.0 * 1024.0;
-/// A chunk is this part of the window, or what the caller holds for the least, and not more than this.
+/// A chunk is this part of the window, or what the caller holds for the least, and not more than this;
+/// of that, as many whole packets as there are.
 const PART: f64 = 2.0;
-const CHUNK_MOST: f64 = 256.0 * 1024.0;
+const CHUNK_MOST: f64 = 4.0 * PACKET as f64;
 /// A window that is less full than this is as good as an empty one: the first of them is as good as
 /// any, and few connections that are warm cost less than many.
 const HARDLY: f64 = 0.25;
@@ -117,7 +120,8 @@ impl Window {
 
     /// Bytes of a chunk, of at least so many.
     pub fn chunk(&self, least: f64) -> u32 {
-        (self.bytes / PART).min(CHUNK_MOST).max(least) as u32 / 4096 * 4096
+        let bytes = (self.bytes / PART).min(CHUNK_MOST).max(least) as u32;
+        (bytes / PACKET).max(1) * PACKET
     }
 
     /// How full it would be with `queued` bytes and a chunk; 1 and more where there is no room. One that
@@ -169,7 +173,7 @@ impl Window {
 mod tests {
     use super::*;
 
-    const LEAST_PIECE: f64 = 65536.0;
+    const LEAST_PIECE: f64 = PACKET as f64;
 
     /// A window after some milliseconds in which chunks wait for so many microseconds; `full`: it has
     /// no room all the time.

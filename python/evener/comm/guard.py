@@ -1,7 +1,7 @@
 """The accuracy guard: does what is sent still point where the gradients point?
 
-Every `EVENER_GUARD_STEPS` steps each compressed bucket is reduced twice, compressed and dense, and
-two figures come out, over all ranks:
+Every `EVENER_GUARD_STEPS` steps, and some before (`due`), each compressed bucket is reduced twice,
+compressed and dense, and two figures come out, over all ranks:
 
 - `cosine` of the compressed result against the dense one of the same step;
 - `residual_ratio`: the norm of what is not sent yet over that of the gradient.
@@ -11,24 +11,72 @@ back to the form's milder one from the next step on, on all ranks, with a line i
 residual goes over into the milder form, or into the next exact gradient. Nothing goes back up by
 itself. A step with figures that are not finite (an overflow, which a loss scaler skips) is not
 judged.
+
+Limits depend on the optimizer. Error feedback makes a gradient late, not wrong, so whatever is
+linear in the gradients (SGD, with momentum too) gets the same sum in the end. Adam and its kin
+divide by what they saw of the gradient's size: what comes rarely and then at once moves a parameter
+by about as much as one ordinary gradient would have (Tang et al., 1-bit Adam, arXiv 2102.02888, on
+why error feedback needs linearity). There forms may name stricter limits, which hold too where the
+optimizer is not known (`Optimizers`). What was measured is in docs/comm.md, "The guard's limits".
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from evener.comm.exchange import Exchange
 from evener.comm.groups import Communicators
 from evener.comm.options import Options
-from evener.comm.wires import Limits
+from evener.comm.wires import Limits, Wire
 
 logger = logging.getLogger("evener.comm")
+
+# What goes wrong does so early: a form that is past its limits from the start has cost few steps
+# by the sixth, and leaves a small residual to the milder one, which sends it at once; after 25
+# steps of top-k 1% it was 17 gradients (docs/comm.md). Not earlier, because a second reduction
+# would disturb the steps that are profiled and the first that a planner holds against its plan.
+_FIRST = 6
+# Parts of EVENER_GUARD_STEPS after which is looked too while strict limits hold for a form that is
+# in use: its ratio may still be on its way down (`EVENER_TOPK_WARMUP`).
+_EARLY = (8, 2)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one bucket in one checked step, over all ranks.
+
+    `gain`: of the squared norm, what the optimizer gets over the dense gradient's.
+    """
+
+    residual_ratio: float
+    cosine: float
+    gain: float
+    finite: bool
+
+    @classmethod
+    def of(cls, sums: Sequence[float]) -> Figures:
+        """`sums`: `Exchange.measured`, added up over the ranks."""
+        product, result, dense, residual, gradient = sums
+        return cls(
+            math.sqrt(residual / gradient) if gradient > 0 else 0.0,
+            product / math.sqrt(result * dense) if result > 0 and dense > 0 else 1.0,
+            result / dense if dense > 0 else 1.0,
+            all(map(math.isfinite, sums)),
+        )
+
+    def past(self, limits: Limits) -> bool:
+        """Whether the form has to go."""
+        within = self.residual_ratio <= limits.residual and self.cosine >= limits.cosine
+        return self.finite and not within
 
 
 @dataclass(frozen=True)
@@ -44,54 +92,136 @@ class Verdict:
     falls_to: str = ""
 
 
-def limits(options: Options, form: Limits) -> Limits:
-    """The form's own, where the user gave none."""
+def due(step: int, every: int, strict: bool = False) -> bool:
+    """Whether `step`, from 1, is checked: every `every`-th, and the sixth, if that is before them.
+
+    `strict`: and some more, as `Optimizers.strict` says.
+    """
+    if every <= 0 or step % every == 0:
+        return every > 0
+    early = [_FIRST, *(every // part for part in _EARLY if strict)]
+    return 1 < step < every and step in early
+
+
+def limits(options: Options, form: Wire | type[Wire], linear: bool) -> Limits:
+    """The form's own, where the user gave none. `linear`: the optimizer's updates are."""
+    own = form.limits if linear or form.strict is None else form.strict
     return Limits(
-        options.guard_residual if options.guard_residual > 0 else form.residual,
-        options.guard_cosine if options.guard_cosine > -1 else form.cosine,
+        options.guard_residual if options.guard_residual > 0 else own.residual,
+        options.guard_cosine if options.guard_cosine > -1 else own.cosine,
     )
 
 
+def is_linear(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its updates are linear in the gradients: SGD's, and what a door has made of one."""
+    return isinstance(optimizer, torch.optim.SGD)
+
+
+class Optimizers:
+    """Which optimizers step `parameters`: those that a front door was given, or that were seen."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._found: dict[str, bool] = {}
+        self._hook: RemovableHandle | None = None
+        # Whether the last check judged a form by strict limits and left it: equal on all ranks.
+        self.strict = False
+
+    def given(self, optimizer: torch.optim.Optimizer) -> None:
+        """This one steps them."""
+        self._found[type(optimizer).__name__] = is_linear(optimizer)
+
+    def watch(self) -> None:
+        """See which do so from now on; a hook of torch's on every optimizer, until the first check.
+
+        An optimizer with hooks is not overlapped across the step: here none was given anyway.
+        """
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._steps)
+
+    def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        if any(id(p) in self._parameters for group in groups for p in group["params"]):
+            self.given(optimizer)
+
+    def settle(self) -> None:
+        """Look no longer. May be called twice."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is one at all."""
+        return bool(self._found)
+
+    @property
+    def linear(self) -> bool:
+        """Whether all that are known are linear, and there is one."""
+        return self.known and all(self._found.values())
+
+    def __str__(self) -> str:
+        return " and ".join(self._found) or "an optimizer that was not seen"
+
+
 def judge(
-    exchanges: Sequence[Exchange], step: int, options: Options, communicators: Communicators
+    exchanges: Sequence[Exchange],
+    step: int,
+    options: Options,
+    communicators: Communicators,
+    optimizers: Optimizers,
 ) -> list[Verdict]:
     """One verdict a measured bucket, the same on all ranks. Collective; makes the host wait."""
     measured = [exchange for exchange in exchanges if exchange.measured is not None]
     if not measured:
         return []
-    sums = torch.stack([e.measured.cpu() for e in measured if e.measured is not None])
+    if optimizers.known:
+        optimizers.settle()
+    other = torch.full((len(measured), 1), 0.0 if optimizers.linear else 1.0, dtype=torch.float64)
+    rows = torch.stack([e.measured.cpu() for e in measured if e.measured is not None])
+    sums = torch.cat([rows, other], dim=1)
     dist.all_reduce(sums, group=communicators.control.handle)
     verdicts = []
+    optimizers.strict = False
     for exchange, row in zip(measured, sums.tolist(), strict=True):
         exchange.measured = None
-        product, result, dense, residual, gradient = row
-        ratio = math.sqrt(residual / gradient) if gradient > 0 else 0.0
-        cosine = product / math.sqrt(result * dense) if result > 0 and dense > 0 else 1.0
-        bound = limits(options, exchange.wire.limits)
-        bad = not (ratio <= bound.residual and cosine >= bound.cosine)
-        finite = all(map(math.isfinite, row))
+        wire, figures = exchange.wire, Figures.of(row[:-1])
+        bound = limits(options, wire, linear=row[-1] == 0)
+        falls = figures.past(bound)
+        optimizers.strict |= wire.strict is not None and row[-1] > 0 and not falls
         verdicts.append(
             Verdict(
                 step,
                 exchange.bucket.index,
                 exchange.title,
-                exchange.wire.name,
-                ratio,
-                cosine,
-                exchange.wire.milder if bad and finite else "",
+                wire.name,
+                figures.residual_ratio,
+                figures.cosine,
+                wire.milder if falls else "",
             )
         )
-        if bad and finite and communicators.rank == 0:
+        if falls and communicators.rank == 0:
             logger.warning(
                 "step %d: %s falls back from %s to %s: residual %.3g of the gradient (limit %.3g), "
-                "cosine against dense %.3g (limit %.3g)",
+                "cosine against dense %.3g (limit %.3g)%s",
                 step,
                 exchange.title,
-                exchange.wire.name,
-                exchange.wire.milder,
-                ratio,
+                wire.name,
+                wire.milder,
+                figures.residual_ratio,
                 bound.residual,
-                cosine,
+                figures.cosine,
                 bound.cosine,
+                _why(wire, optimizers) if row[-1] else "",
             )
     return verdicts
+
+
+def _why(wire: Wire, optimizers: Optimizers) -> str:
+    if wire.strict is None:
+        return ""
+    who = "another rank's optimizer" if optimizers.linear else str(optimizers)
+    return (
+        f"; {wire.name}'s limits under {who}, not being linear in the gradients as SGD is: "
+        "EVENER_GUARD_RESIDUAL gives others (docs/comm.md)"
+    )

@@ -110,6 +110,8 @@ class Reducer:
             StreamLanes(self.device) if self.device.type == "cuda" else ThreadLanes()
         )
         self.loss_scale = LossScale()
+        # Who steps the parameters, for the guard: doors say so, or let it look.
+        self.optimizers = guard.Optimizers(self.parameters)
         self.steps = 0
         self._records = Records.open(self.communicators.rank)
         self._loaded: dict[str, Any] | None = None
@@ -381,10 +383,11 @@ class Reducer:
         self._next += 1
 
     def _begin_step(self) -> Step:
-        every = self.options.guard_steps
+        due = guard.due(self.steps + 1, self.options.guard_steps, self.optimizers.strict)
         return Step(
             change=self.loss_scale.change(),
-            checked=every > 0 and (self.steps + 1) % every == 0,
+            # Where all is exact there is nothing to check, and the step may be deferred.
+            checked=due and any(exchange.wire.name != "exact" for exchange in self.exchanges),
             follows_scale=self.loss_scale.active,
             timed=self._records is not None,
         )
@@ -526,7 +529,9 @@ class Reducer:
     def _guard(self) -> list[guard.Verdict]:
         if not self._step.checked:
             return []
-        verdicts = guard.judge(self.exchanges, self.steps, self.options, self.communicators)
+        verdicts = guard.judge(
+            self.exchanges, self.steps, self.options, self.communicators, self.optimizers
+        )
         for verdict in verdicts:
             if verdict.falls_to:
                 self.use(verdict.bucket, verdict.falls_to)
@@ -663,6 +668,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self.parts.detach()
+        self.optimizers.settle()
         self.lanes.close()
         if self._records is not None:
             self._records.close()

@@ -35,6 +35,16 @@ def gpus() -> list[str]:
     return [str(index) for index in range(len(devices))]
 
 
+def share(available: Sequence[str], first: int, slots: int) -> list[str] | None:
+    """The GPUs of a node of `slots`, the first of which is number `first` of all: in turn.
+
+    With fewer GPUs than slots nodes share them, and slots of one node only where it has more than
+    there are: NCCL takes no GPU twice on a host. None without a GPU.
+    """
+    count = len(available)
+    return [available[(first + slot) % count] for slot in range(min(slots, count))] or None
+
+
 def inherited() -> dict[str, str]:
     """This process's environment without what belongs to the host or to another launcher."""
     kept = {name: value for name, value in os.environ.items() if not _LEAKS.fullmatch(name)}

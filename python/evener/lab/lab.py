@@ -390,10 +390,10 @@ class Lab:
 
     def _variables(self) -> list[dict[str, str]]:
         available, slots = environment.gpus(), self.spec.slots
-        enough = len(available) >= self.spec.world_size
-        if available and not enough:
+        if 0 < len(available) < self.spec.world_size:
             logger.warning(
-                "%d GPUs for %d slots: each process sees all of them",
+                "%d GPUs for %d slots: slots share them. They take turns, unless NVIDIA's MPS runs "
+                "(nvidia-cuda-mps-control -d)",
                 len(available),
                 self.spec.world_size,
             )
@@ -401,7 +401,7 @@ class Lab:
             environment.of_node(
                 node.name,
                 ["lo"] if self.mode == "loopback" else [nic.device for nic in node.nics],
-                available[node.index * slots :][:slots] if enough else None,
+                environment.share(available, node.index * slots, slots),
                 isolated=self.mode != "loopback",
             )
             for node in self.plan.nodes

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from evener import settings
 from evener.errors import EvenerError
+from evener.net.choice import Machine, why_not
 
 NCCL_NAME = "Evener"
 """The plug-in's name for NCCL_NET."""
@@ -28,16 +29,18 @@ def plugin_path() -> Path:
     return path
 
 
-def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(
+    env: Mapping[str, str] | None = None, machine: Machine | None = None
+) -> dict[str, str]:
     """The variables that make NCCL use the plug-in, without those that `env` has already.
 
-    `env`: the environment that the job will have (default: the process's). A user who chose a
-    network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the answer is empty then, and without
-    EVENER_NET=on.
+    `env`: the environment that the job will have (default: the process's); `machine`: what it will
+    run on (default: this one). A user who chose a network (NCCL_NET, NCCL_NET_PLUGIN) keeps it: the
+    answer is empty then, with EVENER_NET=off, and where `choice.why_not` has a reason.
     Raises PluginError where the plug-in was not built.
     """
     env = os.environ if env is None else env
-    if _declined(env):
+    if _declined(env, machine):
         return {}
     told = {
         "NCCL_NET_PLUGIN": str(plugin_path()),
@@ -48,30 +51,40 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: value for name, value in told.items() if name not in env}
 
 
-def _declined(env: Mapping[str, str]) -> str:
+def _declined(env: Mapping[str, str], machine: Machine | None = None) -> str:
     """Why NCCL's network is left alone, or nothing."""
     for name in ("NCCL_NET_PLUGIN", "NCCL_NET"):
         if env.get(name):
             return f"{name}={env[name]} is set"
-    on = env.get(settings.EVENER_NET.name, "").strip().lower() == "on"
-    return "" if on else "EVENER_NET=on would give it Evener's plug-in"
+    wish = _wish(env)
+    if wish == "on":
+        return ""
+    if wish != "auto":
+        return f"EVENER_NET={wish}"
+    why = why_not(env, machine or Machine.here())
+    return f"{why} (EVENER_NET=on would give it Evener's plug-in)" if why else ""
 
 
-def adopt(env: MutableMapping[str, str]) -> str:
+def _wish(env: Mapping[str, str]) -> str:
+    setting = settings.EVENER_NET
+    return env.get(setting.name, "").strip().lower() or str(setting.default)
+
+
+def adopt(env: MutableMapping[str, str], machine: Machine | None = None) -> str:
     """Put what `environment` says into `env`, and say in one line what was done and why."""
     try:
-        told = environment(env)
+        told = environment(env, machine)
     except PluginError as error:
         return f"NCCL keeps its own network: {error.problem}"
     if not told:
-        return f"NCCL's network is left as it is: {_declined(env)}"
+        return f"NCCL's network is left as it is: {_declined(env, machine)}"
     env.update(told)
-    return f"NCCL uses {told['NCCL_NET_PLUGIN']} (EVENER_NET=on)"
+    return f"NCCL uses {told['NCCL_NET_PLUGIN']} (EVENER_NET={_wish(env)})"
 
 
 def has_gpus() -> bool:
     """Whether this machine has an NVIDIA GPU, so that NCCL matters on it."""
-    return any(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
+    return Machine.here().gpus > 0
 
 
 _imported: dict[str, str] = {}  # what `at_import` has set

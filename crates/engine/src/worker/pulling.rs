@@ -8,6 +8,7 @@
 use std::time::{Duration, Instant};
 
 use evener_proto::ahead::Ahead;
+use evener_proto::wire::PACKET;
 use evener_proto::{Frame, Side};
 
 use super::{Mine, Worker, enter};
@@ -18,9 +19,9 @@ use crate::sync::Ordering as SyncOrdering;
 use crate::sys;
 
 /// A connection holds at most this much that the kernel has not taken.
-const PULL: usize = 256 << 10;
+const PULL: usize = BITE as usize;
 /// A worker pulls at most this much before it writes that: what is left others may have.
-const BITE: u64 = 256 << 10;
+const BITE: u64 = 4 * PACKET as u64;
 /// The kernel is asked this often what is on its way. Between two looks only what was added is
 /// known, which makes no window seem emptier than it is.
 const LOOK: Duration = Duration::from_micros(50);

@@ -22,9 +22,15 @@ use crate::sys;
 
 /// Between two looks, sleep left aside. An all-reduce of NCCL's takes a few to a hundred milliseconds.
 const EVERY: Duration = Duration::from_millis(2);
-/// Above this part of its time a worker has too much to do ...
+/// Above this part of its time a worker has too much to do where the network is the limit, ...
 const FULL: f64 = 0.9;
-/// ... and below this it can take more.
+/// and above this where it is not: then NCCL waits for workers, and for a busy one longer ...
+const BUSY: f64 = 0.3;
+/// The network is the limit if it was for this part of the time, of so many looks: between two
+/// all-reduces it never is.
+const LIMITED: f64 = 0.3;
+const LIMITED_LOOKS: f64 = 8.0;
+/// ... and one that is less busy than this part of it can take more.
 const SPARE: f64 = 0.5;
 /// So many looks in a row must say that a worker is full.
 const FULL_LOOKS: u32 = 2;
@@ -47,6 +53,8 @@ const FORGET: f64 = 0.9995;
 pub(super) struct Load {
     busy: Duration,
     awake: Duration,
+    /// For so long of that the network was the limit.
+    limited: Duration,
     moved: u64,
     /// Processor time of the thread at the last look.
     used: Duration,
@@ -55,9 +63,13 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// A turn of the loop, or a nap, has taken `time`.
-    pub fn count(&mut self, time: Duration, active: bool, moved: usize) {
+    /// A turn of the loop, or a nap, has taken `time`. `limited`: there was more to send than may be
+    /// on its way.
+    pub fn count(&mut self, time: Duration, active: bool, limited: bool, moved: usize) {
         self.awake += time;
+        if limited {
+            self.limited += time;
+        }
         self.moved += moved as u64;
         if active {
             self.busy += time;
@@ -89,6 +101,8 @@ impl Load {
 struct Member {
     /// How much of the time for which it is awake it works.
     busy: f64,
+    /// For which part of that time the network was the limit, of late.
+    limited: f64,
     /// Bytes a second that it moves while it is awake.
     moves: f64,
     at: Duration,
@@ -144,16 +158,19 @@ impl Crew {
             self.most = self.most.max(load.moved as f64 / busy);
         }
         self.most *= FORGET;
+        let limited = load.limited.as_secs_f64() / awake;
         let member = &mut self.members[me];
+        member.limited += (limited - member.limited) / LIMITED_LOOKS;
+        let limited = member.limited >= LIMITED;
         (member.busy, member.moves) = (busy / awake, load.moved as f64 / awake);
         member.at = now;
-        let full = member.busy >= FULL;
+        let full = member.busy >= if limited { FULL } else { BUSY };
         member.full = if full { member.full + 1 } else { 0 };
         if member.full >= FULL_LOOKS {
             (member.full, member.calm) = (0, 0);
             return self.spread(me, now);
         }
-        let to = if home || full || now < self.until {
+        let to = if home || full || !limited || now < self.until {
             None
         } else {
             let fits = |to: &&usize| {
@@ -167,7 +184,10 @@ impl Crew {
         match to {
             Some(to) if member.calm >= CALM_LOOKS => {
                 let moves = member.moves;
-                *member = Member::default();
+                *member = Member {
+                    limited: member.limited,
+                    ..Member::default()
+                };
                 self.members[to].moves += moves;
                 self.gathered = Some(now);
                 self.until = now + SETTLE;
@@ -181,7 +201,8 @@ impl Crew {
     fn spread(&mut self, me: usize, now: Duration) -> Advice {
         let others = (0..self.members.len()).filter(|one| *one != me);
         let least = others.min_by(|a, b| self.busy(*a, now).total_cmp(&self.busy(*b, now)));
-        let Some(to) = least.filter(|to| self.busy(*to, now) < SPARE) else {
+        let spare = self.members[me].busy * SPARE;
+        let Some(to) = least.filter(|to| self.busy(*to, now) < spare) else {
             return Advice::Stay;
         };
         // Nobody else gives to it before it has counted what this brings.
@@ -189,6 +210,7 @@ impl Crew {
         self.members[me].moves = half;
         self.members[to] = Member {
             busy: FULL,
+            limited: self.members[me].limited,
             moves: self.moves(to, now) + half,
             at: now,
             ..Member::default()
@@ -290,14 +312,15 @@ impl Worker {
 mod tests {
     use super::*;
 
-    /// What a worker does in two milliseconds of a network that gives it this: bytes a second of the
-    /// work that is its own, where a turn costs something besides its bytes.
+    /// What a worker does in two milliseconds of a network that is the limit and gives it this: bytes
+    /// a second of the work that is its own, where a turn costs something besides its bytes.
     fn load(wanted: f64) -> Load {
         const MOST: f64 = 4e9;
         let busy = (wanted / MOST * 1.1 + 0.1).min(1.0);
         Load {
             busy: EVERY.mul_f64(busy),
             awake: EVERY,
+            limited: EVERY,
             moved: (wanted.min(MOST * busy) * EVERY.as_secs_f64()) as u64,
             used: Duration::ZERO,
             pause: Duration::ZERO,
@@ -361,6 +384,38 @@ mod tests {
             let (_, moves) = settle(&mut crew, &mut conns, total, 10.0, 20.0);
             assert!(moves <= 8, "{total}: {moves}");
         }
+    }
+
+    #[test]
+    fn where_the_network_is_not_the_limit_they_spread_early_and_stay() {
+        let mut crew = Crew::new(2);
+        let free = |wanted| Load {
+            limited: Duration::ZERO,
+            ..load(wanted)
+        };
+        let look = |crew: &mut Crew, me: usize, load: &Load, step: u32| {
+            crew.look(me, load, me == 0, &[1 - me], EVERY * step)
+        };
+        // Two fifths of what a worker could do; now and then the network is not the limit.
+        for step in 1..500 {
+            let load = if step % 50 < 2 {
+                free(1.6e9)
+            } else {
+                load(1.6e9)
+            };
+            let advice = look(&mut crew, 0, &load, step);
+            assert!(step < 10 || advice == Advice::Stay, "{step}");
+        }
+        let mut crew = Crew::new(2);
+        assert_eq!(look(&mut crew, 0, &free(1.6e9), 3), Advice::Stay);
+        assert_eq!(look(&mut crew, 0, &free(1.6e9), 4), Advice::Half(1));
+        for step in 5..500 {
+            for me in 0..2 {
+                assert_eq!(look(&mut crew, me, &free(0.8e9), step), Advice::Stay);
+            }
+        }
+        let gathers = |step| look(&mut crew, 1, &load(0.8e9), step) == Advice::All(0);
+        assert!((500..600).any(gathers));
     }
 
     #[test]

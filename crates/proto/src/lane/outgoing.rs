@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Control, Lane, Transmit};
 use crate::Side;
 use crate::path::{PathId, PathState};
-use crate::wire::{Frame, HEADER};
+use crate::wire::{Frame, HEADER, PACKET};
 
 impl Lane {
     /// The next frame for a path that has room. For a chunk, its bytes follow the header.
@@ -22,7 +22,7 @@ impl Lane {
             None if !usable => None,
             None => self.next_control().or_else(|| {
                 let share = self.backlog / live.max(1);
-                let share = u32::try_from(share).unwrap_or(u32::MAX);
+                let share = u32::try_from(share).unwrap_or(u32::MAX) / PACKET * PACKET;
                 let share = share.max(least as u32);
                 self.next_chunk(id, limit.min(share), now)
             }),

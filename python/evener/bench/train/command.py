@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
+from evener import settings
 from evener.bench.train import (
     clusters,
     columns,
@@ -220,7 +221,8 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     do not end with equal parameters, or whose first update is not DDP's, fails and shows no figure.
 
     The ranks are simulated nodes (--lab), the ranks of the launcher that started it (torchrun,
-    mpirun, evener launch; or --hosts), or processes of this machine.
+    mpirun, evener launch; or --hosts), or processes of this machine. NCCL keeps the network that
+    it has without Evener, in all columns, unless EVENER_NET is set.
     """
     if given["modes"]:
         asked = ctx.get_parameter_source("column_names") == ParameterSource.COMMANDLINE
@@ -232,6 +234,8 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     if given["source"]:
         _show(files.read(given["source"]), given)
         return
+    # The peers are measured as they are without Evener; and all columns on the same network.
+    os.environ.setdefault(settings.EVENER_NET.name, "off")
     if given["hosts"]:
         _start_on_hosts(ctx, given["hosts"])
     for path in (given["json_path"], given["html_path"]):

@@ -32,7 +32,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from evener.bench.train import coding, guard, models, nccl, wrap
 from evener.bench.train.columns import Column
 from evener.bench.train.plan import Options
-from evener.settings import LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO
+from evener.settings import (
+    EVENER_GUARD_STEPS,
+    LIGHT_2D_ALLREDUCE,
+    LIGHT_TOPK_ALLREDUCE,
+    LIGHT_TOPK_RATIO,
+)
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -85,6 +90,8 @@ def _enter_group(task: Task, column: Column) -> None:
     # These would overrule the column.
     for setting in (LIGHT_2D_ALLREDUCE, LIGHT_TOPK_ALLREDUCE, LIGHT_TOPK_RATIO):
         os.environ.pop(setting.name, None)
+    # The guard's check, one step in 200, is a dense exchange; the first would be one of few here.
+    os.environ.setdefault(EVENER_GUARD_STEPS.name, "0")
     os.environ.update(
         RANK=str(task.rank),
         WORLD_SIZE=str(task.world),
@@ -204,6 +211,7 @@ class _Run:
             ),
             "device": self.device.type,
             "plan": self._planned(),
+            "carrier": self._carrier(),
             "coding_ms": coding_ms,
         }
         self._phase("check")
@@ -353,6 +361,11 @@ class _Run:
         took = coding.measure(self._step, finish, here=self.task.rank == 0)
         self._phase("coding")
         return took
+
+    def _carrier(self) -> dict[str, Any] | None:
+        """What carries the exchange between nodes, and why; None where Evener does not reduce."""
+        reducer = getattr(self.model, "evener", None)
+        return None if reducer is None else reducer.communicators.route.carrier.to_json()
 
     def _planned(self) -> dict[str, Any] | None:
         """What Evener's planner decided and expected, where this column has one."""

@@ -1,6 +1,10 @@
 """The planner in a running job: probe, decide on rank 0, tell all, compare, decide again.
 
-Each reducer has one. After the profiled step it probes the network (once, about a second), rank 0
+Each reducer has one; where a form was asked for, only with overlap across the step. Then the form
+stays, and what is decided is the order in which buckets leave, and whether embeddings are taken
+apart.
+
+After the profiled step it probes the network (once, about a second), rank 0
 chooses, and every rank takes over the same decision. Then, every `WATCH_EVERY` steps, one step's
 exchanges between nodes are timed and rank 0 logs what was predicted beside what was measured. Where
 they are apart by more than `DRIFT` in two of these in a row, the network is not the one that was
@@ -10,6 +14,7 @@ later ones are held against, so that a model of the network that is wrong here i
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +26,8 @@ from evener.comm import wires
 from evener.comm.planner import choose, probe
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs
+from evener.comm.planner.sequence import first_sequence
+from evener.comm.planner.simulate import play
 from evener.comm.profile import Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
@@ -47,7 +54,15 @@ class Planner:
     ) -> None:
         """`measure`: in place of the probe, for tests; collective as the probe is."""
         self.reducer, self.overlap = reducer, overlap
-        self.forms = wires.candidates(reducer.options.floor)
+        # The form that was asked for; None where one is to be chosen.
+        wire = reducer.options.wire
+        self.forced = None if wire == "exact" else wire
+        # From the mildest on; beside a forced one the one for norms and small shards.
+        self.forms = (
+            wires.candidates(reducer.options.floor)
+            if self.forced is None
+            else ("exact", self.forced)
+        )
         self.decision: Decision | None = None
         self.costs: Costs | None = None
         # On rank 0: the step that each form alone would give.
@@ -76,18 +91,22 @@ class Planner:
             made, whole = self._apart_or_whole(agreed, self.costs)
             agreed = whole or agreed
             box = [made, whole is not None]
+            alone = self.forms if self.forced is None else ("exact",)
             self.forced_ms = {
-                form: self._choose(agreed, self.costs, [form]).step_ms for form in self.forms
+                form: self._choose(agreed, self.costs, [form]).step_ms for form in alone
             }
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.decision = box[0]
         assert self.decision is not None
         if box[1]:
             self.reducer.parts.leave_whole()
-        self.reducer.adopt(
-            [(choice.algorithm, choice.form) for choice in self.decision.choices],
-            self.decision.sequence,
-        )
+        if self.forced is None:
+            self.reducer.adopt(
+                [(choice.algorithm, choice.form) for choice in self.decision.choices],
+                self.decision.sequence,
+            )
+        else:
+            self.reducer.resequence(self.decision.sequence)
         for exchange, choice in zip(self.reducer.exchanges, self.decision.choices, strict=True):
             exchange.predicted_ms = choice.stages_ms[1]
         self._strikes = self._steps = 0
@@ -100,11 +119,12 @@ class Planner:
         self, profile: StepProfile, costs: Costs
     ) -> tuple[Decision, StepProfile | None]:
         """The decision; and the profile with shared embeddings whole, where that is as good."""
-        apart = self._choose(profile, costs, self.forms)
+        forms = self.forms if self.forced is None else [self.forced]
+        apart = self._choose(profile, costs, forms)
         joined = self.reducer.parts.as_whole(profile)
         if joined is None:
             return apart, None
-        whole = self._choose(joined, costs, self.forms)
+        whole = self._choose(joined, costs, forms)
         better = whole.step_ms <= apart.step_ms
         logger.info(
             "plan: what embedding and layer share is %s: the step takes %.1f ms whole, %.1f ms "
@@ -121,13 +141,16 @@ class Planner:
             costs,
             forms,
             overlap=self.overlap,
-            algorithm=self.reducer.options.algorithm,
+            # A forced form takes the way that it takes without a planner.
+            algorithm=self.reducer.options.algorithm if self.forced is None else "2d",
             allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
         )
 
     def _probe(self, profile: StepProfile) -> Costs:
         sizes = [bucket.bytes for bucket in profile.buckets]
-        communicators, options = self.reducer.communicators, self.reducer.options
+        communicators = self.reducer.communicators
+        # The order is for the many steps after a warm-up.
+        options = dataclasses.replace(self.reducer.options, warmup_steps=0)
         # One node: nothing crosses a network.
         forms = self.forms if communicators.route.levels.nodes > 1 else ("exact",)
         made = {form: wires.get(form)(communicators.route, options) for form in forms}
@@ -139,7 +162,7 @@ class Planner:
 
     def step_begins(self) -> bool:
         """Once a step, between steps. Collective now and then; True: the network has changed."""
-        if self.decision is None:
+        if self.decision is None or self.reducer.steps < self.reducer.options.warmup_steps:
             return False
         self._steps += 1
         place = self._steps % self._every
@@ -207,8 +230,24 @@ class Planner:
             state,
             ", ".join(f"{form} {step:.1f} ms" for form, step in self.forced_ms.items()),
         )
+        if self.forced is not None:
+            logger.info(
+                "plan: the form is fixed, %s was asked for; buckets leave in the order %s: left as "
+                "they become complete, the step would take %.1f ms",
+                self.forced,
+                " ".join(map(str, made.sequence)),
+                as_complete(profile, made),
+            )
         for line in table(profile, made):
             logger.info("plan: %s", line)
+
+
+def as_complete(profile: StepProfile, made: Decision) -> float:
+    """Milliseconds of the step with these choices, if buckets left as they become complete."""
+    stages = [choice.stages_ms for choice in made.choices]
+    losses = [choice.loss for choice in made.choices]
+    order = first_sequence(profile, stages, overlap=False)
+    return play(profile, stages, order, made.overlap, losses).step_ms
 
 
 def table(profile: StepProfile, made: Decision) -> Sequence[str]:

@@ -19,12 +19,17 @@ def look_at_moments(
     """Top-k is not for Adam and its kin: a planner does not choose it, and who forces it is told.
 
     Their second moments see a gradient that comes rarely and then at once; what that cost is in
-    docs/comm.md, "What it costs in accuracy".
+    docs/comm.md, "What it costs in accuracy". The guard is told too, which has stricter limits for
+    them; where no optimizer was given, it looks for one while top-k may be sent.
     """
+    if optimizer is not None:
+        reducer.optimizers.given(optimizer)
+    elif any(wires.get(form).sparse for form in (reducer.options.wire, reducer.options.floor)):
+        reducer.optimizers.watch()
     if optimizer is None or not any("betas" in group for group in optimizer.param_groups):
         return
     first, kind = reducer.communicators.rank == 0, type(optimizer).__name__
-    if planner is not None:
+    if planner is not None and planner.forced is None:
         dense = tuple(form for form in planner.forms if not wires.get(form).sparse)
         if first and dense != planner.forms:
             logger.info(
@@ -38,7 +43,8 @@ def look_at_moments(
     elif first and wires.get(reducer.options.wire).sparse:
         logger.warning(
             "%s under %s: in our tests that cost accuracy (docs/comm.md), which INT8 did not; "
-            "mode='int8' is a quarter of the bytes",
+            "mode='int8' is a quarter of the bytes, and what the guard falls back to past its "
+            "limits",
             reducer.options.wire,
             kind,
         )

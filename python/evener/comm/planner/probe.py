@@ -126,8 +126,11 @@ class Probe:
     ) -> float:
         """Milliseconds of one call on `size` bytes of FP32 among others: the slowest rank's."""
         numel = padded(size // 4, ALIGN * self.communicators.route.shards)
+        # Of its own: the script's random numbers are those that it would draw without a probe.
+        own = torch.Generator(self.device).manual_seed(1 + self.communicators.rank)
         data = [
-            torch.randn(numel, device=self.device) for _ in range(OUTER_STREAMS if lanes else 1)
+            torch.randn(numel, device=self.device, generator=own)
+            for _ in range(OUTER_STREAMS if lanes else 1)
         ]
 
         def turns() -> None:

@@ -8,7 +8,8 @@ A further form (FP8, INT4, PowerSGD) is one class:
 
         def exchange(self, shard, state): ...
 
-`milder` is what the accuracy guard (`evener.comm.guard`) falls back to past `limits`; `lossy` forms
+`milder` is what the accuracy guard (`evener.comm.guard`) falls back to past `limits`, or past
+`strict` where the optimizer is not known to be linear in the gradients; `lossy` forms
 leave norms and biases out; forms with `feedback` keep in `state.residual` what they did not send,
 and all that goes with it (checkpoints, loss scales, other world sizes) is done for them.
 """
@@ -55,6 +56,8 @@ class Wire(ABC):
     # it is applied to the result.
     sparse: ClassVar[bool] = False
     limits: ClassVar[Limits] = Limits()
+    # Under an optimizer that is not known to be linear in the gradients; None: the same.
+    strict: ClassVar[Limits | None] = None
 
     def __init__(self, route: Route, options: Options) -> None:
         self.route, self.options = route, options

@@ -40,6 +40,9 @@ class SparseWire(Wire):
 
     milder = "int8"
     lossy = feedback = sparse = True
+    # Measured: docs/comm.md, "The guard's limits".
+    limits = Limits(residual=100.0)
+    strict = Limits(residual=0.25)
 
     def __init__(self, route: Route, options: Options) -> None:
         super().__init__(route, options)
@@ -85,7 +88,6 @@ class TopKWire(SparseWire):
     """The k entries of largest magnitude of the whole shard: a float32 or FP16 value, an int32."""
 
     name = "topk"
-    limits = Limits(residual=100.0, cosine=0.02)
 
     def _exchange(
         self, gradient: torch.Tensor, total: torch.Tensor, state: ShardState, ratio: float
@@ -134,7 +136,6 @@ class ChunkTopKWire(SparseWire):
     """The same number of entries of every 4,096: an FP16 value, 16 bits of place each."""
 
     name = "topk-chunk"
-    limits = Limits(residual=100.0, cosine=0.02)
 
     def _exchange(
         self, gradient: torch.Tensor, total: torch.Tensor, state: ShardState, ratio: float

@@ -2,7 +2,8 @@
 //! between its steps.
 //!
 //! Each direction of each connection takes one of the paths by chance. A path serves what comes to it
-//! in order, 64 KiB at a time, as a kernel hands it out; both directions are full, so the kernel's
+//! in order, 64 KiB at a time, as a kernel hands it out (where flows are capped, it serves them in turn:
+//! see [`capped`]); both directions are full, so the kernel's
 //! acknowledgements and what a receiver says stand in the queue of the way back. A connection sends
 //! no more than its congestion window, which starts small and shrinks where a queue overflows; the
 //! rest waits in its socket. A rank has some workers, each with connections of its own, and each looks
@@ -12,9 +13,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod capped;
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use capped::Capped;
 use evener_proto::ahead::Ahead;
 use evener_proto::path::Report;
 use evener_proto::wire::HEADER;
@@ -27,8 +31,8 @@ const LATENCY: Duration = Duration::from_micros(40);
 const PAUSE: Duration = Duration::from_micros(200);
 /// A queue of the fabric drops what would wait longer.
 const QUEUE: f64 = 2e-3;
-/// What a kernel hands out at a time.
-const SEGMENT: f64 = 65536.0;
+/// What a kernel hands out at a time: as many packets of 1,448 bytes as 64 KiB hold.
+const SEGMENT: f64 = 45.0 * 1448.0;
 /// Bytes a second that a worker copies.
 const COPY: f64 = 6e9;
 /// As the engine does.
@@ -82,8 +86,6 @@ struct Flow {
     /// No window shrinks twice in a round trip.
     shrunk: Duration,
     slow: bool,
-    /// A queue of its own, where flows are capped.
-    shaper: VecDeque<Segment>,
     /// Given and not known to have arrived, as of the last look.
     held: f64,
     confirmed: f64,
@@ -135,6 +137,8 @@ struct Ring {
     ranks: [Rank; 2],
     /// Of each rank's outgoing paths.
     queues: [Vec<VecDeque<Segment>>; 2],
+    /// In their place, where flows are capped.
+    capped: [Capped; 2],
     /// To which rank.
     air: VecDeque<(Duration, usize, Segment)>,
     /// The kernel's acknowledgements: when, whose, flow, bytes.
@@ -173,7 +177,6 @@ fn rank(network: Network, channels: usize, seed: &mut u64, which: u64) -> Rank {
         flying: 0.0,
         shrunk: Duration::ZERO,
         slow: true,
-        shaper: VecDeque::new(),
         held: 0.0,
         confirmed: 0.0,
         truly: 0.0,
@@ -202,6 +205,7 @@ impl Ring {
             network,
             ranks,
             queues,
+            capped: [0, 1].map(|_| Capped::new(network, &mut seed)),
             air: VecDeque::new(),
             known: Vec::new(),
             now: Duration::ZERO,
@@ -492,7 +496,7 @@ impl Ring {
                 segment.left = segment.bytes;
                 flow.flying += segment.bytes;
                 if self.network.cap < f64::MAX {
-                    flow.shaper.push_back(segment);
+                    self.capped[which].push(segment);
                     continue;
                 }
                 let queue = &mut self.queues[which][flow.path];
@@ -509,20 +513,12 @@ impl Ring {
 
     fn carry(&mut self, which: usize) {
         let step = STEP.as_secs_f64();
-        for flow in &mut self.ranks[which].flows {
-            let mut left = self.network.cap * step;
-            while left > 0.0
-                && let Some(segment) = flow.shaper.front_mut()
-            {
-                let part = left.min(segment.left);
-                segment.left -= part;
-                left -= part;
-                if segment.left <= 0.0 {
-                    let mut segment = flow.shaper.pop_front().unwrap();
-                    segment.left = segment.bytes;
-                    self.queues[which][flow.path].push_back(segment);
-                }
+        if self.network.cap < f64::MAX {
+            for segment in self.capped[which].carry(step) {
+                let back = self.capped[1 - which].wait(segment.flow);
+                self.arrive(which, segment, back);
             }
+            return;
         }
         for path in 0..self.network.paths {
             let mut left = self.network.rate * step;
@@ -534,19 +530,25 @@ impl Ring {
                 left -= part;
                 if segment.left <= 0.0 {
                     let segment = self.queues[which][path].pop_front().unwrap();
-                    let at = self.now + LATENCY;
                     let back = self.ranks[1 - which].flows[segment.flow].path;
                     let back: f64 = self.queues[1 - which][back]
                         .iter()
                         .map(|one| one.left)
                         .sum();
                     let back = Duration::from_secs_f64(back / self.network.rate);
-                    let known = at + LATENCY + back;
-                    self.known.push((known, which, segment.flow, segment.bytes));
-                    self.air.push_back((at, 1 - which, segment));
+                    self.arrive(which, segment, back);
                 }
             }
         }
+    }
+
+    /// The network has carried a segment of this rank's; the kernel's acknowledgement waits so long on
+    /// the way back.
+    fn arrive(&mut self, which: usize, segment: Segment, back: Duration) {
+        let at = self.now + LATENCY;
+        let known = at + LATENCY + back;
+        self.known.push((known, which, segment.flow, segment.bytes));
+        self.air.push_back((at, 1 - which, segment));
     }
 
     /// What the kernel tells of each flow.
@@ -632,11 +634,14 @@ fn a_ring_fills_one_path_and_a_slower_one() {
 
 #[test]
 fn caps_a_flow_do_not_cap_a_ring() {
-    let capped = Network {
-        cap: 5e9 / 8.0,
-        ..ONE
-    };
-    assert!(all_above(&shares(capped, 2), 0.93));
+    for flows in [16, 24, 32] {
+        let capped = Network {
+            cap: 5e9 / 8.0,
+            flows,
+            ..ONE
+        };
+        assert!(all_above(&shares(capped, 2), 0.93), "{flows} flows");
+    }
 }
 
 /// Workers that look more seldom see less of the queues, and let them run dry more often.
