@@ -1,10 +1,12 @@
-//! Two calls of the kernel that the standard library lacks.
+//! Calls of the kernel that the standard library lacks.
 
 #![allow(unsafe_code, reason = "this file is the boundary to the kernel")]
 
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
 
 /// Which of the streams can be read without waiting (or have ended), as bits; `millis`: how long to
 /// wait for one, -1: for ever.
@@ -53,4 +55,24 @@ pub fn receive(stream: &TcpStream, into: &mut [u8]) -> io::Result<Option<usize>>
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(None),
         _ => Err(error),
     }
+}
+
+/// Sleeps while `word`, which processes share, is `expected`: until [`wake`] or for `limit` (less than
+/// a second), and now and then for no reason.
+pub fn sleep_while(word: &AtomicU32, expected: u32, limit: Duration) {
+    let limit = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: libc::c_long::from(limit.subsec_nanos()),
+    };
+    // Safety: the word and the time live through the call. Whatever it answers, the caller looks anew.
+    unsafe {
+        let (word, limit) = (word.as_ptr(), &raw const limit);
+        libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, expected, limit)
+    };
+}
+
+/// Wakes all that [`sleep_while`] holds.
+pub fn wake(word: &AtomicU32) {
+    // Safety: the word lives through the call, which does not touch it.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
