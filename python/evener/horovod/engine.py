@@ -114,8 +114,8 @@ class Entry:
     """One operation of one rank.
 
     inputs: detached, contiguous. outputs: where the results go; None where the executor makes them.
-    finish(outputs, answer): what the handle gives. The other fields are the request's, see
-    `crates/negotiate/src/wire.rs`.
+    finish(outputs, answer): what the handle gives; without it, result. The other fields are the
+    request's, see `crates/negotiate/src/wire.rs`.
     """
 
     kind: int
@@ -129,6 +129,7 @@ class Entry:
     splits: Sequence[int] = ()
     labels: Sequence[str] = ()
     finish: Callable[[list[torch.Tensor], Answer], Any] | None = None
+    result: Any = None
     ready: Any = None
     # Its caller launches it, so it goes into the caller's stream.
     here: bool = False
@@ -540,8 +541,10 @@ class Engine:
                     self._counters.clear()
         done: list[tuple[Entry | None, Any, BaseException | None]] = []
         for answer, entry in zip(answers, entries, strict=True):
-            value, failure = None, None
-            if entry is not None and entry.finish is not None:
+            if entry is None:
+                continue
+            value, failure = entry.result, None
+            if entry.finish is not None:
                 try:
                     value = entry.finish(list(entry.outputs or ()), answer)
                 except BaseException as error:  # noqa: BLE001 - handed to whoever synchronizes

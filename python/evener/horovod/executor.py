@@ -50,6 +50,9 @@ _OPTIONS: dict[int, Any] = {}
 # Broadcasts of many tensors are packed into messages of this size.
 _PACKED = 32 << 20
 
+# Fusion buffers of up to so many bytes are kept, 16 at most.
+_KEPT = 1 << 20
+
 
 class Executor:
     """The data's side of an `Engine`."""
@@ -58,6 +61,7 @@ class Executor:
         self._engine = engine
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._buffers: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._fusion: dict[Any, tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]] = {}
         self._kinds: dict[int, Callable[[Answer, Entry | None], None]] = {
             kinds.ALLGATHER: self._allgather,
             kinds.BROADCAST: self._broadcast,
@@ -199,8 +203,8 @@ class Executor:
         Gives whether any rank raised its flag: nothing was written to the outputs then.
         """
         first = answers[0]
-        devices = {e.inputs[0].device for e in entries if e is not None}
-        if len(devices) > 1:  # several GPUs of one process: each by itself
+        if first.gpu and len({e.inputs[0].device for e in entries if e is not None}) > 1:
+            # Several GPUs of one process: each by itself.
             for answer, entry in zip(answers, entries, strict=True):
                 self.allreduce([answer], [entry], None)
             return False
@@ -217,6 +221,8 @@ class Executor:
                 else:
                     sources.extend(entry.inputs)
                     targets.extend(entry.outputs or ())
+            if all(source.dtype == sources[0].dtype for source in sources):
+                return self._reduce(answers, sources, targets, first, flag)
             by_dtype: dict[torch.dtype, list[int]] = {}
             for index, source in enumerate(sources):
                 by_dtype.setdefault(source.dtype, []).append(index)
@@ -252,14 +258,11 @@ class Executor:
             data = work = targets[0].detach()
         else:
             self._activity(answers, "MEMCPY_IN_FUSION_BUFFER")
-            size = sum(source.numel() for source in sources)
-            work = torch.empty(size + (flag is not None), dtype=wide, device=device)
-            data = work[:size]
-            views = _unflatten_dense_tensors(data, sources)
+            work, data, views = self._fused(sources, wide, flag is not None)
             torch._foreach_copy_(views, sources)
             if flag is not None:
                 # Raised: a sum above 0, a maximum of 1, a minimum or product of 0.
-                work[size:].fill_(flag == (first.op not in (Min, Product)))
+                work[-1:].fill_(flag == (first.op not in (Min, Product)))
         if first.factors[0] != 1.0:
             data.copy_(_scaled(data, first.factors[0]))
         name = "NCCL" if device.type == "cuda" else "GLOO"
@@ -278,6 +281,26 @@ class Executor:
             views = _unflatten_dense_tensors(result, targets)
         torch._foreach_copy_(targets, views)
         return False
+
+    def _fused(
+        self, sources: list[torch.Tensor], dtype: torch.dtype, flagged: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        """A buffer (with one element more where `flagged`), its part for the data, and views of that
+        in the sources' shapes. Small ones on a CPU are kept: a steady burst asks for the same again,
+        and to make it costs as much as to fill it."""
+        device = sources[0].device
+        key = (dtype, flagged, *[source.shape for source in sources])
+        found = self._fusion.get(key) if device.type == "cpu" else None
+        if found is None:
+            size = sum(source.numel() for source in sources)
+            work = torch.empty(size + flagged, dtype=dtype, device=device)
+            data = work[:size]
+            found = work, data, _unflatten_dense_tensors(data, sources)
+            if device.type == "cpu" and work.nbytes <= _KEPT:
+                if len(self._fusion) >= 16:
+                    self._fusion.clear()
+                self._fusion[key] = found
+        return found
 
     def _adasum(self, answer: Answer, entry: Entry | None) -> None:
         made = self._set(answer)
