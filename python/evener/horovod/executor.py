@@ -18,7 +18,8 @@ from evener.horovod import engine as kinds
 from evener.horovod.adasum import adasum
 
 if TYPE_CHECKING:
-    from evener.horovod.engine import Answer, Engine, Entry, Set
+    from evener._native import Answer
+    from evener.horovod.engine import Engine, Entry, Set
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
@@ -61,7 +62,7 @@ class Executor:
         self._engine = engine
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._buffers: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._fusion: dict[Any, tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]] = {}
+        self._fusion: dict[Any, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = {}
         self._kinds: dict[int, Callable[[Answer, Entry | None], None]] = {
             kinds.ALLGATHER: self._allgather,
             kinds.BROADCAST: self._broadcast,
@@ -250,7 +251,7 @@ class Executor:
         made = self._set(first)
         group = made.cuda if device.type == "cuda" else made.cpu
         alone = len(sources) == 1 and flag is None and wide == dtype
-        views: Sequence[torch.Tensor] = ()
+        views: list[torch.Tensor] = []
         if alone:
             # In place in the target: nothing is copied twice.
             if targets[0].data_ptr() != sources[0].data_ptr():
@@ -278,16 +279,19 @@ class Executor:
             return False
         self._activity(answers, "MEMCPY_OUT_FUSION_BUFFER")
         if result is not data:
-            views = _unflatten_dense_tensors(result, targets)
+            views = list(_unflatten_dense_tensors(result, targets))
         torch._foreach_copy_(targets, views)
         return False
 
     def _fused(
         self, sources: list[torch.Tensor], dtype: torch.dtype, flagged: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-        """A buffer (with one element more where `flagged`), its part for the data, and views of that
-        in the sources' shapes. Small ones on a CPU are kept: a steady burst asks for the same again,
-        and to make it costs as much as to fill it."""
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """A buffer (of one element more where `flagged`), its part for the data, views of that in
+        the sources' shapes.
+
+        Small ones on a CPU are kept: a steady burst asks for the same again, and to make it costs
+        as much as to fill it.
+        """
         device = sources[0].device
         key = (dtype, flagged, *[source.shape for source in sources])
         found = self._fusion.get(key) if device.type == "cpu" else None
@@ -295,7 +299,7 @@ class Executor:
             size = sum(source.numel() for source in sources)
             work = torch.empty(size + flagged, dtype=dtype, device=device)
             data = work[:size]
-            found = work, data, _unflatten_dense_tensors(data, sources)
+            found = work, data, list(_unflatten_dense_tensors(data, sources))
             if device.type == "cpu" and work.nbytes <= _KEPT:
                 if len(self._fusion) >= 16:
                     self._fusion.clear()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evener.horovod.engine import Answer
+    from evener._native import Answer
 
 _START, _READY, _END, _CYCLE = range(4)
 

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import torch
 
+from evener._native import Answer
 from evener.horovod import engine as kinds
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
-from evener.horovod.engine import Answer, Engine, Entry, Set
+from evener.horovod.engine import Engine, Entry, Set
 from evener.horovod.executor import Adasum, Average, Max, Min, Product, Sum
 from evener.horovod.state import STATE
 
