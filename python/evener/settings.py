@@ -438,10 +438,11 @@ EVENER_NET_IFNAME = _text(
 EVENER_NET_DEVICES = _choice(
     _NET,
     "EVENER_NET_DEVICES",
-    "pair",
-    ("pair", "aggregate", "nic"),
-    "What NCCL sees: one device that uses all NICs, twice (each with half of the speed, at least "
-    "10 Gb/s: NCCL takes twice as many channels), the same once, or one device a NIC.",
+    "auto",
+    ("auto", "pair", "aggregate", "nic"),
+    "What NCCL sees. pair: one device that uses all NICs, twice (each with half of the speed, at "
+    "least 10 Gb/s: NCCL takes twice as many channels). aggregate: the same once. nic: one device a "
+    "NIC. auto: aggregate where the NICs' drivers say less than 40 Gb/s in all, else pair.",
 )
 EVENER_NET_SPEED = _number(
     _NET,
