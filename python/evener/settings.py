@@ -441,8 +441,8 @@ EVENER_NET_DEVICES = _choice(
     "auto",
     ("auto", "pair", "aggregate", "nic"),
     "What NCCL sees. pair: one device that uses all NICs, twice (each with half of the speed, at "
-    "least 10 Gb/s: NCCL takes twice as many channels). aggregate: the same once. nic: one device a "
-    "NIC. auto: aggregate where the NICs' drivers say less than 40 Gb/s in all, else pair.",
+    "least 10 Gb/s: NCCL takes twice as many channels). aggregate: the same once. nic: one device "
+    "a NIC. auto: aggregate where the NICs' drivers say less than 40 Gb/s in all, else pair.",
 )
 EVENER_NET_SPEED = _number(
     _NET,
