@@ -424,7 +424,7 @@ EVENER_NET = _choice(
     ("auto", "off", "on"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
     "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA "
-    "devices and with 8 processors or more a rank, for jobs of several nodes.",
+    "devices and with 16 processors or more a rank, for jobs of several nodes.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,
@@ -438,10 +438,11 @@ EVENER_NET_IFNAME = _text(
 EVENER_NET_DEVICES = _choice(
     _NET,
     "EVENER_NET_DEVICES",
-    "pair",
-    ("pair", "aggregate", "nic"),
-    "What NCCL sees: one device that uses all NICs, twice (each with half of the speed, at least "
-    "10 Gb/s: NCCL takes twice as many channels), the same once, or one device a NIC.",
+    "auto",
+    ("auto", "pair", "aggregate", "nic"),
+    "What NCCL sees. pair: one device that uses all NICs, twice (each with half of the speed, at "
+    "least 10 Gb/s: NCCL takes twice as many channels). aggregate: the same once. nic: one device "
+    "a NIC. auto: aggregate where the NICs' drivers say less than 40 Gb/s in all, else pair.",
 )
 EVENER_NET_SPEED = _number(
     _NET,

@@ -16,7 +16,7 @@ from evener.net.choice import Machine
 from evener.net.command import net
 from evener.net.plugin import PluginError
 
-LARGE = Machine(gpus=4, processors=32)
+LARGE = Machine(gpus=4, processors=64)
 RECORD = {
     "version": 1,
     "pid": 7,
@@ -108,12 +108,12 @@ def test_by_itself_it_takes_machines_with_processors_to_spare() -> None:
     nodes = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     assert environment(nodes, LARGE) == environment({}, LARGE) == environment({"EVENER_NET": "on"})
     assert "(EVENER_NET=auto)" in adopt(dict(nodes), LARGE)
-    few = Machine(gpus=4, processors=31)
+    few = Machine(gpus=4, processors=63)
     rdma = Machine(gpus=4, processors=64, rdma=("mlx5_0",))
     for env, machine, why in (
         (nodes, Machine(gpus=0, processors=64), "no NVIDIA GPU"),
-        (nodes, few, "a rank has 7 processors"),
-        ({}, few, "a rank has 7 processors"),
+        (nodes, few, "a rank has 15 processors"),
+        ({}, few, "a rank has 15 processors"),
         (nodes, rdma, "mlx5_0"),
         ({**nodes, "WORLD_SIZE": "4"}, LARGE, "on one node"),
     ):

@@ -23,6 +23,16 @@ pub struct Nic {
     pub address: IpAddr,
     /// Mb/s, as the driver says; 10000 where it does not.
     pub speed: u32,
+    /// Whether it says so of a card: what is virtual has some number, or none.
+    pub known: bool,
+}
+
+impl Nic {
+    /// Where the card is in sysfs; None where there is none.
+    pub fn pci_path(&self) -> Option<String> {
+        let path = std::fs::canonicalize(format!("/sys/class/net/{}/device", self.name)).ok()?;
+        Some(path.to_str()?.to_owned())
+    }
 }
 
 /// Which address of a NIC to take where it has several.
@@ -102,21 +112,26 @@ pub fn choose(all: &[Interface], rule: Option<&str>, family: Family) -> Vec<Nic>
     picked.truncate(MOST);
     picked
         .into_iter()
-        .map(|one| Nic {
-            name: one.name.clone(),
-            index: one.index,
-            address: one.address,
-            speed: speed(&one.name),
+        .map(|one| {
+            let said = speed(&one.name);
+            let mut nic = Nic {
+                name: one.name.clone(),
+                index: one.index,
+                address: one.address,
+                speed: said.unwrap_or(10_000),
+                known: false,
+            };
+            nic.known = said.is_some() && nic.pci_path().is_some();
+            nic
         })
         .collect()
 }
 
-fn speed(name: &str) -> u32 {
+fn speed(name: &str) -> Option<u32> {
     std::fs::read_to_string(format!("/sys/class/net/{name}/speed"))
         .ok()
         .and_then(|text| text.trim().parse().ok())
         .filter(|speed| *speed > 0)
-        .unwrap_or(10_000)
 }
 
 #[cfg(test)]

@@ -63,6 +63,8 @@ fn optional(text: String) -> Option<String> {
 /// What NCCL sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Devices {
+    /// One of the next two, by the NICs' speed.
+    Auto,
     /// One device that uses all NICs, twice.
     Pair,
     /// The same once.
@@ -111,6 +113,7 @@ impl Settings {
             _ => Family::Any,
         };
         let devices = parse(env, &all::DEVICES, |text| match text {
+            "auto" => Some(Devices::Auto),
             "pair" => Some(Devices::Pair),
             "aggregate" => Some(Devices::Aggregate),
             "nic" => Some(Devices::Nic),
@@ -156,7 +159,7 @@ mod tests {
     fn defaults_are_what_was_declared() {
         let settings = Settings::read(&HashMap::new()).unwrap();
         let default = Config::default();
-        assert_eq!(settings.devices, Devices::Pair);
+        assert_eq!(settings.devices, Devices::Auto);
         assert_eq!(settings.config.flows, default.flows);
         assert_eq!(settings.config.most_flows, default.most_flows);
         assert_eq!(settings.config.timeout, default.timeout);

@@ -11,7 +11,7 @@ pub struct Setting {
     pub allowed: &'static str,
 }
 
-/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA devices and with 8 processors or more a rank, for jobs of several nodes.
+/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA devices and with 16 processors or more a rank, for jobs of several nodes.
 pub const NET: Setting = Setting {
     name: "EVENER_NET",
     default: "auto",
@@ -25,11 +25,11 @@ pub const IFNAME: Setting = Setting {
     allowed: "a list such as eth0,eth1 or =eth0 or ^docker",
 };
 
-/// What NCCL sees: one device that uses all NICs, twice (each with half of the speed, at least 10 Gb/s: NCCL takes twice as many channels), the same once, or one device a NIC.
+/// What NCCL sees. pair: one device that uses all NICs, twice (each with half of the speed, at least 10 Gb/s: NCCL takes twice as many channels). aggregate: the same once. nic: one device a NIC. auto: aggregate where the NICs' drivers say less than 40 Gb/s in all, else pair.
 pub const DEVICES: Setting = Setting {
     name: "EVENER_NET_DEVICES",
-    default: "pair",
-    allowed: "pair or aggregate or nic",
+    default: "auto",
+    allowed: "auto or pair or aggregate or nic",
 };
 
 /// Speed in Mb/s that NCCL is told of; it steers the choice between tree and ring. 0: the sum of what the NICs' drivers say.

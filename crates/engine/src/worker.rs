@@ -334,6 +334,7 @@ impl Worker {
                 }
                 idle_since = self.now();
                 handle.counts.slept(idle_since - turn);
+                self.load.sleep(idle_since - turn);
                 turn = idle_since;
                 timers_at = timers_at.min(idle_since + TICK);
             }

@@ -9,8 +9,8 @@
 //! The data path (`post`, `test`) takes no lock. Everything else may: it is called by NCCL's service
 //! thread, some hundred times a communicator.
 
-use std::collections::{BTreeSet, VecDeque};
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::collections::VecDeque;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,9 +18,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use evener_engine::comm::Comm;
 use evener_engine::hello::HANDLE;
 use evener_engine::link::OVERSIZE;
-use evener_engine::settings::{Devices, Process, Settings};
 use evener_engine::{Engine, Error, Level, Listener, Memory, Slot, Status};
 
+use crate::devices::{self, Device};
 use crate::log;
 use evener_nccl_abi::{
     INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, Logger, NcclResult, PTR_HOST, REMOTE_ERROR,
@@ -30,51 +30,20 @@ use evener_nccl_abi::{
 /// What NCCL calls us: `NCCL_NET=Evener`.
 pub const NAME: &CStr = c"Evener";
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// The lock, also where a thread has died that held it.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Mb/s that a device of some is told at least. NCCL's table of speeds has nothing between 1.2 and
-/// 0.24 GB/s, and with less than 1.2 it takes ten channels a device.
-const LEAST_SPEED: u32 = 10_000;
-
-/// A device as NCCL sees it: all NICs together, or one of them.
-///
-/// All together they are seen twice. NCCL keeps a fixed number of bytes in flight in a channel, and
-/// takes two channels a device where nodes have few GPUs: on a quick network with one device it waits
-/// for its own buffers.
-struct Device {
-    name: &'static CStr,
-    pci_path: Option<&'static CStr>,
-    speed: u32,
-    engine: Arc<Engine>,
 }
 
 #[derive(Default)]
 struct State {
     devices: Vec<Device>,
     contexts: usize,
-    /// Names and paths that NCCL was given: it may hold them for ever.
-    names: BTreeSet<&'static CStr>,
-}
-
-impl State {
-    /// A text that stays. There are as many as interfaces.
-    fn keep(&mut self, text: &str) -> &'static CStr {
-        let text = CString::new(text).unwrap_or_default();
-        if let Some(kept) = self.names.get(text.as_c_str()) {
-            return kept;
-        }
-        let kept: &CStr = Box::leak(text.into_boxed_c_str());
-        self.names.insert(kept);
-        kept
-    }
 }
 
 static STATE: Mutex<State> = Mutex::new(State {
     devices: Vec::new(),
     contexts: 0,
-    names: BTreeSet::new(),
 });
 
 static FORKED: AtomicBool = AtomicBool::new(false);
@@ -120,60 +89,6 @@ fn misuse(what: &str) -> NcclResult {
     INVALID_ARGUMENT
 }
 
-fn pci_path(nic: &str) -> Option<String> {
-    let path = std::fs::canonicalize(format!("/sys/class/net/{nic}/device")).ok()?;
-    Some(path.to_str()?.to_owned())
-}
-
-fn start(state: &mut State) -> Result<Vec<Device>, String> {
-    let settings = Settings::read(&Process).map_err(|error| error.to_string())?;
-    let start = |config| {
-        let engine = Engine::start(config, Box::new(log::say));
-        engine.map(Arc::new).map_err(|error| error.to_string())
-    };
-    let engine = start(settings.config.clone())?;
-    let names: &[&str] = match settings.devices {
-        Devices::Pair => &["evener0", "evener1"],
-        Devices::Aggregate => &["evener"],
-        Devices::Nic => &[],
-    };
-    if !names.is_empty() {
-        let sum = engine.nics().iter().map(|nic| nic.speed).sum();
-        let mut speed = if settings.speed > 0 {
-            settings.speed
-        } else {
-            sum
-        };
-        if settings.devices == Devices::Pair {
-            speed = (speed / 2).max(LEAST_SPEED);
-        }
-        let device = |name: &&str| Device {
-            name: state.keep(name),
-            pci_path: None,
-            speed,
-            engine: engine.clone(),
-        };
-        return Ok(names.iter().map(device).collect());
-    }
-    let nics = engine.nics().to_vec();
-    drop(engine);
-    let mut device = |nic: &evener_engine::nics::Nic| {
-        let mut config = settings.config.clone();
-        config.interfaces = Some(format!("={}", nic.name));
-        Ok(Device {
-            name: state.keep(&nic.name),
-            pci_path: pci_path(&nic.name).map(|path| state.keep(&path)),
-            speed: if settings.speed > 0 {
-                settings.speed
-            } else {
-                nic.speed
-            },
-            engine: start(config)?,
-        })
-    };
-    nics.iter().map(&mut device).collect()
-}
-
 /// Begins a context: the first one starts the engine.
 pub fn init(logger: Logger) -> Result<*mut c_void, NcclResult> {
     if forked() {
@@ -184,7 +99,7 @@ pub fn init(logger: Logger) -> Result<*mut c_void, NcclResult> {
     if state.devices.is_empty() {
         static ONCE: std::sync::Once = std::sync::Once::new();
         ONCE.call_once(|| evener_engine::sys::at_fork(after_fork));
-        match start(&mut state) {
+        match devices::start() {
             Ok(devices) => state.devices = devices,
             Err(why) => {
                 log::say(

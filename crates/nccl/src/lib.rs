@@ -11,6 +11,7 @@
 )]
 
 pub mod core;
+pub mod devices;
 pub mod log;
 
 use std::ffi::{c_int, c_void};

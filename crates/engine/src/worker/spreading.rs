@@ -7,6 +7,8 @@
 //! Time left is measured while a worker is awake: NCCL waits for the oldest message, so a worker that
 //! copies without a pause while there is something to copy holds it up, however long it sleeps
 //! afterwards. Naps count as time left, because they are taken only where a network is what limits.
+//! Where none is (or where it cannot be seen, because the traffic only comes in), sleep counts as time
+//! left too: who sleeps there has had nothing to do.
 //!
 //! How much a worker could take besides is not seen from its time: the less there is to do, the less
 //! it does at once, and the more time a byte takes. So for gathering a worker's load is what it moves,
@@ -25,7 +27,7 @@ const EVERY: Duration = Duration::from_millis(2);
 /// Above this part of its time a worker has too much to do where the network is the limit, ...
 const FULL: f64 = 0.9;
 /// and above this where it is not: then NCCL waits for workers, and for a busy one longer ...
-const BUSY: f64 = 0.3;
+const BUSY: f64 = 0.6;
 /// The network is the limit if it was for this part of the time, of so many looks: between two
 /// all-reduces it never is.
 const LIMITED: f64 = 0.3;
@@ -55,6 +57,7 @@ pub(super) struct Load {
     awake: Duration,
     /// For so long of that the network was the limit.
     limited: Duration,
+    asleep: Duration,
     moved: u64,
     /// Processor time of the thread at the last look.
     used: Duration,
@@ -74,6 +77,11 @@ impl Load {
         if active {
             self.busy += time;
         }
+    }
+
+    /// It has slept for `time`.
+    pub fn sleep(&mut self, time: Duration) {
+        self.asleep += time;
     }
 
     /// How long a nap should be.
@@ -99,7 +107,7 @@ impl Load {
 /// What a worker said of itself at its last look.
 #[derive(Debug, Clone, Copy, Default)]
 struct Member {
-    /// How much of the time for which it is awake it works.
+    /// How much of its time it works.
     busy: f64,
     /// For which part of that time the network was the limit, of late.
     limited: f64,
@@ -162,7 +170,12 @@ impl Crew {
         let member = &mut self.members[me];
         member.limited += (limited - member.limited) / LIMITED_LOOKS;
         let limited = member.limited >= LIMITED;
-        (member.busy, member.moves) = (busy / awake, load.moved as f64 / awake);
+        let asleep = if limited {
+            0.0
+        } else {
+            load.asleep.as_secs_f64()
+        };
+        (member.busy, member.moves) = (busy / (awake + asleep), load.moved as f64 / awake);
         member.at = now;
         let full = member.busy >= if limited { FULL } else { BUSY };
         member.full = if full { member.full + 1 } else { 0 };
@@ -321,6 +334,7 @@ mod tests {
             busy: EVERY.mul_f64(busy),
             awake: EVERY,
             limited: EVERY,
+            asleep: Duration::ZERO,
             moved: (wanted.min(MOST * busy) * EVERY.as_secs_f64()) as u64,
             used: Duration::ZERO,
             pause: Duration::ZERO,
@@ -396,19 +410,19 @@ mod tests {
         let look = |crew: &mut Crew, me: usize, load: &Load, step: u32| {
             crew.look(me, load, me == 0, &[1 - me], EVERY * step)
         };
-        // Two fifths of what a worker could do; now and then the network is not the limit.
+        // Three quarters of what a worker could do; now and then the network is not the limit.
         for step in 1..500 {
             let load = if step % 50 < 2 {
-                free(1.6e9)
+                free(2.4e9)
             } else {
-                load(1.6e9)
+                load(2.4e9)
             };
             let advice = look(&mut crew, 0, &load, step);
             assert!(step < 10 || advice == Advice::Stay, "{step}");
         }
         let mut crew = Crew::new(2);
-        assert_eq!(look(&mut crew, 0, &free(1.6e9), 3), Advice::Stay);
-        assert_eq!(look(&mut crew, 0, &free(1.6e9), 4), Advice::Half(1));
+        assert_eq!(look(&mut crew, 0, &free(2.4e9), 3), Advice::Stay);
+        assert_eq!(look(&mut crew, 0, &free(2.4e9), 4), Advice::Half(1));
         for step in 5..500 {
             for me in 0..2 {
                 assert_eq!(look(&mut crew, me, &free(0.8e9), step), Advice::Stay);
@@ -416,6 +430,20 @@ mod tests {
         }
         let gathers = |step| look(&mut crew, 1, &load(0.8e9), step) == Advice::All(0);
         assert!((500..600).any(gathers));
+    }
+
+    #[test]
+    fn one_that_sleeps_now_and_then_is_not_busy_where_no_network_limits_it() {
+        let mut crew = Crew::new(2);
+        let seldom = Load {
+            limited: Duration::ZERO,
+            asleep: EVERY / 2,
+            ..load(2.4e9)
+        };
+        for step in 1..100 {
+            let advice = crew.look(0, &seldom, true, &[1], EVERY * step);
+            assert_eq!(advice, Advice::Stay);
+        }
     }
 
     #[test]
