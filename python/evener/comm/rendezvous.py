@@ -48,6 +48,7 @@ from evener.comm.topology import host_identity
 from evener.errors import EvenerError
 from evener.log import info0, logger, set_rank
 
+_BREATH = 0.03  # seconds
 _DEFAULT_PORT = 29500
 # How long to be silent while waiting for ranks that have not come.
 _PATIENCE = 10.0
@@ -169,6 +170,10 @@ def shutdown() -> None:
     """Destroy the default group if `init_process_group` made it. A later init works again."""
     if _process.ours and dist.is_initialized():
         transport.end_all()
+        # Gloo's threads drop the last work's tensors after the call that waited for it returned,
+        # and need Python's lock for that. One that still waits for it when the interpreter ends,
+        # which may be soon, aborts the process.
+        time.sleep(_BREATH)
         if abort.aborted():
             abort.forget_groups()
         else:
