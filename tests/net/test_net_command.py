@@ -123,6 +123,12 @@ def test_by_itself_it_takes_machines_with_processors_to_spare() -> None:
     assert environment({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, few)
 
 
+def test_the_shell_gets_them_on_any_machine() -> None:
+    shown = CliRunner().invoke(net, ["env"])
+    assert shown.exit_code == 0
+    assert f"export NCCL_NET_PLUGIN={plugin_path()}" in shown.output
+
+
 def _environment_of(code: str, **variables: str) -> tuple[dict[str, str | None], str]:
     """What a fresh process that runs `code` ends with, and what it printed to stderr."""
     names = ("NCCL_NET_PLUGIN", "NCCL_NET_PLUGIN_REF_COUNT")

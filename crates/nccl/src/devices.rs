@@ -68,10 +68,10 @@ pub fn start() -> Result<Vec<Device>, String> {
     let (names, speed, why): (&[&str], u32, &str) = match settings.devices {
         Devices::Auto if known && speed < QUICK => (&["evener"], speed, "a slow network"),
         Devices::Auto | Devices::Pair => {
-            let why = if known {
-                "a quick network"
-            } else {
-                "no driver says how quick it is"
+            let why = match settings.devices {
+                Devices::Pair => "asked for",
+                _ if known => "a quick network",
+                _ => "no driver says how quick it is",
             };
             (&["evener0", "evener1"], (speed / 2).max(LEAST), why)
         }

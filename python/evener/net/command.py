@@ -49,7 +49,7 @@ def disable(prefix: Path) -> None:
 @net.command()
 def env() -> None:
     """Print the variables that make one job use it: `eval "$(evener net env)"`."""
-    for name, value in environment({}).items():
+    for name, value in environment({"EVENER_NET": "on"}).items():  # whoever asks wants it
         click.echo(f"export {name}={value}")
 
 
