@@ -4,11 +4,17 @@
 //! and with every acknowledgement and credit of the other direction behind it. NCCL keeps a fixed
 //! number of bytes in flight, so what they wait is what it loses. What is not sent yet waits at the
 //! sender, and the next path with room takes it.
+//!
+//! This bound is a wide one, for the start and for when nothing is heard. What is not confirmed may
+//! have arrived: both directions are full, and its confirmation stands in the queue of the way back.
+//! Who bounds by it bounds the sum of the two queues, and any split of that is as good as another:
+//! now one runs dry, now the other, and a network loses 5 to 15 parts in a hundred. What keeps the
+//! queues short is how long chunks wait on their own way ([`window`](crate::window)).
 
 use std::time::Duration;
 
 /// At most this much is on its way, in time of what is delivered, and two round trips more ...
-const AHEAD: Duration = Duration::from_micros(500);
+const AHEAD: Duration = Duration::from_micros(1500);
 /// ... or so many bytes, shared by all who send to the peer: a few chunks for each of a few paths ...
 const LEAST: u64 = 512 << 10;
 /// ... and for each of them at least two chunks.
@@ -65,11 +71,11 @@ mod tests {
     }
 
     #[test]
-    fn it_is_what_is_delivered_in_half_a_millisecond_and_two_round_trips() {
+    fn it_is_what_is_delivered_in_some_time_and_two_round_trips() {
         let limit = delivering(1e9, 20).limit(TRIP, 1) as f64;
-        assert!((0.65e6..0.75e6).contains(&limit), "{limit}");
+        assert!((1.65e6..1.75e6).contains(&limit), "{limit}");
         let far = delivering(1e9, 20).limit(Some(Duration::from_millis(5)), 1) as f64;
-        assert!((10.4e6..10.6e6).contains(&far), "{far}");
+        assert!((11.4e6..11.6e6).contains(&far), "{far}");
     }
 
     #[test]

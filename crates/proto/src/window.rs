@@ -9,8 +9,9 @@
 //! wait longer than those of all paths do on the average (and longer than [`TARGET`], which does no
 //! harm), and grows while they wait less, if it was full. The path whose window is the least full has
 //! the next chunk. All that share a queue see the same wait, so a queue holds its part of the whole
-//! whether one path leads through it or ten. How much is on its way in all is bounded besides
-//! ([`ahead`](crate::ahead)): where there is one queue, that is all there is to it.
+//! whether one path leads through it or ten. An average above [`TARGET_MOST`] counts as that: else
+//! all would grow where all wait alike, until the bound on what is on its way in all
+//! ([`ahead`](crate::ahead)) stops them, which knows nothing of the two directions.
 //!
 //! The way back is the peer's business, so round trips say nothing. (LEDBAT, RFC 6817, steers by the
 //! delay of one way likewise, and Swift, SIGCOMM 2020, by the round trip; both towards a fixed target.)
@@ -24,6 +25,8 @@ use crate::wire::PACKET;
 
 /// So long a chunk may wait in any case, seconds.
 pub(crate) const TARGET: f64 = 150e-6;
+/// Longer than this none should, whatever the others do.
+const TARGET_MOST: f64 = 350e-6;
 /// A window grows by a factor of e in this time where nothing waits.
 const PACE: f64 = 20e-3;
 /// It shrinks so many times as quickly at most.
@@ -154,7 +157,7 @@ impl Window {
         let passed = now.saturating_sub(self.steered).min(LATELY);
         self.steered = now;
         let passed = passed.as_secs_f64() / PACE;
-        let target = TARGET.max(of_all * 1e-6);
+        let target = (of_all * 1e-6).clamp(TARGET, TARGET_MOST);
         let lack = (1.0 - f64::from(wait) * 1e-6 / target).max(-HASTE);
         // Far from the target there is nothing to swing about.
         let lack = if lack > NEAR { lack * HASTE } else { lack };
