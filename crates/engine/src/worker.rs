@@ -184,6 +184,8 @@ struct Mine {
     conns: Vec<usize>,
     /// Something may be ready to send.
     dirty: bool,
+    /// There was something to send at the last look.
+    wants: bool,
     /// When the kernel was last asked what is on its way.
     looked: Duration,
     /// What its connections here deliver.
@@ -403,6 +405,7 @@ impl Worker {
                 peer: peer.clone(),
                 conns: Vec::new(),
                 dirty: false,
+                wants: false,
                 looked: Duration::ZERO,
                 flow: Flow::default(),
             };

@@ -57,7 +57,7 @@ impl Worker {
         };
         let handle = &self.shared.workers[self.index];
         let peer = mine.peer.clone();
-        let (mut any, mut told, mut pulled, mut broken) = (0, false, false, Vec::new());
+        let (mut any, mut told, mut broken) = (0, false, Vec::new());
         for turn in 0..=TURNS {
             let mut moved = false;
             for number in &mine.conns {
@@ -85,21 +85,34 @@ impl Worker {
                     }
                 }
             }
-            let mut link = enter(&peer, &handle.counts);
             let now = self.shared.started.elapsed();
+            // Where there is more to come the kernel is asked before the lock is taken: it is a call
+            // for each connection.
+            let mut looked = mine.wants && look(mine, &mut self.conns, now, &handle.counts);
+            let mut link = enter(&peer, &handle.counts);
+            mine.wants = link.lane.has_frames();
+            looked |= mine.wants && look(mine, &mut self.conns, now, &handle.counts);
             for number in &mine.conns {
                 if let Some(Some(conn)) = self.conns.get_mut(*number) {
                     for (comm, message) in conn.done.drain(..) {
                         link.unpin(Side::Send, comm, message);
                     }
+                    if looked {
+                        link.lane.delivered(conn.path, conn.outstanding(), now);
+                    }
                 }
             }
-            let over = turn > 0 && !moved && !pulled;
-            if turn == TURNS {
-                mine.dirty |= !over;
-            } else if !over {
-                pulled = pull(&mut link, mine, &mut self.conns, now, &handle.counts);
-            }
+            let last = turn == TURNS;
+            let pulled = !last && pull(&mut link, mine, &mut self.conns, now);
+            // There is nothing to write either: what the next turn would find, at the price of a lock.
+            let over = !last && !pulled && {
+                let queued = |number: &usize| {
+                    let conn = self.conns.get(*number).and_then(Option::as_ref);
+                    conn.is_some_and(|conn| conn.frames() > 0)
+                };
+                !(moved || turn == 0) || !mine.conns.iter().any(queued)
+            };
+            mine.dirty |= last;
             let left = link.lane.has_frames();
             mine.flow.full &= left;
             // Nothing tells us when there is room again.
@@ -131,19 +144,35 @@ impl Worker {
     }
 }
 
+/// Asks the kernel what is on its way, if that was long enough ago. Whether it was.
+fn look(
+    mine: &mut Mine,
+    conns: &mut [Option<Box<Conn>>],
+    now: Duration,
+    counts: &WorkerStats,
+) -> bool {
+    if now < mine.looked + LOOK {
+        return false;
+    }
+    mine.looked = now;
+    WorkerStats::add(&counts.looks, mine.conns.len() as u64);
+    let mut delivered = 0;
+    for number in &mine.conns {
+        if let Some(Some(conn)) = conns.get_mut(*number) {
+            delivered += conn.look(now) as u64;
+        }
+    }
+    mine.flow.ahead.count(delivered, now);
+    true
+}
+
 fn has_room(conn: &Conn) -> bool {
     conn.writable && conn.queued() < PULL && conn.frames() < sys::PIECES / 2
 }
 
 /// Queues what there is to send, a [`BITE`] at a time, each frame where the window is the least full.
 /// Whether there was anything.
-fn pull(
-    link: &mut Link,
-    mine: &mut Mine,
-    conns: &mut [Option<Box<Conn>>],
-    now: Duration,
-    counts: &WorkerStats,
-) -> bool {
+fn pull(link: &mut Link, mine: &mut Mine, conns: &mut [Option<Box<Conn>>], now: Duration) -> bool {
     let mut any = false;
     let mut open: Vec<usize> = Vec::with_capacity(mine.conns.len());
     for number in &mine.conns {
@@ -162,18 +191,6 @@ fn pull(
     }
     if !link.lane.has_frames() {
         return any;
-    }
-    if now >= mine.looked + LOOK {
-        mine.looked = now;
-        WorkerStats::add(&counts.looks, open.len() as u64);
-        let mut delivered = 0;
-        for number in &mine.conns {
-            if let Some(Some(conn)) = conns.get_mut(*number) {
-                delivered += conn.look(now) as u64;
-                link.lane.delivered(conn.path, conn.outstanding(), now);
-            }
-        }
-        mine.flow.ahead.count(delivered, now);
     }
     let here = mine.conns.iter();
     let here = here.filter_map(|number| conns.get(*number).and_then(Option::as_ref));
