@@ -57,6 +57,8 @@ const WINDOW: Duration = Duration::from_millis(5);
 pub struct Lane {
     config: LaneConfig,
     paths: BTreeMap<PathId, Path>,
+    /// How many of them are live: to look at each for every chunk would be most of its price.
+    live: usize,
     sends: HashMap<u64, SendComm>,
     receives: HashMap<u64, ReceiveComm>,
     /// Asked for by the peer, not answered yet.
@@ -86,6 +88,7 @@ impl Lane {
         Lane {
             config,
             paths: BTreeMap::new(),
+            live: 0,
             sends: HashMap::new(),
             receives: HashMap::new(),
             offered: HashSet::new(),
@@ -231,6 +234,7 @@ impl Lane {
     /// A path is there.
     pub fn path_up(&mut self, id: PathId, now: Duration) {
         self.paths.insert(id, Path::new(now));
+        self.count_live();
         self.pathless = None;
     }
 
@@ -239,6 +243,7 @@ impl Lane {
         if self.paths.remove(&id).is_none() {
             return;
         }
+        self.count_live();
         if self.paths.is_empty() {
             self.pathless = Some(now);
         }
@@ -313,6 +318,7 @@ impl Lane {
         if let Some(path) = self.paths.get_mut(&id)
             && path.on_report(report, now)
         {
+            self.count_live();
             self.events.push_back(Event::Recovered(id));
         }
     }
@@ -386,9 +392,12 @@ impl Lane {
                 None => {}
             }
         }
+        if !suspected.is_empty() {
+            self.count_live();
+        }
         for id in suspected {
             self.events.push_back(Event::Suspected(id));
-            if self.any_live() {
+            if self.live > 0 {
                 self.rescue(id);
             }
         }
@@ -443,10 +452,9 @@ impl Lane {
         self.late
     }
 
-    fn any_live(&self) -> bool {
-        self.paths
-            .values()
-            .any(|path| path.state == PathState::Live)
+    fn count_live(&mut self) {
+        let live = |path: &&Path| path.state == PathState::Live;
+        self.live = self.paths.values().filter(live).count();
     }
 
     /// What happened, oldest first.

@@ -147,6 +147,7 @@ impl Lane {
                 if let Some(path) = self.paths.get_mut(&id)
                     && path.on_pong(stamp, now)
                 {
+                    self.count_live();
                     self.events.push_back(Event::Recovered(id));
                 }
             }

@@ -10,8 +10,14 @@ use crate::wire::{Frame, HEADER, PACKET};
 impl Lane {
     /// The next frame for a path that has room. For a chunk, its bytes follow the header.
     pub fn transmit(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
-        let live = self.paths.values().filter(|p| p.state == PathState::Live);
-        let live = live.count() as u64;
+        debug_assert_eq!(
+            self.live,
+            self.paths
+                .values()
+                .filter(|path| path.state == PathState::Live)
+                .count()
+        );
+        let live = self.live as u64;
         let least = self.least_piece();
         let path = self.paths.get_mut(&id)?;
         let own = path.own.pop_front();
