@@ -19,10 +19,11 @@
 //!
 //! Eager slots have no pins: they are read and copied under the lock (16 KiB at most).
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+use rustc_hash::FxHashMap;
 
 use evener_proto::{Event, Lane, LaneConfig, PathId, Place, Side, Why};
 
@@ -145,8 +146,8 @@ pub enum Chore {
 pub struct Link {
     /// The protocol.
     pub lane: Lane,
-    ends: HashMap<(Side, u64), End>,
-    owners: HashMap<PathId, usize>,
+    ends: FxHashMap<(Side, u64), End>,
+    owners: FxHashMap<PathId, usize>,
     /// How many paths each worker has.
     owned: Vec<usize>,
     /// Left for after the lock is free: see [`Link::chores`].
@@ -166,8 +167,8 @@ impl Link {
         };
         Link {
             lane: Lane::new(lane, now),
-            ends: HashMap::new(),
-            owners: HashMap::new(),
+            ends: FxHashMap::default(),
+            owners: FxHashMap::default(),
             owned: Vec::new(),
             chores: Vec::new(),
             eager_bytes: config.eager_bytes as usize,

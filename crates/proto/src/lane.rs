@@ -12,8 +12,10 @@ mod event;
 mod incoming;
 mod outgoing;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
+
+use rustc_hash::{FxHashMap, FxHashSet};
 
 pub use event::{Event, LaneConfig, Side, Why};
 
@@ -56,13 +58,14 @@ const WINDOW: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub struct Lane {
     config: LaneConfig,
-    paths: BTreeMap<PathId, Path>,
+    // Quick hashes: only the job's own peers name paths and comms, and each chunk looks up several.
+    paths: FxHashMap<PathId, Path>,
     /// How many of them are live: to look at each for every chunk would be most of its price.
     live: usize,
-    sends: HashMap<u64, SendComm>,
-    receives: HashMap<u64, ReceiveComm>,
+    sends: FxHashMap<u64, SendComm>,
+    receives: FxHashMap<u64, ReceiveComm>,
     /// Asked for by the peer, not answered yet.
-    offered: HashSet<u64>,
+    offered: FxHashSet<u64>,
     /// Closed here, not known to be closed by the peer.
     closing: BTreeSet<(Side, u64)>,
     control: VecDeque<Control>,
@@ -87,11 +90,11 @@ impl Lane {
     pub fn new(config: LaneConfig, now: Duration) -> Self {
         Lane {
             config,
-            paths: BTreeMap::new(),
+            paths: FxHashMap::default(),
             live: 0,
-            sends: HashMap::new(),
-            receives: HashMap::new(),
-            offered: HashSet::new(),
+            sends: FxHashMap::default(),
+            receives: FxHashMap::default(),
+            offered: FxHashSet::default(),
             closing: BTreeSet::new(),
             control: VecDeque::new(),
             ready: VecDeque::new(),
