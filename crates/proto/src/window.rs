@@ -233,6 +233,20 @@ mod tests {
     }
 
     #[test]
+    fn where_all_wait_alike_and_long_all_shrink() {
+        let large = after(fresh(), 20, 0, true);
+        for (wait, shrinks) in [(300, false), (700, true)] {
+            let mut window = large;
+            for step in 1..=40 {
+                window.is_full();
+                let now = large.steered + Duration::from_micros(500) * step;
+                window.heard(wait, f64::from(wait), now);
+            }
+            assert_eq!(window.bytes() < large.bytes(), shrinks, "{wait} us");
+        }
+    }
+
+    #[test]
     fn a_pause_changes_nothing() {
         let before = after(fresh(), 10, 0, true);
         let mut window = before;

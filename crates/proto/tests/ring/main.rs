@@ -1,5 +1,5 @@
-//! NCCL's ring of two ranks, and its tree, over a network of first-in-first-out queues, in virtual time: what is lost
-//! between its steps.
+//! NCCL's ring of two ranks, and its tree, over a network of first-in-first-out queues, in virtual
+//! time: what is lost between their steps.
 //!
 //! Each direction of each connection takes one of the paths by chance. A path serves what comes to it
 //! in order, 64 KiB at a time, as a kernel hands it out (where flows are capped, it serves them in turn:
@@ -626,8 +626,8 @@ impl Ring {
     }
 }
 
-/// The share of the network's sum that all-reduces of this size get, after some to warm up: enough for
-/// windows to grow as far as they will.
+/// The share of the network's sum that all-reduces of this size get, after some to warm up: enough
+/// for windows to grow as far as they will.
 fn share(network: Network, bytes: u64, seed: u64) -> f64 {
     let mut ring = Ring::new(network, seed);
     for _ in 0..12 {
