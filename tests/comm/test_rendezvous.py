@@ -30,15 +30,16 @@ RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 SCRIPT = """
 import torch, torch.distributed as dist
 from evener.comm import libmpi, pmix
-from evener.comm.rendezvous import init_process_group, shutdown
+from evener.comm.rendezvous import gloo_threads, init_process_group, shutdown
 {prepare}
 for generation in range(2):
     ranks = init_process_group()
     x = torch.full((3,), float(ranks.rank + 1))
     dist.all_reduce(x)
     assert x.tolist() == [ranks.size * (ranks.size + 1) / 2] * 3
+    assert gloo_threads()
     shutdown()
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and not gloo_threads()
 print("OK", ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.cross_size)
 """
 

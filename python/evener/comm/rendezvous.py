@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
 import socket
@@ -48,7 +50,7 @@ from evener.comm.topology import host_identity
 from evener.errors import EvenerError
 from evener.log import info0, logger, set_rank
 
-_BREATH = 0.03  # seconds
+_BREATH = 0.03  # seconds, for threads of groups that somebody holds
 _DEFAULT_PORT = 29500
 # How long to be silent while waiting for ranks that have not come.
 _PATIENCE = 10.0
@@ -129,6 +131,9 @@ def init_process_group(
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if set_device and cuda and "nccl" in backend:
         _set_device(ranks)
+    # Its functions have today's default group for a default argument: imported later, as torch's
+    # FSDP does, it would keep this one for ever, and Gloo's threads with it (`shutdown`).
+    importlib.import_module("torch.distributed.nn.functional")
     try:
         dist.init_process_group(
             backend,
@@ -170,15 +175,26 @@ def shutdown() -> None:
     """Destroy the default group if `init_process_group` made it. A later init works again."""
     if _process.ours and dist.is_initialized():
         transport.end_all()
-        # Gloo's threads drop the last work's tensors after the call that waited for it returned,
-        # and need Python's lock for that. One that still waits for it when the interpreter ends,
-        # which may be soon, aborts the process.
-        time.sleep(_BREATH)
+        # What is left of reducers holds groups. A group that nobody holds waits for its threads
+        # when it is destroyed. Others' run on, and one that is about to drop a collective's
+        # tensors, for which it needs Python's lock, aborts a process whose interpreter ends.
+        gc.collect()
         if abort.aborted():
             abort.forget_groups()
         else:
             dist.destroy_process_group()
+        if gloo_threads():
+            time.sleep(_BREATH)
     _process.ours, _process.ranks = False, None
+
+
+def gloo_threads() -> int:
+    """How many threads of Gloo's groups this process has."""
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            count += (task / "comm").read_text().startswith("pt_gloo")
+    return count
 
 
 def generation() -> int:

@@ -463,6 +463,7 @@ class Engine:
             for made in self.groups.values():
                 for group in {made.cpu, made.cuda} - {None}:
                     dist.destroy_process_group(group)
+                made.cpu = made.cuda = None
 
     # --- launching ---
 

@@ -192,7 +192,7 @@ class _Distributed:
                 bucket_trace.watch(reducer, STATE.engine.timeline)
         # Ranks collect garbage at different moments, so neither may give groups back: the next
         # reducer could get another one on another rank. They go with the default group.
-        weakref.finalize(self, reducer.detach)
+        detach = weakref.finalize(self, reducer.detach)
         this = weakref.ref(self)
 
         def on_sparse(index: int) -> None:
@@ -202,7 +202,7 @@ class _Distributed:
         reducer.on_sparse = on_sparse
 
         def disarm() -> None:
-            reducer.detach()
+            detach()  # and no longer holds the reducer, or its groups would outlive the default one
             if (optimizer := this()) is not None:
                 optimizer._reducer = optimizer._steps = None
 
