@@ -104,14 +104,9 @@ impl Worker {
             }
             let last = turn == TURNS;
             let pulled = !last && pull(&mut link, mine, &mut self.conns, now);
-            // There is nothing to write either: what the next turn would find, at the price of a lock.
-            let over = !last && !pulled && {
-                let queued = |number: &usize| {
-                    let conn = self.conns.get(*number).and_then(Option::as_ref);
-                    conn.is_some_and(|conn| conn.frames() > 0)
-                };
-                !(moved || turn == 0) || !mine.conns.iter().any(queued)
-            };
+            // With nothing to write either the next turn would find the same, at the price of a lock.
+            let stuck = turn > 0 && !moved;
+            let over = !last && !pulled && (stuck || !has_queued(mine, &self.conns));
             mine.dirty |= last;
             let left = link.lane.has_frames();
             mine.flow.full &= left;
@@ -164,6 +159,13 @@ fn look(
     }
     mine.flow.ahead.count(delivered, now);
     true
+}
+
+/// Whether any connection has something that is not written.
+fn has_queued(mine: &Mine, conns: &[Option<Box<Conn>>]) -> bool {
+    let mine = mine.conns.iter();
+    let mut mine = mine.filter_map(|number| conns.get(*number).and_then(Option::as_ref));
+    mine.any(|conn| conn.frames() > 0)
 }
 
 fn has_room(conn: &Conn) -> bool {

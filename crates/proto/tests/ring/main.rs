@@ -10,11 +10,12 @@
 //! at them only now and then (it copies, naps, or is not scheduled): reads what has come, pulls what
 //! may go. The GPU is a clock, as in `evener bench net --pattern ring`, which drives the same pattern
 //! over real sockets: two channels or four, each with four slices of 1 MiB in flight (or eight of
-//! 512 KiB: [`Algorithm`]), a pause between all-reduces.
+//! 512 KiB: see [`nccl`]), a pause between all-reduces.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod capped;
+mod nccl;
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -24,6 +25,7 @@ use evener_proto::ahead::Ahead;
 use evener_proto::path::Report;
 use evener_proto::wire::HEADER;
 use evener_proto::{Event, Frame, Lane, LaneConfig, PathId};
+use nccl::{Algorithm, Channel};
 
 const STEP: Duration = Duration::from_micros(5);
 /// One way, without queues.
@@ -40,9 +42,6 @@ const COPY: f64 = 6e9;
 const LOOK: Duration = Duration::from_micros(50);
 const HELD: f64 = 128.0 * 1024.0;
 const BITE: f64 = 128.0 * 1024.0;
-
-const CHUNK: u64 = 2 << 20;
-const DEPTH: usize = 4;
 
 fn random(seed: &mut u64) -> u64 {
     *seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -105,70 +104,6 @@ struct Worker {
     /// When it read what was there.
     read: Duration,
     next: Duration,
-}
-
-/// What the GPU does with a slice.
-#[derive(Clone, Copy)]
-struct Turn {
-    receives: bool,
-    sends: bool,
-    length: u64,
-}
-
-/// How NCCL reduces between two nodes.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Algorithm {
-    /// Each rank sends one half of a chunk, then what it got of the other and reduced.
-    Ring,
-    /// One rank of a channel sends all it has, the other reduces that and sends it back: the next
-    /// channel the other way round. Steps are half as large, and twice as many are in flight.
-    Tree,
-}
-
-#[derive(Default)]
-struct Channel {
-    comm: usize,
-    turns: VecDeque<Turn>,
-    until: Option<Duration>,
-    /// Slices to post, and those in flight (whether finished): of receives and of sends.
-    flying: [VecDeque<(u64, bool)>; 2],
-    arrived: usize,
-    consumed: usize,
-    posted: usize,
-    lengths: Vec<u64>,
-}
-
-impl Channel {
-    fn turn(&mut self, receives: bool, sends: bool, length: u64) {
-        self.turns.push_back(Turn {
-            receives,
-            sends,
-            length,
-        });
-        if receives {
-            self.lengths.push(length);
-        }
-    }
-
-    fn plan_ring(&mut self, mut left: u64) {
-        while left > 0 {
-            let chunk = left.div_ceil(2).min(CHUNK);
-            left -= (2 * chunk).min(left);
-            for (receives, sends) in [(false, true), (true, true), (true, false)] {
-                for length in [chunk / 2, chunk - chunk / 2] {
-                    self.turn(receives, sends, length);
-                }
-            }
-        }
-    }
-
-    fn plan(&mut self, mut left: u64, receives: bool, sends: bool) {
-        while left > 0 {
-            let length = left.min(CHUNK / 4);
-            left -= length;
-            self.turn(receives, sends, length);
-        }
-    }
 }
 
 struct Rank {
@@ -236,21 +171,11 @@ fn rank(network: Network, seed: &mut u64, which: u64) -> Rank {
         read: Duration::ZERO,
         next: network.turn * index as u32 / network.workers as u32,
     };
-    // Who is not the root of a tree sends and receives side by side.
-    let sides = |comm: usize| {
-        1 + usize::from(network.algorithm == Algorithm::Tree && comm % 2 != which as usize)
-    };
-    let comms = (0..network.channels).flat_map(|comm| vec![comm; sides(comm)]);
     Rank {
         lane,
         workers: (0..network.workers).map(worker).collect(),
         flows: (0..network.flows).map(flow).collect(),
-        channels: comms
-            .map(|comm| Channel {
-                comm,
-                ..Channel::default()
-            })
-            .collect(),
+        channels: network.algorithm.channels(network.channels, which as usize),
     }
 }
 
@@ -275,19 +200,9 @@ impl Ring {
     fn all_reduce(&mut self, bytes: u64) -> f64 {
         let began = self.now;
         let share = bytes / self.network.channels as u64;
-        for (which, rank) in self.ranks.iter_mut().enumerate() {
-            let mut last = None;
+        for rank in &mut self.ranks {
             for channel in &mut rank.channels {
-                channel.lengths.clear();
-                (channel.arrived, channel.consumed, channel.posted) = (0, 0, 0);
-                let second = last.replace(channel.comm) == Some(channel.comm);
-                match self.network.algorithm {
-                    Algorithm::Ring => channel.plan_ring(share),
-                    Algorithm::Tree if channel.comm % 2 == which => {
-                        channel.plan(share, true, true);
-                    }
-                    Algorithm::Tree => channel.plan(share, second, !second),
-                }
+                channel.begin(share);
             }
         }
         let over = |rank: &Rank| rank.channels.iter().all(|one| one.turns.is_empty());
@@ -358,11 +273,7 @@ impl Ring {
     /// The GPU, and NCCL's thread.
     fn compute(&mut self, which: usize) {
         let (now, rank) = (self.now, &mut self.ranks[which]);
-        let depth = if self.network.algorithm == Algorithm::Tree {
-            2 * DEPTH
-        } else {
-            DEPTH
-        };
+        let depth = self.network.algorithm.depth();
         for channel in &mut rank.channels {
             while let Some(turn) = channel.turns.front().copied() {
                 match channel.until {
