@@ -29,17 +29,17 @@ RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 # Two generations, so that shutdown and init again are tested by every way.
 SCRIPT = """
 import torch, torch.distributed as dist
-from evener.comm import libmpi, pmix
-from evener.comm.rendezvous import gloo_threads, init_process_group, shutdown
+from evener.comm import gloo, libmpi, pmix
+from evener.comm.rendezvous import init_process_group, shutdown
 {prepare}
 for generation in range(2):
     ranks = init_process_group()
     x = torch.full((3,), float(ranks.rank + 1))
     dist.all_reduce(x)
     assert x.tolist() == [ranks.size * (ranks.size + 1) / 2] * 3
-    assert gloo_threads()
+    assert gloo.threads()
     shutdown()
-    assert not dist.is_initialized() and not gloo_threads()
+    assert not dist.is_initialized() and not gloo.threads()
 print("OK", ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.cross_size)
 """
 
@@ -88,6 +88,25 @@ def test_master_addr_and_what_the_launcher_did_not_say_is_found_out() -> None:
         assert out.split() == ["OK", str(rank), "2", str(rank), "2", "1"]
     assert "rendezvous by MASTER_ADDR" in results[0][2]
     assert "rendezvous" not in results[1][2]  # said once, not by every rank
+
+
+def test_a_process_may_end_right_after_a_collective() -> None:
+    # Python's lock is hardly ever let go, so that Gloo's thread still asks for it at the end.
+    code = """
+import sys, torch, torch.distributed as dist
+from evener.comm.rendezvous import init_process_group
+sys.setswitchinterval(1000)
+init_process_group()
+for _ in range(20):
+    x = torch.ones(1000)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    del x, work
+"""
+    port = str(free_port())
+    env = environment(MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="4")
+    for status, _, err in finish(*(start(code, {**env, "RANK": str(rank)}) for rank in range(4))):
+        assert status == 0, err
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

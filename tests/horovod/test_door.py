@@ -22,10 +22,10 @@ import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from horovod.torch.mpi_ops import synchronize
-from evener.comm.rendezvous import gloo_threads
+from evener.comm import gloo
 
 # Runs after Horovod's own end, which must leave no thread that could need the interpreter.
-atexit.register(lambda: gloo_threads() and os._exit(9))
+atexit.register(lambda: gloo.threads() and os._exit(9))
 hvd.init()
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 10))

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from evener.comm import sums, transport
+from evener.comm import gloo, sums, transport
 from evener.comm.buckets import padded
 from evener.comm.errors import CommError
 from evener.comm.options import Options
@@ -224,6 +224,7 @@ class Communicators:
         self.size = len(self.ranks)
         self._lent: list[tuple[Key, dist.ProcessGroup]] = []
         self._carriers: list[tuple[object, Carrier]] = []
+        gloo.settle_at_exit()
         try:
             _level_counts(parent or _world(), self.timeout)
             self.control = self._group(tuple(range(self.size)), "gloo")

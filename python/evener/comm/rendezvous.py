@@ -44,13 +44,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evener import interfaces, settings
-from evener.comm import abort, contact, elastic, libmpi, pmix, transport
+from evener.comm import abort, contact, elastic, gloo, libmpi, pmix, transport
 from evener.comm.ranks import Ranks, detect
 from evener.comm.topology import host_identity
 from evener.errors import EvenerError
 from evener.log import info0, logger, set_rank
 
-_BREATH = 0.03  # seconds, for threads of groups that somebody holds
 _DEFAULT_PORT = 29500
 # How long to be silent while waiting for ranks that have not come.
 _PATIENCE = 10.0
@@ -150,6 +149,7 @@ def init_process_group(
             "other nodes",
         ) from error
     _process.ours, _process.ranks = True, ranks
+    gloo.settle_at_exit()
     return ranks
 
 
@@ -176,25 +176,13 @@ def shutdown() -> None:
     if _process.ours and dist.is_initialized():
         transport.end_all()
         # What is left of reducers holds groups. A group that nobody holds waits for its threads
-        # when it is destroyed. Others' run on, and one that is about to drop a collective's
-        # tensors, for which it needs Python's lock, aborts a process whose interpreter ends.
+        # when it is destroyed; others' run on.
         gc.collect()
         if abort.aborted():
             abort.forget_groups()
         else:
             dist.destroy_process_group()
-        if gloo_threads():
-            time.sleep(_BREATH)
     _process.ours, _process.ranks = False, None
-
-
-def gloo_threads() -> int:
-    """How many threads of Gloo's groups this process has."""
-    count = 0
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            count += (task / "comm").read_text().startswith("pt_gloo")
-    return count
 
 
 def generation() -> int:
@@ -219,6 +207,7 @@ def _adopt(ranks: Ranks | None, deadline: float) -> Ranks:
         )
     set_rank(rank if size > 1 else None)
     _process.generation += 1
+    gloo.settle_at_exit()
     # The group's own store: torch keeps it, and has no public way to it.
     parent = dist.distributed_c10d._get_default_store()
     store = PrefixStore(f"evener/adopted.{_process.generation}", parent)
