@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Network, Segment, random};
+use super::fabric::{Network, Segment, random};
 
 const CLASSES: usize = 64;
 /// Tokens that a bucket holds.
