@@ -24,7 +24,9 @@ RECORD = {
     "host": 'no"de',
     "time": 0.0,
     "net": {
-        "devices": [],
+        "devices": [
+            {"name": "eth0", "address": "10.0.0.1", "bytes_sent": 45_000_000, "bytes_received": 6}
+        ],
         "peers": [
             {
                 "peer": "10.0.0.2:5 (abc)",
@@ -54,6 +56,11 @@ RECORD = {
         ],
     },
 }
+LIVE = RECORD["net"]["paths"][0]  # type: ignore[index]
+RECORD["net"]["ended"] = [  # type: ignore[index]
+    {**LIVE, "source_port": 20002, "state": "ended", "why": why, "time": 1.0}
+    for why in ("not worth keeping", "the peer closed it", "the peer closed it")
+]
 
 
 def test_the_plug_in_has_every_table() -> None:
@@ -164,12 +171,19 @@ def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
     rows = stats.rows(stats.read(tmp_path))
     assert [(row["rank"], row["source_port"]) for row in rows] == [(3, 20001)]
     run = CliRunner().invoke
-    assert json.loads(run(net, ["stats", str(tmp_path), "--json"]).output)[0]["heals"] == 1
+    told = json.loads(run(net, ["stats", str(tmp_path), "--json"]).output)
+    assert told[0]["heals"] == 1
+    assert [row["state"] for row in told] == ["live", "ended", "ended", "ended"]
     text = run(net, ["stats", str(tmp_path), "--prometheus"]).output
     assert 'evener_net_path_sent_bytes_total{host="no\\"de",pid="7"' in text
     assert 'evener_net_path_live{host="no\\"de",pid="7",port="20001"} 1' in text
+    assert 'evener_net_nic_sent_bytes_total{host="no\\"de",pid="7",rank="3",nic="eth0"} 4' in text
     shown = run(net, ["stats", str(tmp_path)]).output
-    assert "eth0" in shown
+    assert "eth0:20001" in shown and "20002" not in shown
+    assert "have ended: 2 the peer closed it, 1 not worth keeping (--ended" in shown
+    assert "45.0 MB" in shown
+    all_shown = run(net, ["stats", str(tmp_path), "--ended"]).output
+    assert all_shown.count("eth0:20002") == 3 and "have ended" not in all_shown
     row = next(line for line in shown.splitlines() if "1.00 Gb/s" in line)
     assert [word for word in row.split() if word.isdecimal()] == ["3", "24", "31", "17", "13", "19"]
 

@@ -425,7 +425,7 @@ fn delivered(
 ) -> Vec<Delivered> {
     let name = lock(&shared.peers).get(&key).map(|peer| peer.name());
     let mut all = Vec::new();
-    for ((mirror, path), stats) in lock(&shared.paths).iter() {
+    for ((mirror, path), stats) in lock(&shared.paths).live() {
         if *mirror != key.mirror || Some(&stats.peer) != name.as_ref() {
             continue;
         }

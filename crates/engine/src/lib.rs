@@ -24,6 +24,7 @@ pub mod fds;
 pub mod hello;
 pub mod link;
 pub mod nics;
+mod paths;
 pub mod records;
 pub mod settings;
 #[rustfmt::skip]
@@ -50,8 +51,9 @@ use control::{Control, News};
 use hello::{HANDLE, Handle, ProcessId};
 use link::Link;
 use nics::{Family, Nic};
+use paths::Paths;
 pub use slots::{Slot, Status};
-use stats::{PathStats, Silences};
+use stats::Silences;
 pub use sys::Memory;
 use worker::{Task, Worker};
 
@@ -164,7 +166,7 @@ pub struct Shared {
     peers: Mutex<HashMap<PeerKey, Arc<Peer>>>,
     listeners: Mutex<HashMap<u64, Arc<Mailbox>>>,
     pending: Mutex<HashMap<u64, Arc<Comm>>>,
-    paths: Mutex<HashMap<(bool, PathId), Arc<PathStats>>>,
+    paths: Mutex<Paths>,
     next: AtomicU64,
     next_home: AtomicUsize,
     started: Instant,
@@ -316,7 +318,7 @@ impl Engine {
             peers: Mutex::new(HashMap::new()),
             listeners: Mutex::new(HashMap::new()),
             pending: Mutex::new(HashMap::new()),
-            paths: Mutex::new(HashMap::new()),
+            paths: Mutex::default(),
             next: AtomicU64::new(1),
             next_home: AtomicUsize::new(0),
             started: Instant::now(),
@@ -387,8 +389,8 @@ impl Engine {
     /// What each path did.
     pub fn paths(&self) -> Vec<stats::PathReport> {
         lock(&self.shared.paths)
-            .values()
-            .map(|stats| stats.report())
+            .live()
+            .map(|(_, stats)| stats.report())
             .collect()
     }
 
@@ -400,8 +402,8 @@ impl Engine {
     /// Cuts up to `count` paths, as a network would: for tests of healing.
     pub fn cut_paths(&self, count: usize) {
         let paths: Vec<PathId> = lock(&self.shared.paths)
-            .keys()
-            .map(|(_, path)| *path)
+            .live()
+            .map(|((_, path), _)| *path)
             .take(count)
             .collect();
         let peers: Vec<Arc<Peer>> = lock(&self.shared.peers).values().cloned().collect();

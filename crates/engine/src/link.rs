@@ -507,7 +507,7 @@ pub enum Target {
 }
 
 fn mark(peer: &Peer, path: PathId, suspect: bool, shared: &Shared) {
-    let Some(stats) = lock(&shared.paths).get(&(peer.key.mirror, path)).cloned() else {
+    let Some(stats) = lock(&shared.paths).get(peer.key.mirror, path).cloned() else {
         return;
     };
     stats.suspected(suspect);

@@ -7,6 +7,9 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::Shared;
 use crate::comm::lock;
+use crate::nics::Nic;
+use crate::paths::Ended;
+use crate::stats::{PathReport, PathStats};
 
 fn text(value: &str) -> String {
     let mut out = String::from("\"");
@@ -36,6 +39,56 @@ fn first_set(names: &[&str]) -> String {
         .map_or("null".into(), |rank| rank.to_string())
 }
 
+/// A path, with fields of its own behind the others.
+fn of_path(path: &PathReport, state: &str, more: &str) -> String {
+    format!(
+        "{{\"peer\":{},\"nic\":{},\"source_port\":{},\"state\":\"{state}\",\"bytes_sent\":{},\
+         \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"window\":{},\"wait_us\":{},\
+         \"retransmits\":{},\"heals\":{},\"zero_copy\":\"{}\"{more}}}",
+        text(&path.peer),
+        text(&path.nic),
+        path.port,
+        path.sent,
+        path.received,
+        path.rate,
+        path.rtt_us,
+        path.window,
+        path.wait_us,
+        path.retransmits,
+        path.heals,
+        path.zero_copy.name()
+    )
+}
+
+/// The NICs, the paths, and those that have ended: of one moment, so that sums agree.
+fn of_paths(shared: &Shared) -> (Vec<String>, Vec<String>, Vec<String>) {
+    let paths = lock(&shared.paths);
+    let device = |nic: &Nic| {
+        let [sent, received] = paths.carried(&nic.name);
+        format!(
+            "{{\"name\":{},\"address\":{},\"speed_mbps\":{},\"bytes_sent\":{sent},\
+             \"bytes_received\":{received}}}",
+            text(&nic.name),
+            text(&nic.address.to_string()),
+            nic.speed
+        )
+    };
+    let live = |stats: &PathStats| {
+        let path = stats.report();
+        of_path(&path, if path.suspect { "suspect" } else { "live" }, "")
+    };
+    let ended = |one: &Ended| {
+        let seconds = one.time.as_secs_f64();
+        let more = format!(",\"why\":{},\"time\":{seconds:.3}", text(&one.why));
+        of_path(&one.path, "ended", &more)
+    };
+    (
+        shared.nics.iter().map(device).collect(),
+        paths.live().map(|(_, stats)| live(stats)).collect(),
+        paths.ended().map(ended).collect(),
+    )
+}
+
 /// The record as JSON.
 pub fn json(shared: &Shared) -> String {
     let mut out = String::new();
@@ -49,18 +102,7 @@ pub fn json(shared: &Shared) -> String {
         std::process::id(),
         text(&host()),
     );
-    let devices: Vec<String> = shared
-        .nics
-        .iter()
-        .map(|nic| {
-            format!(
-                "{{\"name\":{},\"address\":{},\"speed_mbps\":{}}}",
-                text(&nic.name),
-                text(&nic.address.to_string()),
-                nic.speed
-            )
-        })
-        .collect();
+    let (devices, paths, ended) = of_paths(shared);
     let peers: Vec<String> = lock(&shared.peers)
         .values()
         .map(|peer| {
@@ -81,30 +123,6 @@ pub fn json(shared: &Shared) -> String {
             )
         })
         .collect();
-    let paths: Vec<String> = lock(&shared.paths)
-        .values()
-        .map(|stats| {
-            let path = stats.report();
-            format!(
-                "{{\"peer\":{},\"nic\":{},\"source_port\":{},\"state\":\"{}\",\"bytes_sent\":{},\
-                 \"bytes_received\":{},\"rate\":{},\"rtt_us\":{},\"window\":{},\"wait_us\":{},\"retransmits\":{},\"heals\":{},\
-                 \"zero_copy\":\"{}\"}}",
-                text(&path.peer),
-                text(&path.nic),
-                path.port,
-                if path.suspect { "suspect" } else { "live" },
-                path.sent,
-                path.received,
-                path.rate,
-                path.rtt_us,
-                path.window,
-                path.wait_us,
-                path.retransmits,
-                path.heals,
-                path.zero_copy.name()
-            )
-        })
-        .collect();
     let workers: Vec<String> = shared
         .workers
         .iter()
@@ -112,13 +130,14 @@ pub fn json(shared: &Shared) -> String {
         .collect();
     let _ = write!(
         out,
-        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}]}}}}",
+        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}],\"ended\":[{}]}}}}",
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),
         shared.silences.json(),
         workers.join(","),
         peers.join(","),
-        paths.join(",")
+        paths.join(","),
+        ended.join(",")
     );
     out.push('\n');
     out

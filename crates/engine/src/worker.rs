@@ -437,7 +437,7 @@ impl Worker {
                 stats,
             } => {
                 let now = self.now();
-                lock(&self.shared.paths).insert((peer.key.mirror, path), stats.clone());
+                lock(&self.shared.paths).insert(peer.key.mirror, path, stats.clone());
                 peer.connections.fetch_add(1, Ordering::Relaxed);
                 {
                     let mut link = lock(&peer.link);
@@ -648,7 +648,7 @@ impl Worker {
         mine.dirty = true;
         let peer = mine.peer.clone();
         peer.connections.fetch_sub(1, Ordering::Relaxed);
-        lock(&self.shared.paths).remove(&(peer.key.mirror, conn.path));
+        lock(&self.shared.paths).end(peer.key.mirror, conn.path, why);
         conn.abandon();
         let (chores, idle, others) = {
             let mut link = lock(&peer.link);

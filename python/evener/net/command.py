@@ -9,7 +9,7 @@ import click
 
 from evener import settings
 from evener.errors import UsageError
-from evener.net import install, stats
+from evener.net import install, show, stats
 from evener.net.plugin import environment, plugin_path
 
 _PREFIX = click.option(
@@ -63,8 +63,9 @@ def path() -> None:
 @click.argument("directory", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 @click.option("--prometheus", is_flag=True, help="Prometheus' text format.")
-def show_stats(directory: Path | None, as_json: bool, prometheus: bool) -> None:
-    """What every path of a running job carries.
+@click.option("--ended", is_flag=True, help="Paths that have ended as well, and why.")
+def show_stats(directory: Path | None, as_json: bool, prometheus: bool, ended: bool) -> None:
+    """What every path of a job carries, or of one that is over carried.
 
     DIRECTORY: where the job writes its statistics (default: EVENER_STATS_DIR).
     """
@@ -74,52 +75,17 @@ def show_stats(directory: Path | None, as_json: bool, prometheus: bool) -> None:
             "no directory of statistics", "give it, or set EVENER_STATS_DIR here and for the job"
         )
     records = stats.read(where)
-    rows = stats.rows(records)
+    rows, gone = stats.rows(records), stats.ended(records)
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps(rows + gone, indent=2))
         return
     if prometheus:
-        click.echo(stats.prometheus(rows), nl=False)
+        click.echo(stats.prometheus(records), nl=False)
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("host", "rank", "nic:port", "peer", "state", "sent", "received", "rate")
-    for name in ("rtt", "resent", "heals"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        state = "gone?" if stats.is_stale(row) else row["state"]
-        rank = "" if row["rank"] is None else str(row["rank"])
-        table.add_row(
-            row["host"],
-            rank,
-            f"{row['nic']}:{row['source_port']}",
-            row["peer"],
-            state,
-            f"{row['bytes_sent'] / 1e6:.1f} MB",
-            f"{row['bytes_received'] / 1e6:.1f} MB",
-            f"{row['rate'] * 8 / 1e9:.2f} Gb/s",
-            f"{row['rtt_us']} us",
-            str(row["retransmits"]),
-            str(row["heals"]),
-        )
-    placement = Table("host", "rank", "peer", "connections")
-    for name in ("tried", "kept", "re-rolled", "late", "best"):
-        placement.add_column(name, justify="right")
-    for peer in stats.peers(records):
-        placement.add_row(
-            peer["host"],
-            "" if peer["rank"] is None else str(peer["rank"]),
-            peer["peer"],
-            str(peer["connections"]),
-            str(peer.get("trials", 0)),
-            str(peer.get("gains", 0)),
-            str(peer.get("rerolls", 0)),
-            str(peer.get("late", 0)),
-            f"{peer.get('best_rate', 0) * 8 / 1e9:.2f} Gb/s",
-        )
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    console.print(table)
-    console.print(placement)
+    for part in show.parts(records, ended):
+        console.print(part)

@@ -35,27 +35,28 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 def rows(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a path of every process, with its process's host, pid, rank and age in seconds."""
-    now = time.time()
-    return [
-        {
-            "host": record["host"],
-            "pid": record["pid"],
-            "rank": record["rank"],
-            "age": max(0.0, now - record["time"]),
-            **path,
-        }
-        for record in records
-        for path in record["net"]["paths"]
-    ]
+    return [row for record in records for row in _of(record, "paths")]
+
+
+def ended(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a path that has ended, of the last 64 of every process: `why`, and the `time`."""
+    return [row for record in records for row in _of(record, "ended")]
+
+
+def nics(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a NIC of every process, with the bytes of all its paths."""
+    return [row for record in records for row in _of(record, "devices")]
 
 
 def peers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a peer of every process: connections, and what became of flows that were tried."""
-    return [
-        {"host": record["host"], "pid": record["pid"], "rank": record["rank"], **peer}
-        for record in records
-        for peer in record["net"]["peers"]
-    ]
+    return [row for record in records for row in _of(record, "peers")]
+
+
+def _of(record: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    process = {name: record[name] for name in ("host", "pid", "rank")}
+    age = max(0.0, time.time() - record["time"])
+    return [{**process, "age": age, **row} for row in record["net"].get(part, [])]
 
 
 def is_stale(row: dict[str, Any]) -> bool:
@@ -73,8 +74,15 @@ _METRICS = {
 }
 
 
-def prometheus(all_rows: list[dict[str, Any]]) -> str:
-    """The rows in Prometheus' text format 0.0.4."""
+_NIC_METRICS = {
+    "bytes_sent": "evener_net_nic_sent_bytes_total",
+    "bytes_received": "evener_net_nic_received_bytes_total",
+}
+
+
+def prometheus(records: list[dict[str, Any]]) -> str:
+    """Paths and NICs in Prometheus' text format 0.0.4."""
+    all_rows = rows(records)
 
     def label(value: object) -> str:
         text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
@@ -101,4 +109,10 @@ def prometheus(all_rows: list[dict[str, Any]]) -> str:
             f"host={label(row['host'])},pid={label(row['pid'])},port={label(row['source_port'])}"
         )
         lines.append(f"evener_net_path_live{{{inside}}} {live}")
+    for field, name in _NIC_METRICS.items():
+        lines.append(f"# TYPE {name} counter")
+        for row in nics(records):
+            labels = {key: row[key] for key in ("host", "pid", "rank")} | {"nic": row["name"]}
+            inside = ",".join(f"{key}={label(value)}" for key, value in labels.items())
+            lines.append(f"{name}{{{inside}}} {row.get(field, 0)}")
     return "\n".join(lines) + "\n"
