@@ -180,7 +180,7 @@ def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
     assert 'evener_net_nic_sent_bytes_total{host="no\\"de",pid="7",rank="3",nic="eth0"} 4' in text
     shown = run(net, ["stats", str(tmp_path)]).output
     assert "eth0:20001" in shown and "20002" not in shown
-    assert "have ended: 2 the peer closed it, 1 not worth keeping (--ended" in shown
+    assert "have ended: 2 x the peer closed it; 1 x not worth keeping (--ended" in shown
     assert "45.0 MB" in shown
     all_shown = run(net, ["stats", str(tmp_path), "--ended"]).output
     assert all_shown.count("eth0:20002") == 3 and "have ended" not in all_shown

@@ -17,7 +17,7 @@ def parts(records: list[dict[str, Any]], ended: bool) -> list[Table | str]:
     shown: list[Table | str] = [_paths(stats.rows(records) + (gone if ended else []))]
     if gone and not ended:
         reasons = Counter(row["why"] for row in gone).most_common()
-        told = ", ".join(f"{count} {why}" for why, count in reasons)
+        told = "; ".join(f"{count} x {why}" for why, count in reasons)
         shown.append(f"Paths that have ended: {told} (--ended shows them)")
     return [*shown, _nics(records), _peers(records)]
 
