@@ -11,7 +11,8 @@
 //! the next chunk. All that share a queue see the same wait, so a queue holds its part of the whole
 //! whether one path leads through it or ten. An average above [`TARGET_MOST`] counts as that: else
 //! all would grow where all wait alike, until the bound on what is on its way in all
-//! ([`ahead`](crate::ahead)) stops them, which knows nothing of the two directions.
+//! ([`ahead`](crate::ahead)) stops them, which knows nothing of the two directions. (A slow network,
+//! of less than 6 Gb/s in all, is busy with [`FEW`] chunks for longer than that.)
 //!
 //! The way back is the peer's business, so round trips say nothing. (LEDBAT, RFC 6817, steers by the
 //! delay of one way likewise, and Swift, SIGCOMM 2020, by the round trip; both towards a fixed target.)
@@ -25,8 +26,10 @@ use crate::wire::PACKET;
 
 /// So long a chunk may wait in any case, seconds.
 pub(crate) const TARGET: f64 = 150e-6;
-/// Longer than this none should, whatever the others do.
+/// Longer than this none should, whatever the others do ...
 const TARGET_MOST: f64 = 350e-6;
+/// ... or than the network takes for so many bytes: a slow one is busy with a chunk for long.
+const FEW: f64 = 4.0 * PACKET as f64;
 /// A window grows by a factor of e in this time where nothing waits.
 const PACE: f64 = 20e-3;
 /// It shrinks so many times as quickly at most.
@@ -151,13 +154,15 @@ impl Window {
         self.waited = true;
     }
 
-    /// Chunks waited for so many microseconds; `of_all`: those of all paths, on the average of late.
-    pub fn heard(&mut self, wait: u32, of_all: f64, now: Duration) {
+    /// Chunks waited for so many microseconds; `of_all`: those of all paths, on the average of late,
+    /// which carry `rate` bytes a second together.
+    pub fn heard(&mut self, wait: u32, of_all: f64, rate: f64, now: Duration) {
         self.wait += (f64::from(wait) - self.wait) / 8.0;
         let passed = now.saturating_sub(self.steered).min(LATELY);
         self.steered = now;
         let passed = passed.as_secs_f64() / PACE;
-        let target = (of_all * 1e-6).clamp(TARGET, TARGET_MOST);
+        let most = TARGET_MOST.max(FEW / rate);
+        let target = (of_all * 1e-6).clamp(TARGET, most);
         let lack = (1.0 - f64::from(wait) * 1e-6 / target).max(-HASTE);
         // Far from the target there is nothing to swing about.
         let lack = if lack > NEAR { lack * HASTE } else { lack };
@@ -177,6 +182,9 @@ mod tests {
     use super::*;
 
     const LEAST_PIECE: f64 = PACKET as f64;
+    /// Bytes a second.
+    const QUICK: f64 = 3e9;
+    const SLOW: f64 = 0.125e9;
 
     /// A window after some milliseconds in which chunks wait for so many microseconds; `full`: it has
     /// no room all the time.
@@ -186,7 +194,12 @@ mod tests {
             if full {
                 window.is_full();
             }
-            window.heard(wait, 0.0, start + Duration::from_micros(500) * step as u32);
+            window.heard(
+                wait,
+                0.0,
+                QUICK,
+                start + Duration::from_micros(500) * step as u32,
+            );
         }
         window
     }
@@ -224,7 +237,7 @@ mod tests {
             wait = (sum / rate - 100e-6).max(0.0);
             for window in &mut windows {
                 window.is_full();
-                window.heard((wait * 1e6) as u32, 0.0, now);
+                window.heard((wait * 1e6) as u32, 0.0, QUICK, now);
             }
         }
         assert!((wait / TARGET - 1.0).abs() < 0.2, "{wait}");
@@ -235,12 +248,17 @@ mod tests {
     #[test]
     fn where_all_wait_alike_and_long_all_shrink() {
         let large = after(fresh(), 20, 0, true);
-        for (wait, shrinks) in [(300, false), (700, true)] {
+        for (rate, wait, shrinks) in [
+            (QUICK, 300, false),
+            (QUICK, 700, true),
+            (SLOW, 700, false),
+            (SLOW, 2500, true),
+        ] {
             let mut window = large;
             for step in 1..=40 {
                 window.is_full();
                 let now = large.steered + Duration::from_micros(500) * step;
-                window.heard(wait, f64::from(wait), now);
+                window.heard(wait, f64::from(wait), rate, now);
             }
             assert_eq!(window.bytes() < large.bytes(), shrinks, "{wait} us");
         }
@@ -251,7 +269,7 @@ mod tests {
         let before = after(fresh(), 10, 0, true);
         let mut window = before;
         window.is_full();
-        window.heard(2000, 0.0, before.steered + Duration::from_secs(5));
+        window.heard(2000, 0.0, QUICK, before.steered + Duration::from_secs(5));
         assert!(window.bytes() > before.bytes() * 0.8);
     }
 

@@ -169,7 +169,7 @@ impl Lane {
         {
             // The mean of what is heard of late, over all paths.
             self.wait += (f64::from(heard - 1) - self.wait) / 64.0;
-            path.window.heard(heard - 1, self.wait, now);
+            path.window.heard(heard - 1, self.wait, self.rate, now);
         }
     }
 

@@ -107,6 +107,18 @@ fn one_path_is_full_and_a_slower_one() {
     at_least(slower, 2, 0.93, 0.95);
 }
 
+/// There a chunk is on its way for longer than it may wait where networks are quick.
+#[test]
+fn two_slow_paths_are_full() {
+    let slow = Network {
+        paths: 2,
+        rate: 1e9 / 8.0,
+        workers: 2,
+        ..ONE
+    };
+    at_least(slow, 2, 0.95, 0.97);
+}
+
 #[test]
 fn caps_a_flow_do_not_cap_the_sum() {
     for flows in [16, 24, 32] {
