@@ -1,5 +1,6 @@
 """`evener net`: install and remove the plug-in, the variables, the statistics."""
 
+import copy
 import ctypes
 import json
 import os
@@ -184,6 +185,10 @@ def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
     assert "45.0 MB" in shown
     all_shown = run(net, ["stats", str(tmp_path), "--ended"]).output
     assert all_shown.count("eth0:20002") == 3 and "have ended" not in all_shown
+    record = copy.deepcopy(RECORD)
+    record["net"]["peers"][0]["peer"] = "[fd00::1]:5 (abc)"  # type: ignore[index]
+    (tmp_path / "net-7.json").write_text(json.dumps(record))
+    assert "[fd00::1]:5" in run(net, ["stats", str(tmp_path)]).output
     row = next(line for line in shown.splitlines() if "1.00 Gb/s" in line)
     assert [word for word in row.split() if word.isdecimal()] == ["3", "24", "31", "17", "13", "19"]
 

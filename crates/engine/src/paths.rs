@@ -81,11 +81,10 @@ impl Paths {
     /// Bytes that all paths of a NIC have sent and received.
     pub fn carried(&self, nic: &str) -> [u64; 2] {
         let [mut sent, mut received] = self.past.get(nic).copied().unwrap_or_default();
-        for path in self.live.values().map(|stats| stats.report()) {
-            if path.nic == nic {
-                sent += path.sent;
-                received += path.received;
-            }
+        for stats in self.live.values().filter(|stats| stats.nic == nic) {
+            let path = stats.report();
+            sent += path.sent;
+            received += path.received;
         }
         [sent, received]
     }

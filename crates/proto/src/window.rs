@@ -155,7 +155,7 @@ impl Window {
     }
 
     /// Chunks waited for so many microseconds; `of_all`: those of all paths, on the average of late,
-    /// which carry `rate` bytes a second together.
+    /// which carry `rate` bytes a second together (0: that is not known yet, and nothing is too long).
     pub fn heard(&mut self, wait: u32, of_all: f64, rate: f64, now: Duration) {
         self.wait += (f64::from(wait) - self.wait) / 8.0;
         let passed = now.saturating_sub(self.steered).min(LATELY);

@@ -84,8 +84,9 @@ def show_stats(directory: Path | None, as_json: bool, prometheus: bool, ended: b
         return
     from rich.console import Console
 
-    console = Console()
+    # Without markup: an IPv6 address in brackets is none.
+    console = Console(markup=False)
     if not console.is_terminal:
-        console = Console(width=140)
+        console = Console(width=140, markup=False)
     for part in show.parts(records, ended):
         console.print(part)
