@@ -295,6 +295,14 @@ EVENER_FREEZE_AFTER = _number(
     "without negotiation. 0: never.",
     high=64,
 )
+EVENER_HOROVOD_ZERO_STEP = _flag(
+    _COMM,
+    "EVENER_HOROVOD_ZERO_STEP",
+    True,
+    "hvd.broadcast_optimizer_state takes a step with gradients of zeros where the optimizer has no "
+    "state, as upstream's: it counts in Adam's bias correction, and weight decay moves parameters. "
+    "0: no such step.",
+)
 HOROVOD_TIMELINE = _text(
     _COMM,
     "HOROVOD_TIMELINE",

@@ -262,7 +262,7 @@ def states(rank: int, size: int) -> None:
     assert state["step"].item() == 1
     torch.testing.assert_close(state["exp_avg"], torch.full_like(state["exp_avg"], 0.2))
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    # And back: a fresh root empties the others.
+    # And back: the step of a fresh root counts, and it alone takes it.
     fresh = torch.optim.SGD(model.parameters(), lr=0.5 + rank, momentum=0.9)
     wrapped = hvd.DistributedOptimizer(fresh)
     hvd.broadcast_optimizer_state(wrapped, root_rank=1)
@@ -274,6 +274,80 @@ def states(rank: int, size: int) -> None:
 
 def test_broadcast_of_parameters_and_optimizer_states() -> None:
     worlds.run([2], states)
+
+
+def schedulers(rank: int, _size: int) -> None:
+    """One that was made on the plain optimizer reaches the wrapped one, whatever was broadcast."""
+    hvd.init()
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0 + rank, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    groups, state = optimizer.param_groups, optimizer.state
+    state_of = hvd.elastic.TorchState(model=model, optimizer=optimizer)
+
+    def step() -> float:
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates: list[float] = hvd.allgather(torch.tensor([optimizer.param_groups[0]["lr"]])).tolist()
+        assert rates[0] == rates[1]
+        return rates[0]
+
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert step() == pytest.approx(0.1)
+    state_of.sync()  # commits
+    assert step() == pytest.approx(0.01)
+    momentum = state[model[0].weight]["momentum_buffer"]
+    state_of.restore()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    # The scheduler was not restored; what it sets must arrive.
+    assert step() == pytest.approx(0.01)
+    assert state[model[0].weight]["momentum_buffer"] is momentum
+    assert optimizer.param_groups is groups
+    assert optimizer.state is state
+
+
+def zero_steps(rank: int, _size: int) -> None:
+    """Adam's first step after the broadcast is its second, as after upstream's."""
+    hvd.init()
+    for zero_step in (True, False):
+        os.environ["EVENER_HOROVOD_ZERO_STEP"] = str(int(zero_step))
+        model, want = model_of(), model_of()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
+            model.named_parameters(),
+        )
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        plain = torch.optim.AdamW(want.parameters(), lr=0.1, weight_decay=0.5)
+        if zero_step:
+            for parameter in want.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            plain.step()
+        for both, of in ((optimizer, model), (plain, want)):
+            both.zero_grad()
+            loss_of(of, batch(0, 0)).backward()
+            both.step()
+        for have, expected in zip(model.parameters(), want.parameters(), strict=True):
+            torch.testing.assert_close(have, expected)
+        # A root with a state: nobody's parameters move, weight decay or not.
+        late = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        if rank == 0:
+            late.load_state_dict(optimizer.state_dict())
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        hvd.broadcast_optimizer_state(late, root_rank=0)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert late.state[model[0].weight]["step"].item() == 1 + zero_step
+
+
+def broadcast_states(rank: int, size: int) -> None:
+    schedulers(rank, size)
+    zero_steps(rank, size)
+
+
+def test_broadcast_states_reach_schedulers_and_count_the_zero_step() -> None:
+    worlds.run([2], broadcast_states)
 
 
 def learns(rank: int, size: int) -> tuple[float, float]:

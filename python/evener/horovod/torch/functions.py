@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from evener import settings
 from evener.horovod.common import pickling
 from evener.horovod.torch.mpi_ops import (
     allgather,
@@ -50,44 +51,114 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options (learning rate, ...) of rank `root_rank`'s.
 
-    The state is loaded as by `load_state_dict`; no step is taken to create it, so parameters do
-    not change. As after upstream's, parameters of an optimizer without a state have gradients
-    afterwards, of zeros. model: tells which parameters are of sparse embeddings, and get none.
+    Values are written into the groups and the state that exist: a scheduler that was made on the
+    optimizer, or on the one that it wraps, goes on to reach them. As upstream's, an optimizer
+    without a state gets one by a step with gradients of zeros, which counts in Adam's bias
+    correction and lets weight decay move the parameters; every rank whose state is empty takes it
+    where rank `root_rank` does, and none where that has a state. EVENER_HOROVOD_ZERO_STEP=0: no
+    such step. Gradients are zeros afterwards. model: tells which parameters are of sparse
+    embeddings.
+
+    Raises ValueError for LBFGS, and where the groups differ from rank `root_rank`'s.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    state = optimizer.state_dict()
-    if not state["state"]:
-        _zero_gradients(optimizer, model)
+    steps = settings.EVENER_HOROVOD_ZERO_STEP.get()
+    empty = not optimizer.state_dict()["state"]
+    if empty:
+        _zero_gradients(optimizer, model, anew=steps)
+    root = rank() == root_rank
+    stepped = root and empty and steps
+    if stepped:
+        _step_alone(optimizer)
     tensors: list[torch.Tensor] = []
-    skeleton = broadcast_object(
-        _taken_apart(state, tensors) if rank() == root_rank else None, root_rank
-    )
+    content = (stepped, _taken_apart(optimizer.state_dict(), tensors)) if root else None
+    stepped, skeleton = broadcast_object(content, root_rank)
+    if stepped and empty and not root:
+        _step_alone(optimizer)
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), None)
     here: list[torch.Tensor] = []
-    rebuilt = _put_together(skeleton, tensors if rank() == root_rank else None, here, device)
+    rebuilt = _put_together(skeleton, tensors if root else None, here, device)
     broadcast_many([(f"state {index}", tensor) for index, tensor in enumerate(here)], root_rank)
-    if rank() != root_rank:
-        # The base class's: a wrapped optimizer's own would also forget gradients in flight.
-        optimizer.load_state_dict(rebuilt)
-    if not state["state"]:
-        # As after upstream's: gradients are there, and zero.
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    if not root:
+        put_in_place(optimizer, rebuilt)
 
 
-def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        return
+def _step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """A step of the optimizer itself: nothing is reduced."""
+    base = getattr(type(optimizer), "_evener_base", None)
+    if base is None:
+        optimizer.step()
+    else:
+        base.step(optimizer)
+
+
+def put_in_place(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+    """As `optimizer.load_state_dict(values)`, but the groups and the state stay the objects they
+    are, and tensors of the state keep their dtypes: who holds them sees what is new.
+
+    Raises ValueError where `values` has other groups.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    sizes = [len(group["params"]) for group in groups]
+    theirs = [len(group["params"]) for group in values["param_groups"]]
+    if sizes != theirs:
+        raise ValueError(
+            f"the optimizer has groups of {sizes} parameters, the state to load of {theirs}"
+        )
+    parameters: dict[Any, torch.Tensor] = {}
+    for mine, other in zip(groups, values["param_groups"], strict=True):
+        parameters.update(zip(other["params"], mine["params"], strict=True))
+    if set(values) - {"state", "param_groups"}:
+        # More than torch's optimizers keep: its class knows where that belongs.
+        optimizer.load_state_dict(values)
+        optimizer.param_groups, optimizer.state = groups, state
+    for mine, other in zip(groups, values["param_groups"], strict=True):
+        for key, value in other.items():
+            if key != "params":
+                mine[key] = _placed(mine.get(key), value)
+    wanted = {parameters.get(key, key): value for key, value in values["state"].items()}
+    for key in [key for key in state if key not in wanted]:
+        del state[key]
+    for key, value in wanted.items():
+        state[key] = _placed(state.get(key), value)
+
+
+def _placed(old: Any, new: Any) -> Any:
+    """`new`, in the tensors and dictionaries of `old` where these fit."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        same = (old.shape, old.dtype, old.layout) == (new.shape, new.dtype, new.layout)
+        if same and old is not new:
+            with torch.no_grad():
+                old.copy_(new)
+        return old if same else new
+    if isinstance(old, dict) and isinstance(new, dict):
+        placed = {key: _placed(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(placed)
+        return old
+    return new
+
+
+def _zero_gradients(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, anew: bool
+) -> None:
+    """Gradients of zeros where there are none; everywhere where `anew`."""
     sparse = {
-        id(module.weight)
+        id(parameter)
         for module in (model.modules() if model is not None else ())
         if isinstance(module, torch.nn.Embedding) and module.sparse
+        for parameter in module.parameters()
     }
+    sparse_adam = isinstance(optimizer, torch.optim.SparseAdam)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+            if not parameter.requires_grad or (parameter.grad is not None and not anew):
+                continue
+            if sparse_adam or id(parameter) in sparse:
+                if anew:
+                    parameter.grad = torch.zeros_like(parameter).detach().to_sparse(1)
+            else:
                 parameter.grad = torch.zeros_like(parameter)
 
 

@@ -20,6 +20,7 @@ from evener.horovod.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    put_in_place,
 )
 from evener.horovod.torch.mpi_ops import rank
 
@@ -73,6 +74,11 @@ class ModelStateHandler(_DictHandler):
 
 class OptimizerStateHandler(_DictHandler):
     """Of a torch.optim.Optimizer, wrapped or not."""
+
+    def restore(self) -> None:
+        # Not load_state_dict: a scheduler would go on to set the learning rate of groups that the
+        # optimizer no longer has.
+        put_in_place(self.value, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
