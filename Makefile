@@ -18,7 +18,7 @@ UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test loom tsan miri soak-net test-rust test-python lint format docs wheel clean preflight \
-        constraints upstream-horovod
+        constraints upstream-horovod wild
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the 
 
 test-python: $(STAMPS)/native $(STAMPS)/plugin
 	$(BIN)/python -m pytest
+
+wild: $(STAMPS)/native ## programs of others, plain and under Evener: make wild ARGS="--only trainer"
+	$(BIN)/python -m tests.wild $(ARGS)
 
 # DIR is the user's own checkout of github.com/horovod/horovod; ARGS: see --help.
 upstream-horovod: $(STAMPS)/native ## upstream Horovod's own tests: make upstream-horovod DIR=CHECKOUT

@@ -1,0 +1,1 @@
+"""Programs of others under Evener: `make wild`. See tests/wild/README.md."""

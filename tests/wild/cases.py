@@ -1,0 +1,87 @@
+"""Which programs are run, under which doors. A case is a script and one entry of CASES.
+
+A script trains a small model that it makes on the spot, says each step's loss to the harness, and
+names the place where its user would write the line of a door (`wild.line`). It knows of no door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Door:
+    """A way to put Evener under a program: variables, or the line that `wild.line` stands for."""
+
+    name: str
+    what: str
+    line: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+    reason: str = ""  # why nothing runs under it yet
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program.
+
+    `package`: the distribution whose version the table names, "" for a loop of our own. `env`: the
+    environment that it needs, one of ENVIRONMENTS. `doors`: those it runs under; () stands for all
+    that are for DistributedDataParallel. `skip`: why it does not run under a door, by door.
+    `seconds`: a run that takes longer is ended and has failed. `expects`: "bits", or "rounding" and
+    then `why` says what makes the order of sums another one than DDP's.
+    """
+
+    name: str
+    package: str
+    script: str
+    env: str = "main"
+    args: tuple[str, ...] = ()
+    doors: tuple[str, ...] = ()
+    skip: dict[str, str] = field(default_factory=dict)
+    seconds: float = 240.0
+    expects: str = "bits"
+    why: str = ""
+
+
+PLAIN = Door("plain", "DistributedDataParallel as it is")
+DOORS = (
+    Door("model", "accelerate(model)", line="model"),
+    Door("optimizer", "accelerate(model, optimizer)", line="optimizer"),
+)
+
+# What is installed, and what of a package's own limits is set aside (as the project's own torch).
+ENVIRONMENTS = {
+    "main": (
+        "transformers",
+        "accelerate",
+        "lightning",
+        "timm",
+        "trl",
+        "peft",
+        "diffusers",
+        "sentence-transformers",
+        "ultralytics",
+        "datasets",
+    ),
+    "composer": ("mosaicml>=0.30",),
+}
+
+CASES = (
+    Case("nanogpt", "", "nanogpt"),
+    Case("nanogpt-clip", "", "nanogpt", args=("--clip", "--accumulate", "2")),
+    Case("gan", "", "gan"),
+    Case("scaler", "", "scaler"),
+    Case("torchvision", "torchvision", "torchvision_reference"),
+    Case("trainer", "transformers", "trainer"),
+    Case("trainer-accumulate", "transformers", "trainer", args=("--accumulate", "--bf16")),
+    Case("accelerate", "accelerate", "accelerate_loop"),
+    Case("lightning", "lightning", "lightning_fit"),
+    Case("lightning-manual", "lightning", "lightning_fit", args=("--manual",)),
+    Case("timm", "timm", "timm_loop"),
+    Case("peft", "peft", "peft_lora"),
+    Case("trl-sft", "trl", "trl_sft"),
+    Case("diffusers", "diffusers", "diffusers_unet"),
+    Case("sentence-transformers", "sentence-transformers", "sentences"),
+    Case("ultralytics", "ultralytics", "ultralytics_yolo"),
+    Case("composer", "mosaicml", "composer_fit", env="composer"),
+)

@@ -1,0 +1,70 @@
+"""transformers' Trainer on a small GPT-2: clipping as it is by default, evaluation, checkpoints."""
+
+import argparse
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from tests.wild import harness as wild
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(128, (32,), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+
+class Follow(TrainerCallback):
+    trainer: Trainer
+
+    def on_train_begin(self, args, state, control, **given):
+        wild.line(self.trainer.model_wrapped, given["optimizer"])
+
+    def on_log(self, args, state, control, logs=None, **given):
+        if logs and "loss" in logs:
+            wild.step(logs["loss"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
+    args = parser.parse_args()
+    wild.begin()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=128, n_positions=32, n_embd=48, n_layer=3, n_head=4)
+    )
+    wild.watch(model)
+    given = TrainingArguments(
+        output_dir=str(wild.OUT / "trainer"),
+        max_steps=wild.STEPS,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2 if args.accumulate else 1,
+        gradient_checkpointing=args.accumulate,
+        bf16=args.bf16,
+        learning_rate=1e-3,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=max(wild.STEPS // 2, 1),
+        save_strategy="steps",
+        save_steps=max(wild.STEPS // 2, 1),
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    follow = Follow()
+    evaluated = torch.utils.data.Subset(Tokens(), range(16))
+    follow.trainer = Trainer(
+        model, given, train_dataset=Tokens(), eval_dataset=evaluated, callbacks=[follow]
+    )
+    follow.trainer.train()
+    wild.end()
+
+
+if __name__ == "__main__":
+    main()
