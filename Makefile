@@ -53,7 +53,7 @@ $(STAMPS)/plugin: $(STAMPS)/deps $(RUST)
 setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need
 
 # 6.4 MB of gradients over 300 Mb/s: on two cores the network costs what it costs VGG16 on fast GPUs
-# over 25 Gb/s. docs/bench-train.md has the arithmetic.
+# over 25 Gb/s. docs/benchmarks/demo.md has the arithmetic.
 DEMO_NET := --sizes 65536 --seconds 1
 demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster, show what the network costs
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \

@@ -11,9 +11,9 @@ scenario. Each scenario has three parts, in all of which the ranks go on:
   it must be, bit by bit (two floats have one sum). The model's parameters are compared, by hash,
   with those of the undisturbed scenario: each of its steps depends on all before it.
 - *Stall*: the engine counts for each quarter of a second the longest time in which a communicator
-  had a buffer posted and no byte was placed (docs/records.md, `silences_us`). The longest of the
-  all-reduces from the fault on, less the median of those of the undisturbed scenario; the worse
-  rank.
+  had a buffer posted and no byte was placed (docs/reference/records.md, `silences_us`). The longest
+  of the all-reduces from the fault on, less the median of those of the undisturbed scenario; the
+  worse rank.
 - *Rates*: bytes over time of the all-reduces alone, a second after the fault or the repair and
   later, over the best part of the undisturbed scenario in the same lab, and over the part of the
   network that is left.
@@ -346,7 +346,7 @@ def show(name: str, row: dict) -> str:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Markdown, as docs/net.md has it."""
+    """Markdown, as docs/benchmarks/network.md has it."""
     lines = [
         "| network | fault | before, during, after (GB/s) | of what is left | after the repair | "
         "stall | longest step (median) | bit-equal |",

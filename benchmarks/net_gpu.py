@@ -8,8 +8,8 @@
     python benchmarks/net_gpu.py --variants evener,few --plugin few=,EVENER_NET_WORKERS=2
 
 Needs 4 GPUs (2 with --slots 1; four-nodes always 4; with fewer nodes share them, which needs
-NVIDIA's MPS to say anything: docs/lab.md), the rights that `evener lab` needs, and the plug-in
-(`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
+NVIDIA's MPS to say anything: docs/guide/lab.md), the rights that `evener lab` needs, and the
+plug-in (`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
 samples in --json. A cell that fails says why and the rest goes on.
 """
 

@@ -3,9 +3,9 @@ r"""How a step grows with the number of nodes, by the planner's cost model; figu
     python benchmarks/scaling.py --json benchmarks/results/scaling.json \
         --svg docs/images/scaling.svg
 
-VGG16, batch 128 a GPU, TF32; the time of a step on one GPU is read from a measured result. The
-rest is played in virtual time: docs/scaling.md says what is assumed, benchmarks/scaling_lab.py
-checks the model against labs of real processes.
+VGG16, batch 128 per GPU, TF32; the time of a step on one GPU is read from a measured result. The
+rest is played in virtual time: docs/benchmarks/growth.md says what is assumed,
+benchmarks/scaling_lab.py checks the model against labs of real processes.
 """
 
 from __future__ import annotations

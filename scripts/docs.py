@@ -1,17 +1,167 @@
-"""Write the pages that are made from the code, or with --check say which ones are out of date."""
+"""Write the pages that are made from the code, or with --check say which ones are out of date.
 
+--check also checks all pages as an outside reader meets them (scripts/check_docs.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from evener import settings
-from evener.bench.train import command as bench_train
+import check_docs
+import click
 
-BENCH_TRAIN = Path("docs/bench-train.md")
-PAGES = {
-    Path("docs/settings.md"): settings.markdown,
+from evener import settings
+from evener.bench.train import columns
+from evener.cli import evener
+
+REFERENCE = Path("docs/reference")
+
+# What a user's own script may import. A page each; the public face of a package is its __all__.
+FACES: dict[str, tuple[str, list[str] | None]] = {
+    "ddp": ("evener.ddp", ["accelerate"]),
+    "zero": ("evener.zero", None),
+    "lab": ("evener.lab", None),
+    "forms": ("evener.comm.wires", None),
+    "horovod": ("evener.horovod.torch", None),
+    "fabric": ("evener.fabric", None),
+}
+# Another project's interface: its own documentation explains it, here is what there is of it.
+BRIEF = {"horovod"}
+
+
+def verbs(group: click.Group, name: str) -> Iterator[tuple[str, click.Command]]:
+    """Every command below `group`, with its full name, in alphabetical order."""
+    context = click.Context(group, info_name=name)
+    for key in group.list_commands(context):
+        command = group.get_command(context, key)
+        if command is None or command.hidden:
+            continue
+        if isinstance(command, click.Group):
+            yield from verbs(command, f"{name} {key}")
+        else:
+            yield f"{name} {key}", command
+
+
+def option_row(option: click.Option) -> str:
+    """One row of a command's table: names, default, meaning."""
+    names = " / ".join([*option.opts, *option.secondary_opts])
+    shown = option.default if option.show_default else ""
+    if isinstance(shown, bool):
+        shown = ([*option.opts] if shown else [*option.secondary_opts, ""])[0]
+    if shown is None or callable(shown) or "Sentinel" in repr(shown):
+        shown = ""
+    choices = ""
+    if isinstance(option.type, click.Choice):
+        choices = f" One of {', '.join(map(str, option.type.choices))}."
+    text = " ".join((option.help or "").split()) + choices
+    return f"| `{names}` | {shown} | {text} |".replace("  ", " ")
+
+
+def options(title: str, wanted: Callable[[str], bool]) -> str:
+    """A page of docs/reference: every option of the commands whose name is `wanted`."""
+    lines = [f"# {title}", "", "Made from the code by `make docs`."]
+    seen: dict[str, str] = {}  # what a table says > the command that has it already
+    for name, command in verbs(evener, "evener"):
+        if not wanted(name):
+            continue
+        rows = [
+            option_row(parameter)
+            for parameter in command.params
+            if isinstance(parameter, click.Option) and not parameter.hidden
+        ]
+        arguments = " ".join(
+            parameter.make_metavar(click.Context(command))
+            for parameter in command.params
+            if isinstance(parameter, click.Argument)
+        )
+        lines += ["", f"## {name}", ""]
+        summary = inspect.cleandoc(command.help or "").split("\n\n")[0]
+        lines += [" ".join(summary.split()).replace("\b", "").strip()]
+        if arguments:
+            lines += ["", f"Arguments: `{arguments}`"]
+        table = "\n".join(rows)
+        if table in seen and len(rows) > 3:
+            lines += ["", f"Options: those of `{seen[table]}`."]
+        elif rows:
+            seen[table] = name
+            lines += ["", "| option | default | meaning |", "|---|---|---|", *rows]
+        if name == "evener bench train":
+            lines += ["", "| column | what it does |", "|---|---|"]
+            lines += [f"| `{column}` | {what} |" for column, what in columns.listing()]
+    return "\n".join(lines) + "\n"
+
+
+def signature(value: Callable[..., object], *, types: bool = True) -> str:
+    """How it is called; a default that is an object is shown as `...`."""
+    try:
+        called = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    if not types:
+        bare = [p.replace(annotation=p.empty) for p in called.parameters.values()]
+        called = called.replace(parameters=bare, return_annotation=called.empty)
+    return re.sub(r"<(?:[^<>]|<[^<>]*>)+>", "...", str(called)).replace("'", "")
+
+
+def members(kind: type) -> Iterator[tuple[str, Callable[..., object]]]:
+    """Public methods that the class itself defines and says something about."""
+    for name, value in vars(kind).items():
+        function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+            yield name, function
+
+
+def api(module_name: str, names: list[str] | None, brief: bool) -> Callable[[], str]:
+    """A page of docs/reference/api: what `names` of a module say about themselves."""
+
+    def page() -> str:
+        module = importlib.import_module(module_name)
+        lines = [f"# {module_name}", "", "Made from the docstrings by `make docs`.", ""]
+        lines += ["```text", inspect.cleandoc(module.__doc__ or ""), "```"]
+        chosen = names or sorted(module.__all__, key=str.lower)
+        if brief:
+            calls = [name for name in chosen if inspect.isfunction(getattr(module, name))]
+            others = ", ".join(f"`{name}`" for name in chosen if name not in calls)
+            shown = [name + signature(getattr(module, name), types=False) for name in calls]
+            lines += ["", f"Classes and constants: {others}.", "", "```python", *shown, "```"]
+            return "\n".join(lines) + "\n"
+        for name in chosen:
+            value = getattr(module, name)
+            lines += ["", f"## {name}"]
+            own = "" if inspect.isclass(value) and issubclass(value, BaseException) else None
+            shown = signature(value) if own is None and callable(value) else ""
+            text = inspect.cleandoc(value.__doc__ or "") if callable(value) else repr(value)
+            if inspect.isclass(value) and text.startswith(f"{name}("):
+                text = ""  # a dataclass that says nothing: its signature again
+            lines += ["", "```text", f"{name}{shown}", *(["", text] if text else [])]
+            for method, function in members(value) if inspect.isclass(value) else ():
+                summary = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0]
+                lines += ["", f".{method}{signature(function)}"]
+                lines += ["    " + line for line in summary.splitlines()]
+            lines.append("```")
+        return "\n".join(lines) + "\n"
+
+    return page
+
+
+def is_bench(name: str) -> bool:
+    """Whether a command belongs to `evener bench`, which has a page of its own."""
+    return name.startswith("evener bench")
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    REFERENCE / "settings.md": settings.markdown,
+    REFERENCE / "options.md": lambda: options(
+        "Commands and their options", lambda name: not is_bench(name)
+    ),
+    REFERENCE / "options-bench.md": lambda: options("Options of `evener bench`", is_bench),
     Path("crates/engine/src/settings_generated.rs"): settings.rust,
-    # Prose by hand, the options below it from the code.
-    BENCH_TRAIN: lambda: bench_train.documented(BENCH_TRAIN.read_text(encoding="utf-8")),
+    **{REFERENCE / "api" / f"{page}.md": api(*face, page in BRIEF) for page, face in FACES.items()},
 }
 
 
@@ -20,12 +170,14 @@ def main() -> int:
     for path, make in PAGES.items():
         text = make()
         if "--check" not in sys.argv:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(path)
     for path in stale:
         print(f"{path} is out of date: run `make docs`", file=sys.stderr)
-    return 1 if stale else 0
+    unreadable = check_docs.main() if "--check" in sys.argv else 0
+    return 1 if stale else unreadable
 
 
 if __name__ == "__main__":

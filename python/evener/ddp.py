@@ -128,15 +128,15 @@ def accelerate(
     feedback, norms and biases exact; where `optimizer` is given, the planner chooses the order in
     which buckets leave. None: no planner; `wire` names the form, `algorithm` "2d"
     (reduce inside the node first), "flat", or "auto": 2-D where there are several nodes with
-    several ranks each; docs/plan.md.
+    several ranks each; docs/guide/planning.md.
     `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb`.
     `partition_bytes`: what is larger is reduced in parts; default: EVENER_PARTITION_BYTES, and for
     a forced top-k 0, which is never.
 
     `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
-    updated when its reduction lands, while the next forward runs (docs/comm.md); the numbers are
-    the same. Only for optimizers that are known to update each entry on its own; for others, and
-    for models whose use of parameters cannot be noticed, the log says why it is not done.
+    updated when its reduction lands, while the next forward runs (docs/guide/ddp.md); the numbers
+    are the same. Only for optimizers that are known to update each entry on its own; for others,
+    and for models whose use of parameters cannot be noticed, the log says why it is not done.
 
     For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
     SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the

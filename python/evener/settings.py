@@ -1,8 +1,9 @@
 """Every environment variable that Evener reads: declared here, once, and nowhere else.
 
 A variable is a `Setting`: name, kind, default, meaning. Code reads it with `SETTING.get()`; the
-documentation (docs/settings.md) and `evener settings` are printed from the same declarations, so
-none of them can say something else. Values are read when asked for, never at import.
+documentation (docs/reference/settings.md) and `evener settings` are printed from the same
+declarations, so none of them can say something else. Values are read when asked for, never at
+import.
 
 A value that cannot be is refused with the name, the value and what is allowed: a training job that
 was started with a typing error must stop before its first step, not train on a default.
@@ -198,14 +199,14 @@ EVENER_PARTITION_BYTES = _size(
     _COMM,
     "EVENER_PARTITION_BYTES",
     32 << 20,
-    "Gradients of a tensor larger than so many bytes are reduced in parts, so that others need not "
-    "wait until all of it has crossed. 0: never; forced top-k never does.",
+    "Gradients of a tensor larger than this many bytes are reduced in parts, so that others need "
+    "not wait until all of it has crossed. 0: never; forced top-k never does.",
 )
 EVENER_ROWS_THRESHOLD = _size(
     _COMM,
     "EVENER_ROWS_THRESHOLD",
     1 << 20,
-    "The gradient of an embedding of at least so many bytes crosses the network as the rows that "
+    "The gradient of an embedding of at least this many bytes crosses the network as the rows that "
     "were looked up, where that is less (evener.ddp.accelerate). 0: never.",
 )
 LIGHT_TOPK_ALLREDUCE = _flag(
@@ -244,8 +245,9 @@ EVENER_GUARD_STEPS = _number(
     _COMM,
     "EVENER_GUARD_STEPS",
     200,
-    "Every so many steps, and in the sixth, each compressed bucket is compared with its dense "
-    "reduction, and falls back to a milder form past a limit (docs/comm.md). 0: never.",
+    "In the sixth step, and whenever this number of steps has passed, each compressed bucket is "
+    "compared with its dense reduction, and falls back to a milder form past a limit "
+    "(docs/reference/forms.md). 0: never.",
 )
 EVENER_GUARD_RESIDUAL = _real(
     _COMM,
@@ -366,7 +368,8 @@ EVENER_OUTER = _choice(
     OUTER,
     "What carries the exchange between nodes. `nccl`: the collective library (Gloo on CPUs). "
     "`staged`: Evener's own transport by way of host memory, which uses none of the GPU's SMs. "
-    "`auto`: on GPUs of several hosts both are measured, else `nccl` (docs/comm.md).",
+    "`auto`: on GPUs of several hosts both are measured, else `nccl` "
+    "(docs/architecture/collectives.md).",
 )
 EVENER_PROFILE = _text(
     _COMM,
@@ -503,7 +506,7 @@ EVENER_STATS_DIR = _text(
     "EVENER_STATS_DIR",
     "",
     "Directory in which every process keeps a statistics file, rewritten every second "
-    "(docs/records.md). Unset: none.",
+    "(docs/reference/records.md). Unset: none.",
     allowed="a directory",
 )
 
@@ -555,7 +558,7 @@ def rust() -> str:
 
 
 def markdown() -> str:
-    """docs/settings.md, from the declarations."""
+    """docs/reference/settings.md, from the declarations."""
     lines = [
         "# Environment variables",
         "",

@@ -2,7 +2,7 @@
 
 Nothing here is copied from a run: the shapes are those that NCCL's sources print, the names are
 made up. `job` writes what every rank would log; `published_case` makes a file with the figures and
-pairs of the published run of 2 x 8 GPUs (docs/diagnose.md).
+pairs of the published run of 2 x 8 GPUs (docs/reference/analyze.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Does compression cost accuracy? The small CNN of benchmarks/accuracy_digits.py, fewer seeds.
 
-The figures of all forms, both optimizers and five seeds are in docs/comm.md.
+The figures of all forms, both optimizers and five seeds are in docs/benchmarks/accuracy.md.
 """
 
 import statistics
@@ -28,7 +28,7 @@ def trained(rank: int, size: int, modes: list[str]) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_compressed_training_reaches_the_accuracy_of_exact() -> None:
-    """The bounds are far from what is measured (docs/comm.md), so that no seed can flake them."""
+    """The bounds are far from what is measured, so that no seed can flake them."""
     modes = ["exact", "int8", "topk", "topk-chunk"]
     both = worlds.run([1, 1], trained, modes, env=ENVIRONMENT, timeout=170)
     assert both[1] == both[0]  # all ranks end with the same model

@@ -67,8 +67,8 @@ def test_speeds_and_rails() -> None:
         ),
         ("version: 1", "version: 2", "version", "1"),
         ("switches: [leaf0, leaf1,", "switches: [leaf0, leaf0,", "switches", "name"),
-        ("  b:\n", "  a:\n", "'a'", "docs/map.md"),
-        ("version: 1", "version: [", "map:", "docs/map.md"),
+        ("  b:\n", "  a:\n", "'a'", "docs/reference/map.md"),
+        ("version: 1", "version: [", "map:", "docs/reference/map.md"),
     ],
 )
 def test_refused_by_name(old: str, new: str, place: str, fix: str) -> None:

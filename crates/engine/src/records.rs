@@ -1,4 +1,4 @@
-//! The statistics file of a process (docs/records.md): written beside its name and renamed into
+//! The statistics file of a process (docs/reference/records.md): written beside its name and renamed into
 //! place, so that a reader never sees half of one.
 
 use std::fmt::Write as _;

@@ -74,7 +74,7 @@ pub const TIMEOUT: Setting = Setting {
     allowed: "a number of seconds above 0",
 };
 
-/// Directory in which every process keeps a statistics file, rewritten every second (docs/records.md). Unset: none.
+/// Directory in which every process keeps a statistics file, rewritten every second (docs/reference/records.md). Unset: none.
 pub const STATS_DIR: Setting = Setting {
     name: "EVENER_STATS_DIR",
     default: "",

@@ -17,7 +17,8 @@ linear in the gradients (SGD, with momentum too) gets the same sum in the end. A
 divide by what they saw of the gradient's size: what comes rarely and then at once moves a parameter
 by about as much as one ordinary gradient would have (Tang et al., 1-bit Adam, arXiv 2102.02888, on
 why error feedback needs linearity). There forms may name stricter limits, which hold too where the
-optimizer is not known (`Optimizers`). What was measured is in docs/comm.md, "The guard's limits".
+optimizer is not known (`Optimizers`). What was measured: docs/benchmarks/accuracy.md, "The guard's
+limits".
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ logger = logging.getLogger("evener.comm")
 
 # What goes wrong does so early: a form that is past its limits from the start has cost few steps
 # by the sixth, and leaves a small residual to the milder one, which sends it at once; after 25
-# steps of top-k 1% it was 17 gradients (docs/comm.md). Not earlier, because a second reduction
-# would disturb the steps that are profiled and the first that a planner holds against its plan.
+# steps of top-k 1% it was 17 gradients (docs/benchmarks/accuracy.md). Not earlier, because a second
+# reduction would disturb the steps that are profiled and the first that a planner holds against
+# its plan.
 _FIRST = 6
 # Parts of EVENER_GUARD_STEPS after which is looked too while strict limits hold for a form that is
 # in use: its ratio may still be on its way down (`EVENER_TOPK_WARMUP`).
@@ -223,5 +225,5 @@ def _why(wire: Wire, optimizers: Optimizers) -> str:
     who = "another rank's optimizer" if optimizers.linear else str(optimizers)
     return (
         f"; {wire.name}'s limits under {who}, not being linear in the gradients as SGD is: "
-        "EVENER_GUARD_RESIDUAL gives others (docs/comm.md)"
+        "EVENER_GUARD_RESIDUAL gives others (docs/reference/forms.md)"
     )

@@ -1,4 +1,5 @@
-"""What the collectives write for others to read: docs/records.md. This module owns both formats.
+"""What the collectives write for others to read. This module owns both formats, which
+docs/reference/records.md describes.
 
 With EVENER_STATS_DIR set, each process rewrites `comm-<pid>.json` there, by rename, at most once a
 second, when a step ends; and rank 0 appends the guard's figures to `guard-<pid>.csv`. A second

@@ -1,7 +1,8 @@
 """The fabric: a map of hosts, cards, switches and links, and the load that traffic puts on it.
 
 `read_map` reads and checks the file; `Flow`s go in, `load` says what every card and every group of
-inter-switch links carries and how much bus bandwidth that leaves. docs/map.md describes the file.
+inter-switch links carries and how much bus bandwidth that leaves. docs/reference/map.md describes
+the file.
 """
 
 from evener.fabric.load import Flow, Load, Use, load

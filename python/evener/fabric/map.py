@@ -116,7 +116,9 @@ def read_map(path: Path) -> FabricMap:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise MapError(f"{path}: {why}", "name a map file: docs/map.md shows one") from None
+        raise MapError(
+            f"{path}: {why}", "name a map file: docs/reference/map.md shows one"
+        ) from None
     return parse_map(text, str(path))
 
 
@@ -129,7 +131,7 @@ def parse_map(text: str, name: str = "map") -> FabricMap:
         at = f"{name}:{line + 1}" if line is not None else name
         why = getattr(error, "problem", None) or str(error)
         raise MapError(
-            f"{at}: no YAML: {why}", "correct the line: docs/map.md shows a map"
+            f"{at}: no YAML: {why}", "correct the line: docs/reference/map.md shows a map"
         ) from None
     return _Checker(name).map(document)
 
@@ -185,7 +187,9 @@ class _Checker:
                 raise self.fail(place, f"unknown key {key!r}", self.nearest(str(key), known))
         for key in need:
             if key not in raw:
-                raise self.fail(place, f"has no {key!r}", f"add {key}: docs/map.md shows it")
+                raise self.fail(
+                    place, f"has no {key!r}", f"add {key}: docs/reference/map.md shows it"
+                )
         return raw
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Simulated clusters in Linux namespaces: `with Lab(Spec.parse("2x2@25gbit")) as lab: ...`.
 
 A node has its own network, host name, mounts and processes; between the nodes lie routers with
-equal-cost paths, rates, queues and faults. docs/lab.md shows it from outside.
+equal-cost paths, rates, queues and faults. docs/guide/lab.md shows it from outside.
 """
 
 from evener.lab.errors import LabError, LabUnavailableError

@@ -47,7 +47,7 @@ _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "
     "--map",
     "map_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Take hosts, order of ranks and cards from a map of the fabric (docs/map.md).",
+    help="Take hosts, order of ranks and cards from a map of the fabric (docs/reference/map.md).",
 )
 @click.option("--mpi", "engine", flag_value="mpirun", help="Use mpirun (Open MPI 4 or 5).")
 @click.option("--torchrun", "engine", flag_value="torchrun", help="Use torchrun, over ssh.")
@@ -166,7 +166,8 @@ def launch(
 
     One host: torchrun. Several: torchrun over ssh, or mpirun with --mpi or inside a Slurm, PBS or
     LSF job. If a rank fails, it is named with its host and its last lines, and all others are
-    ended; with --min-np, --max-np or --host-discovery-script the others go on (docs/horovod.md).
+    ended; with --min-np, --max-np or --host-discovery-script the others go on
+    (docs/guide/elastic.md).
     Variables that begin with EVENER_, LIGHT_, HOROVOD_, NCCL_, GLOO_, TORCH_, CUDA_, OMP_
     and a few more reach all hosts by themselves.
     """

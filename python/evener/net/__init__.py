@@ -1,4 +1,7 @@
-"""The NCCL plug-in: where it is, and what makes NCCL load it. docs/net.md shows it from outside."""
+"""The NCCL plug-in: where it is, and what makes NCCL load it.
+
+docs/guide/network.md shows it from outside.
+"""
 
 from evener.net.plugin import PluginError, adopt, environment, plugin_path
 

@@ -1,8 +1,8 @@
 """Whether NCCL gets the plug-in where nobody has said so: EVENER_NET=auto.
 
 The plug-in is quicker than NCCL's sockets where its worker threads have processors of their own,
-and takes about twice the processor time for it (docs/net.md). So it is not for machines with few of
-them, not where NCCL has RDMA, and not where no byte crosses a network.
+and takes about twice the processor time for it (docs/benchmarks/network.md). So it is not for
+machines with few of them, not where NCCL has RDMA, and not where no byte crosses a network.
 """
 
 from __future__ import annotations

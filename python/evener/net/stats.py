@@ -1,4 +1,4 @@
-"""Read the statistics files of a job (docs/records.md), and show them."""
+"""Read the statistics files of a job (docs/reference/records.md), and show them."""
 
 from __future__ import annotations
 

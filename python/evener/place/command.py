@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     "map_file",
     required=True,
     type=click.Path(path_type=Path),
-    help="Hosts, cards, switches and links (docs/map.md).",
+    help="Hosts, cards, switches and links (docs/reference/map.md).",
 )
 @click.option("-np", "--ranks", required=True, type=click.IntRange(min=1), help="Ranks, one a GPU.")
 @click.option(

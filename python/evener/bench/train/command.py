@@ -443,25 +443,3 @@ def _start_on_hosts(ctx: click.Context, hosts: str) -> None:
     program = [sys.executable, "-m", "evener"]
     argv = [*program, "launch", "-np", str(slots), "-H", hosts]
     os.execv(sys.executable, [*argv, *program, "bench", "train", *arguments])
-
-
-_OPTIONS_MARK = "\n## Every option"
-
-
-def documented(text: str) -> str:
-    """docs/bench-train.md: its prose `text`, and the options and columns as the code has them."""
-    lines = [_OPTIONS_MARK.strip(), "", "Made from the code by `make docs`.", ""]
-    lines += ["| option | default | meaning |", "|---|---|---|"]
-    for option in train.params:
-        if isinstance(option, click.Option):
-            names = " / ".join([*option.opts, *option.secondary_opts])
-            shown = option.default if option.show_default else ""
-            if isinstance(shown, bool):
-                shown = (option.opts if shown else option.secondary_opts)[0]
-            choices = ""
-            if isinstance(option.type, click.Choice):
-                choices = f" One of {', '.join(option.type.choices)}."
-            lines.append(f"| `{names}` | {shown} | {option.help}{choices} |")
-    lines += ["", "| column | what it does |", "|---|---|"]
-    lines += [f"| `{name}` | {what} |" for name, what in columns.listing()]
-    return text.partition(_OPTIONS_MARK)[0].rstrip() + "\n\n" + "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ def look_at_moments(
     """Top-k is not for Adam and its kin: a planner does not choose it, and who forces it is told.
 
     Their second moments see a gradient that comes rarely and then at once; what that cost is in
-    docs/comm.md, "What it costs in accuracy". The guard is told too, which has stricter limits for
+    docs/benchmarks/accuracy.md. The guard is told too, which has stricter limits for
     them; where no optimizer was given, it looks for one while top-k may be sent.
     """
     if optimizer is not None:
@@ -34,7 +34,7 @@ def look_at_moments(
         if first and dense != planner.forms:
             logger.info(
                 "floor=%s: no form below %s is planned, because %s loses accuracy by top-k "
-                "(docs/comm.md); mode='topk' forces it",
+                "(docs/benchmarks/accuracy.md); mode='topk' forces it",
                 planner.forms[-1],
                 dense[-1],
                 kind,
@@ -42,9 +42,9 @@ def look_at_moments(
         planner.forms = dense
     elif first and wires.get(reducer.options.wire).sparse:
         logger.warning(
-            "%s under %s: in our tests that cost accuracy (docs/comm.md), which INT8 did not; "
-            "mode='int8' is a quarter of the bytes, and what the guard falls back to past its "
-            "limits",
+            "%s under %s: in our tests that cost accuracy (docs/benchmarks/accuracy.md), which "
+            "INT8 did not; mode='int8' is a quarter of the bytes, and what the guard falls back to "
+            "past its limits",
             reducer.options.wire,
             kind,
         )

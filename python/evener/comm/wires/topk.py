@@ -40,7 +40,7 @@ class SparseWire(Wire):
 
     milder = "int8"
     lossy = feedback = sparse = True
-    # Measured: docs/comm.md, "The guard's limits".
+    # Measured: docs/benchmarks/accuracy.md, "The guard's limits".
     limits = Limits(residual=100.0)
     strict = Limits(residual=0.25)
 

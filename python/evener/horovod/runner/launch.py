@@ -353,13 +353,15 @@ def with_config(given: dict[str, Any], path: Path) -> dict[str, Any]:
     known = {knob.config: knob for knob in KNOBS if knob.config}
     given = dict(given)
     if not isinstance(content, dict):
-        raise UsageError(f"{path} is no mapping of sections", "see docs/horovod.md")
+        raise UsageError(f"{path} is no mapping of sections", "see docs/reference/horovod.md")
     for section, entries in content.items():
         if section == "controller":
             _controller(given, str(entries), path)
             continue
         if not isinstance(entries, dict):
-            raise UsageError(f"{path}: section {section!r} is no mapping", "see docs/horovod.md")
+            raise UsageError(
+                f"{path}: section {section!r} is no mapping", "see docs/reference/horovod.md"
+            )
         for key, value in entries.items():
             place = f"{section}.{key}"
             if place == "stall_check.enabled":
@@ -380,7 +382,7 @@ def with_config(given: dict[str, Any], path: Path) -> dict[str, Any]:
                 names = sorted(name for name in known if name.startswith(f"{section}."))
                 raise UsageError(
                     f"{path}: {place} is not known",
-                    f"one of {', '.join(names)}" if names else "see docs/horovod.md",
+                    f"one of {', '.join(names)}" if names else "see docs/reference/horovod.md",
                 )
     return given
 
