@@ -24,6 +24,10 @@ from evener.horovod.torch.elastic.state import (
     get_handler_registry,
     set_handler_registry,
 )
+from evener.launch.discovery import Pool
+from evener.launch.elastic import ElasticJob, Fixed, Limits, Worker
+from evener.launch.output import Output
+from evener.launch.plan import Wishes
 from tests import worlds
 
 
@@ -365,3 +369,30 @@ def test_what_cannot_be_an_elastic_job(job: Path, arguments: list[str], says: st
     done = horovodrun(job, *arguments, "true")
     assert done.returncode != 0
     assert re.search(says, done.stderr), done.stderr
+
+
+# --- requests that do not arrive whole -----------------------------------------------------------
+
+
+def test_a_request_that_is_cut_off_hides_no_other() -> None:
+    """Worker 0 died while it asked; 1 says what nobody understands; 2 asks as it should."""
+    job = elastic_job()
+    workers = {n: Worker(n, "host", n, None, []) for n in range(3)}
+    job._workers = workers
+    job._store.add("log", 1)
+    job._store.set("ask/1/1", "{")
+    job._store.set("ask/2/1", '{"sync": false}')
+    job._listen()
+    assert [workers[n].asked for n in range(3)] == [0, 1, 1]
+    assert [workers[n].sync for n in range(3)] == [True, True, False]
+    job._store.set("ask/2/2", '{"sync": true}')
+    job._listen()
+    assert (workers[2].asked, workers[2].sync) == (2, True)
+    assert workers[1].asked == 1
+
+
+def elastic_job() -> ElasticJob:
+    wishes, pool = Wishes(command=("true",)), Pool(None)
+    job = ElasticJob(Fixed({"host": 3}), Limits(1, 1, None, 10.0), pool, wishes, {}, Output())
+    job._store = torch.distributed.HashStore()
+    return job

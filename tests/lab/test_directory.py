@@ -35,7 +35,9 @@ while True:
 
 
 @contextmanager
-def impostor(user: int, pid: str = "PID", owner: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+def impostor(
+    user: int, pid: str = "PID", owner: int = 0
+) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     name = f"evener-lab/2/{os.getuid()}/{pid}"
     command = [sys.executable, "-I", "-S", "-c", _IMPOSTOR, str(user), name, str(owner)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

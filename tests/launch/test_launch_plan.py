@@ -18,6 +18,7 @@ from evener.launch.job import (
     torchrun_failure,
 )
 from evener.launch.plan import Wishes, mpirun, open_mpi_major, shell_line, torchrun
+from evener.launch.secret import is_secret
 
 
 def test_hosts() -> None:
@@ -171,3 +172,34 @@ def test_lines_that_open_mpi_4_tears_are_put_together() -> None:
     tagged.feed("[1,1]<stderr>:never [1,0]<stdout>:x\n")
     assert tagged.rest() == [(1, "never ")]
     assert Tagged(_MPIRUN_5_TAG).feed("[1,12]<stdout>:  two spaces\n") == [(12, " two spaces")]
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *[(name, True) for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")],
+        *[(name, True) for name in ("PGPASSWORD", "EVENER_RUN", "MYSQL_PWD", "hf_token")],
+        *[(name, False) for name in ("TOKENIZERS_PARALLELISM", "PWD", "NCCL_DEBUG", "KEYBOARD")],
+        *[(name, False) for name in ("PATH", "SSH_KEY_FILE", "MONKEY_PATCH", "HF_HOME")],
+    ],
+)
+def test_names_of_secrets(name: str, secret: bool) -> None:
+    assert is_secret(name) == secret
+
+
+def test_secrets_stand_in_no_command_line_and_are_not_shown() -> None:
+    secret = "hf_0123456789"
+    here = {**HERE, "HF_TOKEN": secret, "WANDB_API_KEY": secret}
+    wishes = Wishes(command=("true",), env={"MY_PASSWORD": secret}, forward=("WANDB_API_KEY",))
+    hosts = [Host("gpu1", 1), Host("gpu2", 1)]
+    (mpi,) = mpirun(hosts, 2, wishes, here, {"gpu1"}, 4, False, "").commands
+    assert mpi.env["MY_PASSWORD"] == secret
+    for name in ("HF_TOKEN", "MY_PASSWORD", "WANDB_API_KEY"):
+        assert mpi.argv[mpi.argv.index(name) - 1] == "-x"
+    torch = torchrun(hosts, wishes, here, {"gpu1"}, "").commands
+    assert torch[1].env["HF_TOKEN"] == torch[1].env["MY_PASSWORD"] == secret
+    for command in (mpi, *torch):
+        assert secret not in shlex.join(command.argv)
+        line = shell_line(command, wishes, "/data")
+        assert secret not in line
+        assert "MY_PASSWORD" in line

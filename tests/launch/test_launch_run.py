@@ -244,3 +244,46 @@ def test_dry_run_prints_what_would_run_and_starts_nothing(job: Path) -> None:
     assert lines[0] == "# torchrun: over ssh"
     assert "gpu8.invalid" in lines[1]
     assert "--nproc-per-node=1" in lines[2]
+
+
+def test_variables_for_other_hosts_stand_in_no_command_line(job: Path) -> None:
+    """Over a shell that keeps what it was given: the ranks have the variables, `ps` does not."""
+    kept = job / "kept"
+    (job / "rsh").write_text(f'#!/bin/sh\nshift\necho "$*" >> {kept}\nexec sh -c "$*"\n')
+    (job / "train.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "lines = [p.read_bytes() for p in Path('/proc').glob('[0-9]*/cmdline') if p.exists()]\n"
+        "shown = any(b'hf_' + b'5ecret' in line for line in lines)\n"
+        "print(os.environ['HF_TOKEN'], os.environ['MINE'], shown)\n"
+    )
+    done = launch(
+        job,
+        *("-H", "127.0.0.2:1,127.0.0.3:1", "--rsh", str(job / "rsh"), "-x", "MINE"),
+        *(sys.executable, str(job / "train.py")),
+        HF_TOKEN="hf_5ecret",
+        MINE="it's\nmine",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("hf_5ecret it's") == 2
+    assert done.stdout.count("mine False") == 2
+    assert "5ecret" not in kept.read_text()
+    assert "mine" not in kept.read_text()
+    shown = launch(
+        job,
+        *("-H", "gpu8.invalid:1,gpu9.invalid:1", "-x", "DB_PASSWORD=5ecret", "--dry-run", "true"),
+        HF_TOKEN="hf_5ecret",
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "HF_TOKEN" in shown.stdout
+    assert "5ecret" not in shown.stdout + shown.stderr
+
+
+def test_variables_larger_than_a_pipe_arrive_or_are_refused(job: Path) -> None:
+    options = ("-H", "127.0.0.2:1", "--rsh", str(job / "rsh"), sys.executable)
+    script = (str(job / "train.py"),)
+    done = launch(job, *options, *script, **{f"HF_{n}": "x" * 100_000 for n in range(3)})
+    assert done.returncode == 0, done.stderr
+    done = launch(job, *options, *script, **{f"HF_{n}": "x" * 100_000 for n in range(12)})
+    if done.returncode:  # a pipe is larger than 1 MiB for the privileged alone
+        assert done.returncode == 2
+        assert "take 12" in done.stderr

@@ -9,10 +9,13 @@ state is the one that others get.
 
 Keys of the store:
 
-    log/N               the N-th request of any worker: its number, and whether it wants a sync
-    assign/WORKER/M     the launcher's answer to the worker's M-th request
+    ask/WORKER/N        the worker's N-th request: whether it wants a sync
+    assign/WORKER/N     the launcher's answer to it
     broken/G            why generation G cannot go on: a member died
     hosts/N             the N-th notice that hosts were added or removed, with its generation
+
+A worker writes no key that another one counts on: one that dies in the middle of a request leaves
+nothing behind which the others' would wait for.
 
 A thread watches the last two. When a generation is broken it aborts NCCL's communicators, which
 would otherwise wait for the dead peer until their timeout; Gloo's fail by themselves when its
@@ -96,10 +99,10 @@ class _Worker:
     def join(self) -> Member:
         """Ask for a place in the next generation, and wait for it."""
         self._requests += 1
-        request = {"worker": self.number, "request": self._requests, "sync": self.wants_sync}
         key = f"assign/{self.number}/{self._requests}"
         try:
-            self._store.set(f"log/{self._store.add('log', 1)}", json.dumps(request))
+            request = json.dumps({"sync": self.wants_sync})
+            self._store.set(f"ask/{self.number}/{self._requests}", request)
             while True:
                 try:
                     self._store.wait([key], timedelta(seconds=10))

@@ -1,10 +1,11 @@
 """Labs that run on this machine, found by the abstract sockets on which their keepers listen.
 
 The kernel lists them in /proc/net/unix and forgets a name with its socket: there is no directory
-to keep tidy. Any user may take any free name, so a name proves nothing: what answers is believed only
-after the kernel has said who listens (SO_PEERCRED). It must be a process of this user, the one in
-the name, and the child of the process that it calls the lab's owner. The answer holds environments
-and namespaces in which a shell is started next. A keeper, too, answers its own user alone.
+to keep tidy. Any user may take any free name, so a name proves nothing: what answers is believed
+only after the kernel has said who listens (SO_PEERCRED). It must be a process of this user, the one
+in the name, and the child of the process that it calls the lab's owner. For the answer holds
+environments and namespaces in which a shell is started next. A keeper, too, answers its own user
+alone.
 """
 
 from __future__ import annotations

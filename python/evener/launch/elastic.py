@@ -26,14 +26,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import click
 
 from evener.launch.discovery import DiscoveryError, Pool
 from evener.launch.hosts import is_local
 from evener.launch.job import JobError, end_all, start_guarded, tell_to_end
-from evener.launch.output import Output
+from evener.launch.output import Output, follow
 from evener.launch.plan import Wishes, remote_env
 
 _TICK = 0.05
@@ -82,6 +82,7 @@ class Worker:
     rank: int | None = None
     generation: int | None = None
     born: int = sys.maxsize  # the first generation it was in
+    read: int = 0  # how many of its requests were read
     asked: int = 0  # the number of its request that is not answered yet
     sync: bool = True
     ended: bool = False  # we ended it: its exit status means nothing
@@ -113,7 +114,6 @@ class ElasticJob:
         self._started = 0
         self._store: Any = None
         self._contact = ""
-        self._read = 0  # requests in the store's log
         self._notices = 0
         self._told: tuple[int, float] = (0, 0.0)  # the last notice: what, and when
         self._generation = 0
@@ -247,12 +247,16 @@ class ElasticJob:
         tell_to_end(worker.process)
 
     def _listen(self) -> None:
-        while self._store.check([f"log/{self._read + 1}"]):
-            self._read += 1
-            request = json.loads(self._store.get(f"log/{self._read}"))
-            worker = self._workers.get(request["worker"])
-            if worker is not None:
-                worker.asked, worker.sync = request["request"], request["sync"]
+        for worker in self._workers.values():
+            key = f"ask/{worker.number}/{worker.read + 1}"
+            if not self._store.check([key]):
+                continue
+            worker.read += 1
+            worker.asked, worker.sync = worker.read, True
+            try:
+                worker.sync = bool(json.loads(self._store.get(key))["sync"])
+            except (ValueError, TypeError, KeyError) as error:
+                self._say(f"{worker.where} asked in words that are not understood: {error!r}")
 
     def _settle(self, wanted: list[tuple[str, int]]) -> None:
         """A worker in every wanted slot; none of no generation elsewhere."""
@@ -438,8 +442,9 @@ class ElasticJob:
             worker.threads.append(thread)
 
     def _follow(self, worker: Worker, name: str) -> None:
-        stream: IO[str] = getattr(worker.process, name)
-        for line in stream:
+        def take(line: str) -> None:
             text = line.rstrip("\n")
             worker.last.append(text)
             self._output.write(worker.number, name, text, f"{worker.host}/{worker.slot}")
+
+        follow(getattr(worker.process, name), take)

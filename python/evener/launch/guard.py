@@ -1,6 +1,9 @@
 """The process on each host that takes everything it started with it when it goes.
 
-    python -m evener.launch.guard SCRATCH COMMAND...
+    python -m evener.launch.guard [--env] SCRATCH COMMAND...
+
+With --env it first reads a line from its standard input: a JSON object of variables to set. Secrets
+come to other hosts this way, because all users of a host can read its command lines.
 
 It runs COMMAND in a session of its own and waits. When its standard input ends (the launcher is
 gone: closed it, was interrupted, was killed, the ssh connection broke) or on SIGTERM or SIGHUP, all
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -67,8 +71,28 @@ def _reap() -> None:
             pass
 
 
+def read_environment(fd: int) -> dict[str, str] | None:
+    """The variables in the first line of `fd`; None where it ends before. Reads no further."""
+    line = b""
+    while not line.endswith(b"\n"):
+        # One byte at a time would take a call each; nothing comes after this line but the end.
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            return None
+        line += chunk
+    return {str(name): str(value) for name, value in json.loads(line).items()}
+
+
 def main() -> int:
-    scratch, *command = sys.argv[1:]
+    arguments = sys.argv[1:]
+    if arguments[0] == "--env":
+        arguments = arguments[1:]
+        variables = read_environment(0)
+        if variables is None:
+            sys.stderr.write("the launcher went before it sent the job's variables\n")
+            return 128 + signal.SIGTERM
+        os.environ.update(variables)
+    scratch, *command = arguments
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ending = threading.Event()

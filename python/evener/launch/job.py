@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
+import json
+import os
 import re
 import secrets
 import shlex
@@ -23,8 +26,8 @@ from typing import IO
 
 from evener.errors import EvenerError
 from evener.launch import guard
-from evener.launch.output import stamp
-from evener.launch.plan import RANK_MARK, HostCommand, Plan, Wishes
+from evener.launch.output import Files, emit, follow, stamp
+from evener.launch.plan import FORWARDED, RANK_MARK, HostCommand, Plan, Wishes
 
 _LAST_LINES = 20
 # After this long a guard that does not answer is killed; it needs GRACE for its own children.
@@ -55,17 +58,19 @@ class Tagged:
     """Takes an engine's tags off a stream and gives whole lines of one rank each.
 
     Open MPI 4 tags whatever a rank wrote at once, which may be half a line: what follows a tag in
-    the middle of a line goes on where that rank stopped.
+    the middle of a line goes on where that rank stopped. A line that is too long comes in pieces,
+    and only the first has a tag.
     """
 
     def __init__(self, tag: re.Pattern[str]) -> None:
         self._tag = tag
         self._open: dict[int, str] = {}
+        self._torn: int | None = None  # whose line the last piece was a part of
 
     def feed(self, line: str) -> list[tuple[int | None, str]]:
         """(rank or None for the engine's own, text) of the lines that are complete with `line`."""
         parts = self._tag.split(line.rstrip("\n"))
-        lines: list[tuple[int | None, str]] = [(None, parts[0])] if parts[0] else []
+        lines: list[tuple[int | None, str]] = [(self._torn, parts[0])] if parts[0] else []
         for index in range(1, len(parts), 2):
             rank, text = int(parts[index]), parts[index + 1]
             text = self._open.pop(rank, "") + text
@@ -75,6 +80,10 @@ class Tagged:
                 self._open[rank] = text
         if len(parts) == 1 and not parts[0]:
             lines.append((None, ""))
+        if line.endswith("\n"):
+            self._torn = None
+        elif len(parts) > 1:
+            self._torn = int(parts[-2])
         return lines
 
     def rest(self) -> list[tuple[int | None, str]]:
@@ -127,13 +136,13 @@ class Job:
         timestamps: bool = False,
     ) -> None:
         self._plan, self._wishes, self._cwd, self._env = plan, wishes, cwd, env
-        self._output_dir, self._verbose, self._tag = output_dir, verbose, tag
+        self._verbose, self._tag = verbose, tag
         self._timestamps = timestamps
         self._torchrun = plan.engine == "torchrun"
         old = plan.engine.endswith("4)")
         self._pattern = _TORCHRUN_TAG if self._torchrun else _MPIRUN_TAG if old else _MPIRUN_5_TAG
         self._last: dict[int, collections.deque[str]] = {}
-        self._files: dict[tuple[int, str], IO[str]] = {}
+        self._files = Files(output_dir, len(plan.rank_hosts))
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -156,8 +165,8 @@ class Job:
             self._end(running)
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            for file in self._files.values():
-                file.close()
+            with self._lock:
+                self._files.close()
         if stop:
             name = signal.Signals(stop[0]).name
             raise JobError(f"ended by {name}; all ranks were ended", "", 128 + stop[0])
@@ -190,8 +199,7 @@ class Job:
 
     def _read(self, running: _Running, name: str, stream: IO[str]) -> None:
         tagged = Tagged(self._pattern)
-        for line in stream:
-            self._take(running, name, tagged.feed(line))
+        follow(stream, lambda line: self._take(running, name, tagged.feed(line)))
         self._take(running, name, tagged.rest())
 
     def _take(self, running: _Running, name: str, lines: list[tuple[int | None, str]]) -> None:
@@ -205,25 +213,11 @@ class Job:
                     tag = f"[{self._plan.engine.partition(' ')[0]}@{running.command.host}] "
                 else:
                     self._last.setdefault(rank, collections.deque(maxlen=_LAST_LINES)).append(text)
-                    self._keep(rank, name, text)
+                    self._files.write(rank, name, text)
                     host = self._plan.host_of(rank)
                     tag = f"[{rank}@{host}] " if host else f"[{rank}] "
-                # A reader that closed the pipe (`| head`) does not end the training.
-                with contextlib.suppress(BrokenPipeError):
-                    time_of_day = stamp() if self._timestamps else ""
-                    out.write(f"{time_of_day}{tag if self._tag else ''}{text}\n")
-                    out.flush()
-
-    def _keep(self, rank: int, name: str, text: str) -> None:
-        if self._output_dir is None:
-            return
-        if (rank, name) not in self._files:
-            digits = len(str(len(self._plan.rank_hosts) - 1))
-            path = self._output_dir / f"rank.{rank:0{digits}}" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[rank, name] = path.open("w", encoding="utf-8")
-        self._files[rank, name].write(f"{text}\n")
-        self._files[rank, name].flush()
+                time_of_day = stamp() if self._timestamps else ""
+                emit(out, f"{time_of_day}{tag if self._tag else ''}{text}")
 
     # --- all hosts ---
 
@@ -283,16 +277,26 @@ def start_guarded(
 ) -> subprocess.Popen[str]:
     """Start `argv` under a guard, on `host` by `rsh` or here (None), with pipes for all streams.
 
-    env: variables to set; `here`, our own environment, is what they are added to on this host.
+    env: variables to set; `here`, our own environment, is what they are added to on this host. On
+    another host only what Python needs to start stands in the command line, which all users there
+    can read; the rest goes over the guard's standard input.
+
+    Raises JobError where the variables are larger than a pipe.
     """
-    argv = [sys.executable, "-m", "evener.launch.guard", scratch, *argv]
+    guarded = [sys.executable, "-m", "evener.launch.guard"]
+    sent = b""
     if host is not None:
-        assigned = [f"{name}={value}" for name, value in env.items()]
+        # FORWARDED decides which Python and which Evener are found.
+        assigned = [f"{name}={value}" for name, value in env.items() if name in FORWARDED]
+        rest = {name: value for name, value in env.items() if name not in FORWARDED}
+        sent = json.dumps(rest).encode() + b"\n"
+        argv = [*guarded, "--env", scratch, *argv]
         inner = f"cd {shlex.quote(str(cwd))} && exec {shlex.join(['env', *assigned, *argv])}"
         argv, full = [*rsh, host, inner], dict(here)
     else:
+        argv = [*guarded, scratch, *argv]
         full = {**here, **env}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         argv,
         cwd=cwd,
         env=full,
@@ -300,10 +304,33 @@ def start_guarded(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        encoding="utf-8",
         errors="replace",
         # Out of the terminal's foreground group: Ctrl-C comes here, and goes on from here.
         start_new_session=True,
     )
+    if sent:
+        _send(process, sent)
+    return process
+
+
+def _send(process: subprocess.Popen[str], data: bytes) -> None:
+    """Put `data` into the pipe to a guard without waiting for a host that is slow to read."""
+    assert process.stdin is not None
+    pipe = process.stdin.fileno()
+    size = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+    if len(data) > size:
+        with contextlib.suppress(OSError):  # above the system's limit for a user: said below
+            size = fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
+    if len(data) > size:
+        tell_to_end(process)
+        raise JobError(
+            f"the variables for another host take {len(data)} bytes; a pipe here holds {size}",
+            "pass on fewer or shorter variables (-x), or put them into a file",
+            2,
+        )
+    with contextlib.suppress(BrokenPipeError):  # it ended at once; its status says why
+        os.write(pipe, data)
 
 
 def tell_to_end(process: subprocess.Popen[str]) -> None:

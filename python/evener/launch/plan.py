@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from evener.errors import EvenerError, UsageError
 from evener.launch.hosts import Host
+from evener.launch.secret import is_secret, shown
 
 # What travels to other hosts without being named by -x: what decides which programs and libraries
 # are found, and what steers the software under a training script.
@@ -95,7 +96,8 @@ def torchrun(
         remote = host.name not in local
         own = {**wishes.host_env.get(host.name, {}), **shared}
         env = {**remote_env(here), **own} if remote else own
-        argv = [sys.executable, "-m", "torch.distributed.run"]
+        # In another encoding its reader of the ranks' output ends at the first other letter.
+        argv = [sys.executable, "-X", "utf8", "-m", "torch.distributed.run"]
         argv += [f"--nnodes={len(hosts)}", f"--node-rank={index}"]
         argv += [f"--nproc-per-node={host.slots}"]
         argv += [f"--master-addr={master_address(hosts, local)}"]
@@ -142,10 +144,12 @@ def mpirun(
     names = [n for n in {**remote_env(here), **dict.fromkeys(wishes.forward)} if n not in shared]
     for name in names:
         argv += ["-x", name]
+    # mpirun takes a secret out of its own environment, and not from where `ps` shows it.
+    hidden = {name: value for name, value in shared.items() if is_secret(name)}
     for name, value in shared.items():
-        argv += ["-x", f"{name}={value}"]
+        argv += ["-x", name if name in hidden else f"{name}={value}"]
     argv += wishes.command
-    command = HostCommand(socket.gethostname(), tuple(argv), 0, ranks, False, {})
+    command = HostCommand(socket.gethostname(), tuple(argv), 0, ranks, False, hidden)
     rank_hosts = _rank_hosts(hosts) if hosts is not None else ("",) * ranks
     return Plan(f"mpirun (Open MPI {major})", why, (command,), rank_hosts)
 
@@ -169,8 +173,8 @@ def open_mpi_major(version_text: str) -> int:
 
 
 def shell_line(command: HostCommand, wishes: Wishes, cwd: str) -> str:
-    """The command as one would type it."""
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
+    """The command as one would type it; secrets are hidden."""
+    assigned = [f"{name}={shlex.quote(shown(name, value))}" for name, value in command.env.items()]
     text = " ".join([*assigned, shlex.join(command.argv)])
     if not command.remote:
         return text
