@@ -45,15 +45,28 @@ def interface_of(address: str) -> str | None:
 def interface_to(address: str) -> str | None:
     """The interface through which the kernel sends to `address` (an IP address or a host name).
 
+    None where there is no route or the name does not resolve.
+    """
+    own = address_to(address)
+    return interface_of(own) if own else None
+
+
+def address_to(address: str) -> str | None:
+    """This host's address from which the kernel sends to `address` (an IP address or a host name).
+
     Nothing is sent: a UDP socket that is connected tells its own address. None where there is no
     route or the name does not resolve.
     """
     with contextlib.suppress(OSError):
         for family, _, _, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(family, socket.SOCK_DGRAM) as probe,
+            ):
                 probe.connect(target)
-                if name := interface_of(probe.getsockname()[0]):
-                    return name
+                own = str(probe.getsockname()[0])
+                if interface_of(own):
+                    return own
     return None
 
 

@@ -8,13 +8,15 @@
 //! that does not read them for the whole timeout is lost.
 //! How a connection begins, and what separates messages on it, is in [`crate::stream`].
 
+mod lobby;
 mod pump;
 
+use self::lobby::{Lobby, STRANGERS};
 use self::pump::{clock_loop, read_loop};
 use crate::coordinator::{Coordinator, Event, Policy};
 use crate::gate::Gate;
 use crate::gather;
-use crate::stream::{frames, greet, invalid, knock, listen, whole};
+use crate::stream::{frames, invalid, knock, listen, whole};
 use crate::sys;
 use crate::wire::{Down, Request, Up};
 use crate::worker::{Action, Worker};
@@ -22,7 +24,6 @@ use std::collections::HashMap;
 use std::io::{self, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -220,21 +221,13 @@ impl Node {
         deadline: Instant,
     ) -> Result<HashMap<u32, TcpStream>, LinkError> {
         listener.set_nonblocking(true)?;
-        let (send, receive) = mpsc::channel();
+        let mut lobby = Lobby::new(token, self.size as usize + STRANGERS);
         let mut links = HashMap::new();
         while links.len() + 1 < self.size as usize {
             match listener.accept() {
-                Ok((stream, _)) => {
-                    let (send, token) = (send.clone(), token.to_owned());
-                    // A thread each, so that a stranger who says nothing holds nobody up.
-                    spawn("greet", move || {
-                        if let Ok(found) = greet(stream, &token) {
-                            let _ = send.send(found);
-                        }
-                    })?;
-                }
+                Ok((stream, _)) => lobby.enter(stream)?,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if let Ok((rank, stream)) = receive.recv_timeout(Duration::from_millis(2)) {
+                    if let Some((rank, stream)) = lobby.greeted(Duration::from_millis(2)) {
                         if rank > 0 && rank < self.size {
                             links.insert(rank, stream);
                         }

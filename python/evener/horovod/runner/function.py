@@ -1,9 +1,8 @@
 """`horovod.run(func, ...)`: a function as a job, its results by rank.
 
 The job is `evener launch ... python -m evener.horovod.runner.function_task`. Its ranks connect to
-this process for the function, and again to bring what it returned or raised; the connections are
-those of multiprocessing.connection, which proves on both sides, before anything is unpickled, that
-the other knows the job's key.
+this process for the function, and again to bring what it returned or raised; channel.py says who
+may connect.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from evener import interfaces, settings
 from evener.errors import EvenerError
 from evener.horovod.common import pickling
-from evener.launch.hosts import is_local, parse_hosts
+from evener.horovod.runner import channel
+from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts
 
 
 class RunError(EvenerError, RuntimeError):
@@ -34,44 +34,48 @@ class RunError(EvenerError, RuntimeError):
 class _Exchange:
     """Gives the function to whoever knows the key, and takes results and errors."""
 
-    def __init__(self, work: bytes, local: bool) -> None:
+    def __init__(self, work: bytes, addresses: Sequence[str]) -> None:
         self._key = secrets.token_bytes(16)
-        self._listener = Listener(("127.0.0.1" if local else "0.0.0.0", 0), authkey=self._key)
         self._work = work
         self.results: dict[int, Any] = {}
         self.errors: dict[int, tuple[str, Any]] = {}
-        self._closed = False
-        threading.Thread(target=self._accept, name="evener-run", daemon=True).start()
+        self._door = channel.Door(addresses, self._key, self._serve)
 
     def address(self) -> str:
-        """For EVENER_RUN: addresses, port, key."""
-        found = [a for _, a in interfaces.addresses() if ":" not in a]
-        port = self._listener.address[1]
-        return json.dumps([["127.0.0.1", *found], port, self._key.hex()])
+        """For EVENER_RUN: [address, port] of each place where it listens, and the key."""
+        return json.dumps([self._door.places, self._key.hex()])
 
     def close(self) -> None:
-        self._closed = True
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection = self._listener.accept()
-            except Exception:  # noqa: BLE001 - a stranger, or we were closed
-                continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        self._door.close()
 
     def _serve(self, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError), connection:
-            kind, rank, data = connection.recv()
-            if kind == "work":
-                connection.send_bytes(self._work)
-            elif kind == "result":
-                self.results[rank] = pickling.loads(data)
-                connection.send_bytes(b"taken")
-            else:
-                self.errors.setdefault(rank, data)
-                connection.send_bytes(b"taken")
+        kind, rank, data = connection.recv()
+        if kind == "work":
+            connection.send_bytes(self._work)
+        elif kind == "result":
+            self.results[rank] = pickling.loads(data)
+            connection.send_bytes(b"taken")
+        else:
+            self.errors.setdefault(rank, data)
+            connection.send_bytes(b"taken")
+
+
+def listening_addresses(named: Sequence[Host] | None, nics: str) -> list[str]:
+    """This host's addresses at which ranks on the hosts `named` (None: not known yet) reach it.
+
+    nics: the interfaces of the job, comma-separated, or "". Loopback where all ranks are here.
+    """
+    if named is not None and all(is_local(host.name) for host in named):
+        return ["127.0.0.1"]
+    own = interfaces.addresses()
+    if chosen := [address for name, address in own if name in nics.split(",")]:
+        return chosen
+    remote = [host.name.strip("[]").rpartition("@")[2] for host in named or []]
+    ways = [interfaces.address_to(name) for name in remote if not is_local(name)]
+    if found := list(dict.fromkeys(way for way in ways if way)):
+        return found
+    # Hosts that a script names later may come from anywhere.
+    return [address for _, address in own if not interfaces.is_loopback(address)] or ["127.0.0.1"]
 
 
 def run(
@@ -152,9 +156,12 @@ def run(
     command += ["--mpi"] * bool(use_mpi) + ["--torchrun"] * (bool(use_gloo) and not elastic)
     command += ["-v"] * bool(verbose) + ["-x", settings.EVENER_RUN.name]
     command += [executable or sys.executable, "-m", "evener.horovod.runner.function_task"]
-    here = hostfile is None and host_discovery_script is None
-    local = here and all(is_local(host.name) for host in parse_hosts(hosts or "localhost"))
-    exchange = _Exchange(_work(func, args, kwargs or {}), local)
+    named: list[Host] | None = None
+    if hostfile is not None:
+        named = parse_hostfile(Path(hostfile))
+    elif host_discovery_script is None:
+        named = parse_hosts(hosts or "localhost")
+    exchange = _Exchange(_work(func, args, kwargs or {}), listening_addresses(named, nics))
     try:
         status = _call(command, {**os.environ, settings.EVENER_RUN.name: exchange.address()})
     finally:

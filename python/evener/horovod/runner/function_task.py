@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from multiprocessing.connection import Client
 from typing import Any
 
 from evener import settings
 from evener.comm import elastic, ranks
 from evener.errors import EvenerError
 from evener.horovod.common import pickling
+from evener.horovod.runner import channel
 
 
 def _ask(message: tuple[str, int, Any]) -> bytes:
-    addresses, port, key = json.loads(settings.EVENER_RUN.get())
+    places, key = json.loads(settings.EVENER_RUN.get())
     tried: list[str] = []
-    for address in addresses:
+    for address, port in places:
         try:
-            with Client((address, port), authkey=bytes.fromhex(key)) as connection:
+            with channel.reach(address, port, bytes.fromhex(key), 10.0) as connection:
                 connection.send(message)
                 return connection.recv_bytes()
         except Exception as error:  # noqa: BLE001 - the next address may be the right one
-            tried.append(f"{address}: {error or type(error).__name__}")
+            tried.append(f"{address} port {port}: {error or type(error).__name__}")
     raise EvenerError(
-        f"the process that called horovod.run cannot be reached at port {port}: {'; '.join(tried)}",
+        f"the process that called horovod.run cannot be reached: {'; '.join(tried)}",
         "open the firewall of its host to the other hosts",
     )
 
