@@ -117,6 +117,9 @@ def prove(stream: socket.socket, key: bytes, *, first: bool) -> Connection:
             deliver_challenge(connection, key)
         timer.cancel()
         _without_limit(connection)
+    except AssertionError as error:  # what Python 3.11 says to words that it does not understand
+        connection.close()
+        raise AuthenticationError(f"not this protocol: {error}") from None
     except BaseException:
         connection.close()
         raise
