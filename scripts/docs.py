@@ -135,7 +135,8 @@ def api(module_name: str, names: list[str] | None, brief: bool) -> Callable[[], 
             lines += ["", f"## {name}"]
             own = "" if inspect.isclass(value) and issubclass(value, BaseException) else None
             shown = signature(value) if own is None and callable(value) else ""
-            text = inspect.cleandoc(value.__doc__ or "") if callable(value) else repr(value)
+            said = callable(value) or inspect.ismodule(value)
+            text = inspect.cleandoc(value.__doc__ or "") if said else repr(value)
             if inspect.isclass(value) and text.startswith(f"{name}("):
                 text = ""  # a dataclass that says nothing: its signature again
             lines += ["", "```text", f"{name}{shown}", *(["", text] if text else [])]

@@ -1,13 +1,15 @@
 """The checklist: a machine made of files, this machine, and a peer on loopback."""
 
 import json
+import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from evener.doctor import Line, examine, kernel, nccl, nics
+from evener.doctor import Line, examine, kernel, nccl, nics, peer
 from evener.doctor.command import doctor
 from evener.doctor.peer import Server, examine_peer, flows, paths, per_flow_cap, rate
 
@@ -204,3 +206,22 @@ def test_a_peer_that_is_not_there() -> None:
 
 def test_paths_to_a_name_that_is_none() -> None:
     assert next(iter(paths("no-such-host.invalid"))).state == "info"
+
+
+def test_the_server_takes_a_limited_number_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_MOST_CONNECTIONS", 3)
+    server = peer.Server("127.0.0.1")
+    thread = threading.Thread(target=server.serve, args=(1.0,), daemon=True)
+    thread.start()
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+    turned_away = 0
+    for stranger in strangers[3:]:
+        stranger.settimeout(20)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        turned_away += 1
+    assert turned_away == 5
+    for stranger in strangers:
+        stranger.close()
+    thread.join(20)
+    server.close()

@@ -30,6 +30,7 @@ _IP_RECVERR = 11
 _PROBE_PORT = 33434
 _SOURCES = 48
 _FURTHEST = 5
+_MOST_CONNECTIONS = 64
 
 
 class Server:
@@ -38,6 +39,7 @@ class Server:
     def __init__(self, host: str = "0.0.0.0", port: int = 0) -> None:
         self.socket = socket.create_server((host, port), backlog=64)
         self.port: int = self.socket.getsockname()[1]
+        self.places = threading.BoundedSemaphore(_MOST_CONNECTIONS)
 
     def serve(self, seconds: float) -> None:
         """Until `seconds` have passed without a connection."""
@@ -47,7 +49,16 @@ class Server:
                 connection, _ = self.socket.accept()
             except (TimeoutError, OSError):
                 return
-            threading.Thread(target=_drain, args=(connection,), daemon=True).start()
+            if not self.places.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            _drain(connection)
+        finally:
+            self.places.release()
 
     def close(self) -> None:
         """Stop listening."""
