@@ -1,0 +1,354 @@
+"""The FSDP2 door: one line for a model that is sharded in the node, replicated between nodes.
+
+    mesh = init_device_mesh("cuda", (nodes, gpus_per_node), mesh_dim_names=("replicate", "shard"))
+    for block in model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    evener.fsdp.accelerate(model, mode="auto", floor="int8")
+
+FSDP2 stays as it is: it gathers and reduce-scatters inside the node, and its checkpoints, state
+dicts and gradient clipping work as before. Evener carries the reduction between the replicas
+(`evener.comm.replicas`). There are two ways in, and the log names the one that was taken:
+
+- A 2-D mesh, as above (HSDP). The group over which FSDP2 averages the replicas of each unit is
+  replaced by one whose all-reduce is Evener's. That place in FSDP2 is private, so it is checked
+  first; where this torch has it no more, an error says so and nothing is changed.
+- A 1-D mesh of the shard group alone, and `replicate=` the other dimension. FSDP2 then knows
+  nothing of replicas, and Evener comes in by its public `set_all_reduce_hook`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+
+from evener.comm import wires
+from evener.comm.options import Options
+from evener.comm.replica_plan import ReplicaPlanner
+from evener.comm.replicas import Piece, Replicas, Unit
+from evener.errors import UsageError
+
+logger = logging.getLogger("evener.fsdp")
+
+MODES = wires.names()
+
+
+def accelerate(
+    model: nn.Module,
+    *,
+    replicate: DeviceMesh | dist.ProcessGroup | None = None,
+    mode: str | None = None,
+    floor: str | None = None,
+    ratio: float | None = None,
+    warmup_steps: int | None = None,
+    scaler: GradScaler | None = None,
+) -> nn.Module:
+    """Have Evener average `model`'s gradients over its replicas; returns the model.
+
+    `model`: the root that `fully_shard` was applied to, with weights (not on the meta device).
+    Collective: call it on every rank, with equal arguments, before the first backward, after the
+    last `fully_shard`. Replicas that begin with other weights take over the first one's, and the
+    log says so.
+
+    `replicate`: the mesh dimension, or the group, over which the model is replicated, for a model
+    that is sharded over a 1-D mesh; leave it out where the mesh has both dimensions.
+
+    `mode`: a form (`MODES`): "exact" (the default; lossless), "fp16", "bf16", "int8", "topk" ...,
+    from "int8" on with error feedback, norms and biases exact. "auto": measure the network and one
+    step, and send each unit in the mildest form that hides, down to `floor` ("fp16"); what is not
+    faster than exact in a trial is not kept. `ratio`, `warmup_steps`: as in `evener.ddp`. A
+    LIGHT_TOPK_* variable that is set wins. `scaler`: the GradScaler of FP16 training.
+
+    `model.evener` is the `evener.comm.replicas.Replicas`: put it into what
+    torch.distributed.checkpoint saves where a form with error feedback is used.
+
+    Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
+    """
+    groups = _groups(model)
+    if getattr(model, "evener", None) is not None:
+        raise UsageError("the model is accelerated already", "call accelerate() once")
+    options = _options(mode, floor, ratio, warmup_steps)
+    group, native = _replica_group(groups, replicate)
+    _refuse_meta(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    units = [_unit(index, name, found, names) for index, (name, found) in enumerate(groups)]
+    device = units[0].pieces[0].parameter.to_local().device  # type: ignore[attr-defined]
+    replicas = Replicas(units, options, group, device, scaler)
+    _begin_alike(replicas)
+    door = _Door(model, replicas, ReplicaPlanner(replicas) if mode == "auto" else None)
+    for index, (_, found) in enumerate(groups):
+        if native:
+            door.replace_group(index, found)
+        else:
+            door.set_hook(index, found)
+    if replicas.logs:
+        way = "the replica group of its 2-D mesh" if native else "set_all_reduce_hook"
+        logger.info("FSDP2 hands each unit's gradients over by %s", way)
+    object.__setattr__(model, "evener", replicas)
+    object.__setattr__(model, "_evener_door", door)
+    return model
+
+
+def release(model: nn.Module) -> None:
+    """Give `model` back to FSDP2 alone. Collective. A 1-D mesh has then nothing that averages."""
+    door = getattr(model, "_evener_door", None)
+    if door is None:
+        raise UsageError("the model is not accelerated", "call evener.fsdp.accelerate() first")
+    door.close()
+    for name in ("evener", "_evener_door"):
+        object.__delattr__(model, name)
+
+
+class _Door:
+    """What connects FSDP2's units with a `Replicas`: hooks and groups, and their removal."""
+
+    def __init__(self, model: nn.Module, replicas: Replicas, planner: ReplicaPlanner | None):
+        self.replicas, self.planner = replicas, planner
+        self._undo: list[Callable[[], None]] = []
+        # The model owns the door: a hook that held it would keep both for ever.
+        own = weakref.ref(self)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def begins(*_: Any) -> None:
+            if (door := own()) is not None and torch.is_grad_enabled():
+                door.begins()
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def ended(*_: Any) -> None:
+            if (door := own()) is not None and door.planner is not None:
+                door.planner.forward_ended()
+
+        for handle in (
+            model.register_forward_pre_hook(begins, prepend=True),
+            model.register_forward_hook(ended),
+        ):
+            self._undo.append(handle.remove)
+
+    def begins(self) -> None:
+        """A forward that will be differentiated."""
+        ended = self.replicas.step_begins()
+        if self.planner is not None:
+            self.planner.step_begins(ended)
+
+    def reduce(self, index: int, found: Any, flat: torch.Tensor, average: bool) -> None:
+        """One unit's flat shard, on the stream on which FSDP2 all-reduces."""
+        planner = self.planner
+        if planner is None or planner.settled:
+            self.replicas.reduce(index, flat, average)
+            return
+        stream = found.comm_ctx.reduce_scatter_stream if flat.is_cuda else None
+        planner.ready(index, stream)
+        start = planner.mark()
+        self.replicas.reduce(index, flat, average)
+        planner.exchanged(index, start)
+
+    def replace_group(self, index: int, found: Any) -> None:
+        """A 2-D mesh: FSDP2 averages the replicas over a group of ours."""
+        mesh_info, before = found.mesh_info, found.mesh_info.replicate_process_group
+        own = _ReplicaGroup(before, lambda t, average: self.reduce(index, found, t, average))
+        mesh_info.replicate_process_group = own
+        self._undo.append(lambda: setattr(mesh_info, "replicate_process_group", before))
+
+    def set_hook(self, index: int, found: Any) -> None:
+        """A 1-D mesh: FSDP2 has divided by the number of shards, and not of replicas."""
+        for module in found.modules:
+            if hasattr(module, "set_all_reduce_hook"):
+                module.set_all_reduce_hook(lambda flat: self.reduce(index, found, flat, True))
+                self._undo.append(lambda: setattr(found, "_all_reduce_hook", None))
+                return
+        raise UsageError(
+            "a unit of this model has no set_all_reduce_hook",
+            "shard it with torch.distributed.fsdp.fully_shard",
+        )
+
+    def close(self) -> None:
+        """Take all of it back."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.replicas.close()
+
+
+class _ReplicaGroup(dist.ProcessGroup):
+    """A replica group whose sums and means are Evener's; all else is the inner group's."""
+
+    def __init__(self, inner: dist.ProcessGroup, reduce: Callable[[torch.Tensor, bool], None]):
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner, self._reduce = inner, reduce
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """For torch's messages."""
+        return "evener"
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """FSDP2 calls it with one tensor, on the stream on which it is to happen."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        average = op == dist.ReduceOp.AVG  # `op in (...)` is False: it asks the other side
+        if len(tensors) != 1 or not (average or op == dist.ReduceOp.SUM):
+            return self.inner.allreduce(tensors, opts)
+        self._reduce(tensors[0], average)
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(tensors)
+        create = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+        return create(done)
+
+
+# --- what a model brings ---
+
+
+def _groups(model: nn.Module) -> list[tuple[str, Any]]:
+    """(name, parameter group) of each unit that has parameters to train, in module order."""
+    found: list[tuple[str, Any]] = []
+    sharded = False
+    for name, module in model.named_modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is None:
+            continue
+        sharded = True
+        group = getattr(state(), "_fsdp_param_group", _ABSENT)
+        if group is _ABSENT:
+            raise UsageError(
+                f"torch {torch.__version__} keeps FSDP2's units in another place than Evener knows",
+                "use torch 2.9 to 2.11, or train without evener.fsdp",
+            )
+        if group is None or not any(p.sharded_param.requires_grad for p in group.fsdp_params):
+            continue
+        if all(group is not other for _, other in found):
+            found.append((name or "the root", group))
+    if not sharded:
+        raise UsageError(
+            f"accelerate() was given a {type(model).__name__} that is not sharded by FSDP2",
+            "call torch.distributed.fsdp.fully_shard on its blocks and on itself first",
+        )
+    if not found:
+        raise UsageError(
+            "there is no parameter that requires a gradient", "pass the root of the sharded model"
+        )
+    return found
+
+
+_ABSENT: Any = object()
+
+
+def _replica_group(
+    groups: list[tuple[str, Any]], replicate: DeviceMesh | dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, bool]:
+    """The group of the replicas, and whether FSDP2 has it itself (a 2-D mesh)."""
+    own = {getattr(group.mesh_info, "replicate_process_group", None) for _, group in groups}
+    if len(own) > 1:
+        raise UsageError(
+            "the units of this model are replicated over different meshes",
+            "give every fully_shard() the same mesh",
+        )
+    native = next(iter(own))
+    if native is not None and replicate is None:
+        return native, True
+    if replicate is None:
+        raise UsageError(
+            "this model is sharded over all of its ranks: it has no replicas",
+            "give fully_shard() a 2-D mesh (replicate, shard), or accelerate() replicate=; a model "
+            "that is sharded between nodes gains by the NCCL plug-in alone",
+        )
+    if native is not None:
+        raise UsageError(
+            "replicate= was given, and the mesh of this model has a replicate dimension",
+            "leave replicate= out",
+        )
+    if isinstance(replicate, DeviceMesh):
+        if replicate.ndim != 1:
+            raise UsageError(
+                f"replicate= is a mesh of {replicate.ndim} dimensions",
+                'give the one of the replicas, as mesh["replicate"]',
+            )
+        return replicate.get_group(), False
+    return replicate, False
+
+
+def _unit(index: int, name: str, group: Any, names: dict[int, str]) -> Unit:
+    """The layout of one unit's flat shard, as FSDP2 fills it."""
+    pieces, offset, dtype = [], 0, torch.float32
+    for parameter in group.fsdp_params:
+        sharded = parameter.sharded_param
+        if not sharded.requires_grad:
+            continue
+        numel = parameter.padded_sharded_param_size.numel()
+        pieces.append(Piece(names.get(id(sharded), f"{name} {offset}"), offset, numel, sharded))
+        offset += numel
+        dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or sharded.dtype
+    return Unit(index, name, pieces, offset, dtype)
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"{name} is on the meta device",
+                "load or initialise the weights first, then call evener.fsdp.accelerate()",
+            )
+
+
+def _begin_alike(replicas: Replicas) -> None:
+    """All replicas begin with the first one's weights. Collective."""
+    outer = replicas.communicators.route.outer
+    locals_ = [
+        piece.parameter.to_local().detach()  # type: ignore[attr-defined]
+        for unit in replicas.units
+        for piece in unit.pieces
+    ]
+    sums = torch.stack([_checksum(tensor) for tensor in locals_]).cpu()
+    least, most = sums.clone(), sums.clone()
+    control = replicas.communicators.control.handle
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=control)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=control)
+    differ = (least != most).nonzero().flatten().tolist()
+    for place in differ:
+        tensor = locals_[place].contiguous()
+        dist.broadcast(tensor, group=outer.handle, group_src=0)
+        locals_[place].copy_(tensor)
+    if differ and replicas.logs:
+        logger.warning(
+            "the replicas began with different weights in %d of %d parameters: all have taken over "
+            "those of the first one",
+            len(differ),
+            len(locals_),
+        )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """An int64 that differs where bits do, but for luck: a weighted sum that wraps."""
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.contiguous().view(-1).view(kind).to(torch.int64)
+    weights = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return (bits * weights).sum()
+
+
+def _options(
+    mode: str | None, floor: str | None, ratio: float | None, warmup_steps: int | None
+) -> Options:
+    if mode not in (None, "auto", *MODES):
+        raise UsageError(f"mode={mode!r} is not known", f"choose from auto, {', '.join(MODES)}")
+    if floor is not None and mode != "auto":
+        raise UsageError(
+            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+            "leave it out, or give mode='auto'",
+        )
+    return Options.resolve(
+        algorithm="flat",
+        wire="exact" if mode in (None, "auto") else mode,
+        floor=(floor or "fp16") if mode == "auto" else "exact",
+        ratio=ratio,
+        warmup_steps=warmup_steps,
+        average=False,  # FSDP2 says for each call whether it is a mean
+    )
