@@ -76,8 +76,8 @@ def test_one_host_has_no_pair() -> None:
 FOUND = {
     "sockets": {"network.one-stream", "rings.repeated", "bandwidth.above-line-rate"},
     "evener": {"bandwidth.above-line-rate"},
-    "two-nics": {"network.one-stream", "rings.repeated"},
-    "one-host": set(),
+    "two-nics": {"network.one-stream", "rings.repeated", "bandwidth.share-of-line"},
+    "one-host": {"bandwidth.share-of-line"},
 }
 
 

@@ -5,34 +5,38 @@ between its `Init START` (from 2.18) and its `Init COMPLETE`; before 2.18 only t
 each thread has a draft: the lines since its last boundary. A draft with a start keeps what comes
 after the end too (connections made at first use, 2.22 and later); one without a start is closed by
 its end. Lines on a thread that never set anything up go to the process's last communicator.
+join.py makes communicators of the drafts.
 
-Processes name the same communicator by pointers of their own. They are joined by commId where it
-is printed; a split by its parent, count and colour; else by order: the k-th communicator of n ranks
-in which a process holds rank r.
+One file may hold several tables, one after another or side by side (pods, ranks): each stream of a
+file, known by its prefix, has one open table.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from evener.analyze.model import Communicator, Member, NetEdge, Ring, Run, Table
+from evener.analyze.join import Draft, join
+from evener.analyze.model import NetEdge, Process, Run, Table, Warned
 from evener.analyze.parse import read
-from evener.analyze.parse.hops import Hop, edges, kind
+from evener.analyze.parse.failures import Ended, Step
+from evener.analyze.parse.hops import Hop
 from evener.analyze.parse.init import CommInit, CommLayout
 from evener.analyze.parse.network import (
+    Absent,
     Cards,
     Direct,
     Env,
     Far,
     Loaded,
     Network,
+    NoPeers,
+    Provider,
     Sockets,
+    Speed,
     Using,
 )
 from evener.analyze.parse.prefix import Source
-from evener.analyze.parse.rings import SILENT_CUT, RingLine, RingPlace
+from evener.analyze.parse.rings import RingLine, RingPlace
 from evener.analyze.parse.smi import Matrix
 from evener.analyze.parse.table import Device, Head, Row, Starting, Summary
 from evener.analyze.parse.topology import GraphChannel, Topology
@@ -41,30 +45,7 @@ from evener.analyze.parse.tuning import Choice
 
 _SAMPLES = 20
 _MAX_TEXTS = 1000
-Process = tuple[str, int]
-
-
-@dataclass
-class _Draft:
-    """The lines of one thread that belong to one communicator's set-up."""
-
-    by: Source
-    where: int
-    started: bool = False
-    connected: bool = False
-    nodes: int = 0
-    init: CommInit | CommLayout | None = None
-    rings: list[tuple[RingLine, int]] = field(default_factory=list)
-    places: list[tuple[RingPlace, int]] = field(default_factory=list)
-    trees: list[tuple[TreePlace, ...]] = field(default_factory=list)
-    edges: dict[tuple[int, int, int], NetEdge] = field(default_factory=dict)
-    local: bytearray = field(default_factory=bytearray)
-    """Edges inside the node as they stand in the log, a line each: there are very many, and they
-    are read only where a ring has to be completed."""
-    vias: Counter[bytes] = field(default_factory=Counter)
-    transports: Counter[str] = field(default_factory=Counter)
-    seen: dict[int, str] = field(default_factory=dict)
-    """Rank to host, as far as hop lines tell."""
+_MAX_ORDER = 20_000
 
 
 def collect(paths: list[Path]) -> Run:
@@ -72,7 +53,7 @@ def collect(paths: list[Path]) -> Run:
     collector = Collector()
     for number, path in enumerate(paths):
         collector.run.files.append(path)
-        collector.table = None
+        collector.opened()
         read(path, number, collector)
     return collector.finish()
 
@@ -82,17 +63,21 @@ class Collector:
 
     def __init__(self) -> None:
         self.run = Run()
-        self.table: Table | None = None
-        self._open: dict[Source, _Draft] = {}
-        self._threads: dict[tuple[str, int, int], _Draft] = {}
-        self._drafts: list[_Draft] = []
-        self._last: dict[Process, _Draft] = {}
-        self._parts: dict[int, list[_Draft]] = {}
-        """Drafts of each communicator, by its id()."""
+        self._tables: dict[bytes, Table] = {}
+        """The open table of each stream of the file that is read."""
+        self._program = ""
+        self._open: dict[Source, Draft] = {}
+        self._threads: dict[tuple[str, int, int], Draft] = {}
+        self._drafts: list[Draft] = []
+        self._last: dict[Process, Draft] = {}
+
+    def opened(self) -> None:
+        """A new file begins: no table of the last one goes on in it."""
+        self._tables, self._program = {}, ""
 
     # --- lines of a communicator's set-up ---
 
-    def _draft(self, by: Source, where: int) -> _Draft:
+    def _draft(self, by: Source, where: int) -> Draft:
         draft = self._open.get(by)
         if draft is not None:
             return draft
@@ -105,8 +90,8 @@ class Collector:
         self._open[by] = draft
         return draft
 
-    def _new(self, by: Source, where: int) -> _Draft:
-        draft = _Draft(by, where)
+    def _new(self, by: Source, where: int) -> Draft:
+        draft = Draft(by, where)
         self._drafts.append(draft)
         thread = (by.host, by.pid, by.tid)
         self._threads[thread] = draft
@@ -144,7 +129,10 @@ class Collector:
             self._forget(thread)
 
     def ring(self, by: Source, record: RingLine, where: int) -> None:
-        self._draft(by, where).rings.append((record, where))
+        draft = self._draft(by, where)
+        draft.rings.append((record, where))
+        if record.ranks[0] == 0:
+            draft.seen.setdefault(0, by.host)  # rank 0 prints the rings
 
     def ring_place(self, by: Source, record: RingPlace, where: int) -> None:
         self._draft(by, where).places.append((record, where))
@@ -162,6 +150,8 @@ class Collector:
         if transport != "NET":
             draft.transports[transport] += 1
             draft.seen.setdefault(source, by.host)
+            if connection == 0 and not draft.connected:
+                draft.local += b"%d : %d -> %d\n" % (channel, source, destination)
             return
         host = self.run.host(by.host)
         sends = direction != "receive"
@@ -178,6 +168,11 @@ class Collector:
             return  # point-to-point: every rank to every rank, no part of a ring or tree
         key = (channel, source, destination)
         edge = draft.edges.get(key)
+        if not draft.connected and len(draft.sends) + len(draft.receives) < _MAX_ORDER:
+            if sends:
+                draft.sends.append((*key, len(draft.local)))
+            else:
+                draft.receives.append(key)
         if edge is None:
             edge = draft.edges[key] = NetEdge(
                 channel, source, destination, not draft.connected, record.network, where=where
@@ -220,6 +215,15 @@ class Collector:
             values = self.run.settings.setdefault(record.name, {})
             if len(values) < _MAX_TEXTS:
                 values.setdefault(record.value, where)
+        elif isinstance(record, Absent):
+            if len(host.absent) < _MAX_TEXTS:
+                host.absent.setdefault((record.network, record.why), where)
+        elif isinstance(record, Provider):
+            host.provider = host.provider or (record, where)
+        elif isinstance(record, Speed):
+            host.speeds.setdefault(record.name, record.mbps)
+        elif isinstance(record, NoPeers):
+            host.no_peers = host.no_peers or (record.text, where)
 
     def tuning(self, record: Choice, where: int) -> None:
         if len(self.run.choices) < 100_000:
@@ -229,32 +233,60 @@ class Collector:
         if len(self.run.versions) < _MAX_TEXTS:
             self.run.versions.setdefault(version, where)
 
-    def warning(self, text: str, where: int) -> None:
-        if text in self.run.warnings:
-            self.run.warnings[text][0] += 1
-        elif len(self.run.warnings) < _MAX_TEXTS:
-            self.run.warnings[text] = [1, where]
+    def warning(self, by: Source | None, text: str, where: int) -> None:
+        warning = self.run.warnings.get(text)
+        if warning is None:
+            if len(self.run.warnings) >= _MAX_TEXTS:
+                return
+            warning = self.run.warnings[text] = Warned(0, where)
+        warning.times += 1
+        if by is not None and len(warning.processes) < _MAX_TEXTS:
+            warning.processes.setdefault((by.host, by.pid))
 
-    def bench(self, record: Device | Row | Summary | Starting | Head, where: int) -> None:
-        table = self.table
-        fresh = isinstance(record, (Starting, Device)) and table is not None and table.average
-        if isinstance(record, Starting) and table is not None and (table.rows or table.collective):
-            # `Collective test starting` and the options' line open the same table.
-            fresh = bool(table.rows) or bool(record.collective)
-        if table is None or fresh:
-            table = self.table = Table(where=where)
+    def step(self, by: Source, record: Step, where: int) -> None:
+        trail = self.run.trails.setdefault((by.host, by.pid), [])
+        if len(trail) < _SAMPLES:
+            trail.append((record, where))
+
+    def ended(self, record: Ended, where: int) -> None:
+        if len(self.run.ended) < _MAX_TEXTS:
+            self.run.ended.append((record, where))
+
+    def program(self, collective: str, where: int) -> None:
+        self._program = collective
+
+    def broken(self, lead: bytes, where: int) -> None:
+        if (table := self._tables.get(lead)) is not None:
+            table.broken += 1
+
+    def bench(
+        self,
+        record: Device | Row | Summary | Starting | Head,
+        where: int,
+        lead: bytes = b"",
+    ) -> None:
+        table = self._tables.get(lead)
+        if table is None or _opens(table, record):
+            table = self._tables[lead] = Table(where=where, hint=self._program)
             self.run.tables.append(table)
         if isinstance(record, Row):
             table.rows.append((record, where))
         elif isinstance(record, Device):
-            table.devices[record.rank] = record
+            known = table.devices.get(record.rank)
+            if known is not None and (known.host, known.pid) != (record.host, record.pid):
+                table.twice[record.rank] = where
+            table.devices.setdefault(record.rank, record)
         elif isinstance(record, Starting):
             table.collective = table.collective or record.collective
-        elif isinstance(record, Summary):
-            if record.what == "average":
-                table.average = record.value
-            else:
-                table.out_of_bounds = record.value
+            table.options += record.options
+        elif isinstance(record, Head):
+            table.heads += 1
+        elif record.what == "average":
+            table.averages += 1
+            table.average = table.average if table.averages > 1 else record.value
+        else:
+            table.out_of_bounds = record.value
+            table.failed = table.failed or record.failed
 
     def matrix(self, record: Matrix, where: int) -> None:
         self.run.matrices.append((record, where))
@@ -274,188 +306,42 @@ class Collector:
         self.run.lines += total
         self.run.nccl_lines += nccl
 
-    # --- joining ---
-
     def finish(self) -> Run:
-        """Join the drafts of all threads and hosts into communicators."""
-        self.run.tables = [t for t in self.run.tables if t.rows or t.devices]
-        groups: dict[object, list[_Draft]] = {}
-        order: Counter[object] = Counter()
-        names: dict[tuple[Process, str], object] = {}
-        for draft in self._drafts:
-            key = self._key(draft, order, names)
-            groups.setdefault(key, []).append(draft)
-        unnamed: list[_Draft] = groups.pop(None, [])
-        for key, drafts in groups.items():
-            self.run.communicators.append(self._join(key, drafts))
-        if unnamed and any(d.rings or d.edges or d.transports for d in unnamed):
-            self._adopt(unnamed)
-        for comm in self.run.communicators:
-            self._place(comm)
-            for member in comm.members.values():
-                self.run.host(member.host)
-        for table in self.run.tables:
-            for device in table.devices.values():
-                self.run.host(device.host)
-        if len(self.run.hosts) > 1:
-            self.run.hosts.pop("", None)
-        return self.run
+        """Join what was read. Tables that hold nothing are left out."""
+        run = self.run
+        run.tables = [t for t in run.tables if t.rows or t.devices or t.options or t.heads]
+        join(run, self._drafts)
+        for table in run.tables:
+            for device in (*table.devices.values(),):
+                run.host(device.host)
+        if len(run.hosts) > 1:
+            nameless = run.hosts.get("")
+            if nameless is not None and not nameless.used:
+                run.hosts.pop("")
+        return run
 
-    def _key(
-        self,
-        draft: _Draft,
-        order: Counter[object],
-        names: dict[tuple[Process, str], object],
-    ) -> object:
-        record = draft.init
-        if record is None:
-            return None
-        process = (draft.by.host, draft.by.pid)
-        key: object
-        if isinstance(record, CommInit) and record.comm_id:
-            key = record.comm_id
-        elif isinstance(record, CommInit) and record.parent:
-            parent = names.get((process, record.parent), record.parent)
-            key = ("split of", parent, record.split, record.ranks)
-        else:
-            nth = (process, record.rank, record.ranks)
-            order[nth] += 1
-            key = (f"{record.ranks} ranks", order[nth])
-        names[process, record.pointer] = key
-        return key
 
-    def _join(self, key: object, drafts: list[_Draft]) -> Communicator:
-        comm = Communicator(
-            name=key if isinstance(key, str) else f"#{len(self.run.communicators)}",
-            size=max((d.init.ranks for d in drafts if d.init), default=0),
-            where=drafts[0].where,
-        )
-        for draft in drafts:
-            record = draft.init
-            if record is None:
-                continue
-            by = draft.by
-            comm.nodes = max(comm.nodes, draft.nodes)
-            device, bus = by.device, ""
-            if isinstance(record, CommInit):
-                bus = record.bus
-                device = record.cuda_device if record.nvml_device is None else record.nvml_device
-            comm.members[record.rank] = Member(
-                record.rank, by.host, by.pid, device, bus, draft.where
+def _opens(table: Table, record: Device | Row | Summary | Starting | Head) -> bool:
+    """Whether a record belongs to the table after this one.
+
+    A second line of options before any row is no new table: it is another process that runs by
+    itself, whose output is mixed with this one's.
+    """
+    if isinstance(record, Starting):
+        return (
+            bool(table.rows)
+            or table.average is not None
+            or bool(
+                table.collective and record.collective and table.collective != record.collective
             )
-        for draft in drafts:
-            self._merge(comm, draft)
-        return comm
-
-    def _adopt(self, drafts: list[_Draft]) -> None:
-        """Lines of processes whose init lines are missing: a communicator of their own."""
-        if len(self.run.communicators) == 1 and not self.run.communicators[0].rings:
-            comm = self.run.communicators[0]
-        else:
-            comm = Communicator(name="unnamed", size=0, where=drafts[0].where)
-            self.run.communicators.append(comm)
-        for draft in drafts:
-            if any(
-                line.channel in comm.rings and comm.rings[line.channel].ranks != line.ranks
-                for line, _ in draft.rings
-            ):
-                comm = Communicator(name="unnamed", size=0, where=draft.where)
-                self.run.communicators.append(comm)
-            self._merge(comm, draft)
-
-    def _merge(self, comm: Communicator, draft: _Draft) -> None:
-        for line, where in draft.rings:
-            comm.rings.setdefault(line.channel, Ring(line.channel, line.ranks, not line.cut, where))
-            comm.channels = max(comm.channels, line.channels)
-        for places in draft.trees:
-            for place in places:
-                comm.trees.setdefault(place.channel, {})[place.rank] = place
-        for key, edge in draft.edges.items():
-            known = comm.edges.setdefault(key, edge)
-            if known is not edge:
-                if known.send_card < 0:
-                    known.send_card, known.send_direct = edge.send_card, edge.send_direct
-                    known.proxy = edge.proxy
-                if known.receive_card < 0:
-                    known.receive_card = edge.receive_card
-                    known.receive_direct = edge.receive_direct
-                known.ring = known.ring or edge.ring
-        for via, count in draft.vias.items():
-            if name := kind(via):
-                draft.transports[name] += count
-            else:
-                self.run.unknown += count
-        comm.transports.update(draft.transports)
-        for rank, host in draft.seen.items():
-            if rank not in comm.members:
-                comm.members[rank] = Member(rank, host, draft.by.pid, -1, "", draft.where)
-        self._parts.setdefault(id(comm), []).append(draft)
-
-    def _place(self, comm: Communicator) -> None:
-        """Whole or cut, rings from neighbours, hosts from a table of devices."""
-        drafts = self._parts.get(id(comm), [])
-        for ring in comm.rings.values():
-            if comm.size and len(ring.ranks) < comm.size:
-                ring.whole = False
-            elif not comm.size and len(ring.ranks) == SILENT_CUT:
-                ring.whole = self._table_size() == SILENT_CUT
-        if not comm.size and comm.rings:
-            whole = [len(r.ranks) for r in comm.rings.values() if r.whole]
-            comm.size = max(whole, default=0)
-        self._complete(comm, drafts)
-        for table in self.run.tables:
-            if table.devices and (comm.size in (0, len(table.devices))):
-                comm.size = comm.size or len(table.devices)
-                for rank, device in table.devices.items():
-                    known = comm.members.get(rank)
-                    if known is None or not known.host:
-                        comm.members[rank] = Member(
-                            rank, device.host, device.pid, device.device, device.bus, table.where
-                        )
-                break
-        comm.channels = max(comm.channels, len(comm.rings))
-
-    def _table_size(self) -> int:
-        return max((len(t.devices) for t in self.run.tables), default=0)
-
-    def _complete(self, comm: Communicator, drafts: list[_Draft]) -> None:
-        """Close cut rings with what each rank said of its own neighbours."""
-        follows: dict[int, dict[int, int]] = {}
-        where: dict[int, int] = {}
-        for draft in drafts:
-            for place, line in draft.places:
-                follows.setdefault(place.channel, {})[place.rank] = place.following
-                where.setdefault(place.channel, line)
-            if len(comm.rings) == comm.channels > 0 and all(r.whole for r in comm.rings.values()):
-                continue
-            for channel, source, destination in edges(draft.local):
-                follows.setdefault(channel, {}).setdefault(source, destination)
-                where.setdefault(channel, draft.where)
-                if source not in comm.members:
-                    comm.members[source] = Member(
-                        source, draft.by.host, draft.by.pid, -1, "", draft.where
-                    )
-        for edge in comm.edges.values():
-            if edge.ring:
-                follows.setdefault(edge.channel, {}).setdefault(edge.source, edge.destination)
-                where.setdefault(edge.channel, edge.where)
-        for channel, following in follows.items():
-            ring = comm.rings.get(channel)
-            if ring is not None and ring.whole:
-                continue
-            order = _walk(following, ring.ranks[0] if ring else min(following))
-            if comm.size and len(order) == comm.size and following.get(order[-1]) == order[0]:
-                comm.rings[channel] = Ring(
-                    channel, tuple(order), True, ring.where if ring else where[channel]
-                )
-
-
-def _walk(following: dict[int, int], start: int) -> list[int]:
-    order, seen, rank = [], set[int](), start
-    while rank not in seen:
-        seen.add(rank)
-        order.append(rank)
-        if rank not in following:
-            break
-        rank = following[rank]
-    return order
+        )
+    if isinstance(record, Head):
+        return bool(table.rows)
+    if isinstance(record, Device):
+        known = table.devices.get(record.rank)
+        same = known is None or (known.host, known.pid) == (record.host, record.pid)
+        return table.average is not None or (bool(table.rows) and not same)
+    if not isinstance(record, Row) or table.average is None:
+        return False
+    # What goes on after an average at the same or larger sizes is another process's end.
+    return not table.rows or record.size < table.rows[-1][0].size

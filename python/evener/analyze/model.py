@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
-from evener.analyze.parse.network import Card, Direct, Far
+from evener.analyze.parse.failures import Ended, Step
+from evener.analyze.parse.network import Card, Direct, Far, Provider
 from evener.analyze.parse.smi import Matrix
 from evener.analyze.parse.table import Device, Row
 from evener.analyze.parse.topology import GraphChannel, Topology
@@ -17,6 +19,8 @@ from evener.analyze.parse.trees import TreePlace
 from evener.analyze.parse.tuning import Choice
 
 _LINE = (1 << 40) - 1
+Process = tuple[str, int]
+"""Host and pid."""
 
 
 @dataclass(slots=True)
@@ -91,6 +95,9 @@ class Communicator:
     trees: dict[int, dict[int, TreePlace]] = field(default_factory=dict)
     edges: dict[tuple[int, int, int], NetEdge] = field(default_factory=dict)
     transports: Counter[str] = field(default_factory=Counter)
+    started: set[int] = field(default_factory=set)
+    """Ranks that began its set-up, where the version says so (from 2.18)."""
+    finished: set[int] = field(default_factory=set)
     where: int = 0
 
     def hosts(self) -> list[str]:
@@ -179,11 +186,47 @@ class Table:
     """One run of nccl-tests or `evener bench`."""
 
     collective: str = ""
+    hint: str = ""
+    """The collective of the program that was named before the table."""
     rows: list[tuple[Row, int]] = field(default_factory=list)
     devices: dict[int, Device] = field(default_factory=dict)
     average: float | None = None
     out_of_bounds: float | None = None
+    failed: bool = False
+    """The line of out-of-bounds values says FAILED."""
     where: int = 0
+    options: int = 0
+    """Lines of options: one per process that runs by itself."""
+    heads: int = 0
+    averages: int = 0
+    twice: dict[int, int] = field(default_factory=dict)
+    """Ranks that two processes claim, and where the second does."""
+    broken: int = 0
+    """Rows that other output broke and that could not be put together."""
+
+    def copies(self) -> int:
+        """How many runs wrote into this table: above 1 where processes did not find one another."""
+        claims = 2 if self.twice else 1
+        return max(self.options, self.averages, claims, 2 if self._pairs() else 1)
+
+    def _pairs(self) -> bool:
+        """Whether most rows stand twice in a row, as two mixed outputs do."""
+        keys = [(r.size, r.type, r.redop, r.root) for r, _ in self.rows if r.size > 0]
+        if len(keys) < 4 or len(set(keys)) < 2:
+            return False
+        again = sum(one == other for one, other in pairwise(keys))
+        return again >= 0.4 * len(keys)
+
+    def nodes(self) -> int:
+        """Hosts of its devices, 0 where they are not listed."""
+        return len({device.host for device in self.devices.values()})
+
+    def series(self) -> list[list[tuple[Row, int]]]:
+        """Rows of one type, operation and root each, by size."""
+        found: dict[tuple[str, str, int | None], list[tuple[Row, int]]] = {}
+        for row, where in self.rows:
+            found.setdefault((row.type, row.redop, row.root), []).append((row, where))
+        return [sorted(rows, key=lambda item: item[0].size) for rows in found.values()]
 
     def values(self) -> list[float]:
         """All bus bandwidths, out of place and in place, GB/s."""
@@ -217,6 +260,23 @@ class Host:
     """Threads, sockets a thread, where."""
     gdr: dict[tuple[str, str], tuple[Direct, int]] = field(default_factory=dict)
     far: dict[tuple[str, str], tuple[Far, int]] = field(default_factory=dict)
+    absent: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Networks that did not come up, NCCL's words for it, and where."""
+    provider: tuple[Provider, int] | None = None
+    """What libfabric runs on."""
+    speeds: dict[str, int] = field(default_factory=dict)
+    """Line rates of cards by name, Mb/s."""
+    no_peers: tuple[str, int] | None = None
+    """NCCL's words for GPUs that do not reach one another, and where."""
+
+
+@dataclass
+class Warned:
+    """A warning: how often, where first, and which processes printed it."""
+
+    times: int
+    where: int
+    processes: dict[Process, None] = field(default_factory=dict)
 
 
 @dataclass
@@ -234,8 +294,11 @@ class Run:
     """Variable, its values, and where each was first read."""
     choices: dict[tuple[str, int], tuple[Choice, int]] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
-    warnings: dict[str, list[int]] = field(default_factory=dict)
-    """Text: [count, where first]."""
+    warnings: dict[str, Warned] = field(default_factory=dict)
+    trails: dict[Process, list[tuple[Step, int]]] = field(default_factory=dict)
+    """Lines `file:line -> result` of each process."""
+    ended: list[tuple[Ended, int]] = field(default_factory=list)
+    """What programs and launchers said of a failure."""
     lines: int = 0
     nccl_lines: int = 0
     unknown: int = 0
@@ -262,5 +325,7 @@ class Run:
         )
 
     def table(self) -> Table | None:
-        """The table that matters: the one with most rows."""
-        return max(self.tables, key=lambda t: len(t.rows), default=None)
+        """The table that matters: the one with most rows, of those that measured something."""
+        return max(
+            self.tables, key=lambda t: (any(v > 0 for v in t.values()), len(t.rows)), default=None
+        )

@@ -7,6 +7,7 @@ index on two hosts may use cards of different rails, and the other way round.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +33,10 @@ class Bandwidth:
     peak_side: str
     """`out_of_place` or `in_place`."""
     values: int
+    mixed: bool = False
+    """Several benchmarks wrote into the table: its figures say nothing."""
+    series: tuple[tuple[Row, int], ...] = ()
+    """The rows of the peak's type and operation, by size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class Picture:
     fabric: FabricMap | None
     world: Communicator | None
     bandwidth: Bandwidth | None
+    tables: list[Bandwidth] = field(default_factory=list)
+    """The figures of every table, in order."""
     pairs: list[Pair] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     tree_pairs: list[Pair] = field(default_factory=list)
@@ -123,6 +130,51 @@ class Picture:
         return "rings", self.pairs, self.routes, self.traffic
 
     @property
+    def rdma(self) -> str:
+        """The network between hosts: `IB` for NCCL's own or its plug-ins', else its name."""
+        used = Counter[str]()
+        for host in self.run.hosts.values():
+            used.update(name for name, _ in host.used)
+            used.update(host.networks)
+        name = used.most_common(1)[0][0] if used else ""
+        return "IB" if name.startswith("IB") else name
+
+    @property
+    def twice(self) -> bool:
+        """Whether an all-reduce may come to twice the line rate: no ring, as far as is known."""
+        chosen = [c for c, _ in self.run.choices.values() if c.collective in ("AllReduce", "")]
+        if chosen:
+            return max(chosen, key=lambda choice: choice.size).algorithm != "RING"
+        table = self.bandwidth.table if self.bandwidth else None
+        hosts = len(self.world.hosts()) if self.world else 0
+        nodes = max(hosts, self.world.nodes if self.world else 0, table.nodes() if table else 0)
+        return nodes == 2 or any(
+            name in self.run.settings for name in ("NCCL_COLLNET_ENABLE", "NCCL_SHARP_ENABLE")
+        )
+
+    @property
+    def cards_used(self) -> int:
+        """Cards per host that carry traffic, 0 where the log does not say."""
+        return max(
+            (len({index for _, index in host.used}) for host in self.run.hosts.values()), default=0
+        )
+
+    @property
+    def card_speed(self) -> float:
+        """The line of one card in use, GB/s; 0 where no file says it."""
+        speeds = [
+            host.speeds[name] / 8e3
+            for host in self.run.hosts.values()
+            for name in {host.cards[key].name for key in host.used if key in host.cards}
+            if host.speeds.get(name)
+        ]
+        if not speeds and self.run.topologies:
+            used = {card for host in self.run.hosts.values() for _, card in host.used}
+            nets = self.run.topologies[0][0].nets
+            speeds = [n.speed / 8e3 for n in nets if n.device in used and n.speed > 0]
+        return min(speeds, default=0.0)
+
+    @property
     def spread(self) -> bool:
         """Whether Evener's transport carries everything between hosts: over all cards at once."""
         edges = self.world.edges.values() if self.world else ()
@@ -148,10 +200,16 @@ class Picture:
                 "of cards was given",
             )
         known = [r for r in self.routes if r.rail != "unknown"]
-        sure = all(r.source.known == r.destination.known == "measured" for r in known)
+        sure = all(
+            r.source.known == r.destination.known == "measured"
+            and not r.source.name.startswith("#")
+            for r in known
+        )
         confidence: Confidence = "measured" if sure else "inferred"
         crossed = states.count("crossed")
         why = f"{crossed} of {len(known)} routes change their rail"
+        if any(r.source.name.startswith("#") for r in known):
+            why += ", by the numbers that the network gives its cards: it names none"
         if len(known) < len(states):
             why += f"; of {len(states) - len(known)} more the cards are not known"
         return ("crossed" if crossed else "aligned"), confidence, why
@@ -160,7 +218,11 @@ class Picture:
 def picture(run: Run, fabric: FabricMap | None = None) -> Picture:
     """Derive everything from a run and, where given, a map."""
     world = run.world()
-    result = Picture(run, fabric, world, _bandwidth(run, world))
+    tables = [found for table in run.tables if (found := _bandwidth(table, world))]
+    main = run.table()
+    result = Picture(
+        run, fabric, world, next((one for one in tables if one.table is main), None), tables
+    )
     if world is None:
         return result
     result.pairs = world.pairs()
@@ -176,9 +238,8 @@ def picture(run: Run, fabric: FabricMap | None = None) -> Picture:
     return result
 
 
-def _bandwidth(run: Run, world: Communicator | None) -> Bandwidth | None:
-    table = run.table()
-    if table is None or not table.values():
+def _bandwidth(table: Table, world: Communicator | None) -> Bandwidth | None:
+    if not table.values():
         return None
     best = max(
         (
@@ -193,8 +254,8 @@ def _bandwidth(run: Run, world: Communicator | None) -> Bandwidth | None:
     )
     ranks = len(table.devices) or (world.size if world else 0)
     collective, known = table.collective, "measured" if table.collective else "unknown"
-    if not collective and ranks > 1:
-        collective = _collective(table, ranks)
+    if not collective:
+        collective = (_collective(table, ranks) if ranks > 1 else "") or table.hint
         known = "inferred" if collective else "unknown"
     values = table.values()
     return Bandwidth(
@@ -208,19 +269,22 @@ def _bandwidth(run: Run, world: Communicator | None) -> Bandwidth | None:
         peak_where=best[3],
         peak_side=best[4],
         values=len(values),
+        mixed=table.copies() > 1,
+        series=tuple(next(rows for rows in table.series() if (best[2], best[3]) in rows)),
     )
 
 
 def _collective(table: Table, ranks: int) -> str:
     """The collective by its ratio of bus to algorithm bandwidth, empty where it is not unique."""
     sides = [s for row, _ in table.rows for s in (row.out_of_place, row.in_place) if s is not None]
-    large = [side.busbw / side.algbw for side in sides if side.algbw >= 1]
+    large = [side.busbw / side.algbw for side in sides if side.algbw >= 0.5]
     if not large:
         return ""
     ratio = sum(large) / len(large)
     reduces = any(row.redop not in ("", "none") for row, _ in table.rows)
     if reduces and abs(ratio - 2 * (ranks - 1) / ranks) < 0.01:
-        return "all_reduce"
+        rooted = any(row.root is not None and row.root >= 0 for row, _ in table.rows)
+        return "reduce" if rooted else "all_reduce"
     if reduces and abs(ratio - (ranks - 1) / ranks) < 0.01:
         return "reduce_scatter"
     return ""
@@ -300,6 +364,9 @@ def _rail(
     if source.name in rails and destination.name in rails:
         return "aligned" if rails[source.name] == rails[destination.name] else "crossed"
     mine, theirs = (_names(run, end.host) for end in (source, destination))
+    if not mine and not theirs and source.name[:1] == destination.name[:1] == "#":
+        # A plug-in that names no card numbers them in the order of the machine.
+        return "aligned" if source.name == destination.name else "crossed"
     if not mine or mine != theirs:
         return "unknown"  # names mean the same card only on hosts that are built alike
     return "aligned" if source.name == destination.name else "crossed"
@@ -345,12 +412,17 @@ def _line_rate(picture: Picture) -> tuple[float | None, str]:
     if picture.traffic:
         cards = [use.bound for use in picture.traffic.today.cards.values()]
         return min(cards) / 1e9, "the map's cards under the rings' load"
-    if not picture.pairs or not picture.run.topologies or picture.world is None:
+    if not picture.pairs or picture.world is None:
         return None, ""
-    # The topology file is one host's; it stands for all.
-    topology = picture.run.topologies[0][0]
     used = {card for host in picture.run.hosts.values() for _, card in host.used}
-    speeds = [net.speed for net in topology.nets if net.device in used or not used]
+    if picture.run.topologies:
+        # The topology file is one host's; it stands for all.
+        nets = picture.run.topologies[0][0].nets
+        speeds = [net.speed for net in nets if net.device in used or not used]
+        words = "the topology file's cards in use"
+    else:
+        speeds = [round(picture.card_speed * 8e3)] * picture.cards_used
+        words = "the cards in use, as NCCL read their speeds"
     crossings = max(
         (
             sum(len(p.channels) for p in picture.pairs if _host(picture, p.source) == host)
@@ -361,7 +433,7 @@ def _line_rate(picture: Picture) -> tuple[float | None, str]:
     channels = max(picture.world.channels, 1)
     if not speeds or not crossings or sum(speeds) <= 0:
         return None, ""
-    return sum(speeds) / 8e3 * channels / crossings, "the topology file's cards in use"
+    return sum(speeds) / 8e3 * channels / crossings, words
 
 
 def _host(picture: Picture, rank: int) -> str:

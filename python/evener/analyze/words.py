@@ -32,3 +32,11 @@ def ranges(numbers: Iterable[int]) -> str:
 def gigabytes(value: float) -> str:
     """Bytes a second as `48.2 GB/s`."""
     return f"{value / 1e9:.4g} GB/s"
+
+
+def names(hosts: Iterable[str], most: int = 8) -> str:
+    """`a, b and c`; beyond `most` the rest is counted."""
+    known = list(hosts)
+    if len(known) > most:
+        return f"{', '.join(known[:most])} and {len(known) - most} more"
+    return known[0] if len(known) == 1 else f"{', '.join(known[:-1])} and {known[-1]}"

@@ -3,6 +3,6 @@
 A check is a function from a Picture to findings, registered with `@check`; one file a subject.
 """
 
-from evener.analyze.findings.base import Finding, Severity, check, run_checks
+from evener.analyze.findings.base import Finding, Severity, catalogue, check, markdown, run_checks
 
-__all__ = ["Finding", "Severity", "check", "run_checks"]
+__all__ = ["Finding", "Severity", "catalogue", "check", "markdown", "run_checks"]

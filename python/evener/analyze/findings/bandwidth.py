@@ -20,18 +20,21 @@ FAR = 0.70
 """Share of the line rate below which the peak is far from it."""
 ABOVE = 1.05
 """Share of the line rate above which the peak shows that the line rate is wrong."""
+TWICE = 2.1
+"""Times the line rate to which an all-reduce may come that does not go along rings: over a tree of
+two nodes, or where switches reduce, each card carries the data once and not twice."""
 LARGE = 1 << 20
 """Bytes from which bandwidth, not latency, decides."""
 _SIDES = (("out of place", "out_of_place"), ("in place", "in_place"))
 
 
-@check
+@check({"bandwidth.falls-with-size": "the largest size is slower than the peak"})
 def falls_with_size(picture: Picture) -> Iterator[Finding]:
     """The largest size is slower than the peak."""
     found = picture.bandwidth
-    if found is None:
+    if found is None or found.mixed:
         return
-    row, where = max(found.table.rows, key=lambda item: item[0].size)
+    row, where = found.series[-1]
     last = [(words, getattr(row, name)) for words, name in _SIDES if getattr(row, name)]
     if not last or row.size <= found.peak_row.size or found.peak <= 0:
         return
@@ -55,17 +58,17 @@ def falls_with_size(picture: Picture) -> Iterator[Finding]:
     )
 
 
-@check
+@check({"bandwidth.spikes": "single sizes far below both their neighbours"})
 def spikes(picture: Picture) -> Iterator[Finding]:
     """Single sizes far below both their neighbours."""
     found = picture.bandwidth
-    if found is None:
+    if found is None or found.mixed:
         return
     dips: list[tuple[float, str, Row, int]] = []
     for words, name in _SIDES:
         points: list[tuple[Row, Side, int]] = [
             (row, getattr(row, name), where)
-            for row, where in sorted(found.table.rows, key=lambda item: item[0].size)
+            for row, where in found.series
             if getattr(row, name) and row.size >= LARGE
         ]
         for before, here, after in zip(points, points[1:], points[2:], strict=False):
@@ -91,15 +94,15 @@ def spikes(picture: Picture) -> Iterator[Finding]:
         )
 
 
-@check
+@check({"bandwidth.in-place-differs": "in place and out of place differ at several large sizes"})
 def in_place_differs(picture: Picture) -> Iterator[Finding]:
     """In place and out of place differ at several large sizes: the runs are noisy."""
     found = picture.bandwidth
-    if found is None:
+    if found is None or found.mixed:
         return
     apart = []
     large = 0
-    for row, where in found.table.rows:
+    for row, where in found.series:
         if row.size >= LARGE and row.out_of_place and row.in_place:
             large += 1
             one, other = row.out_of_place.busbw, row.in_place.busbw
@@ -120,11 +123,11 @@ def in_place_differs(picture: Picture) -> Iterator[Finding]:
         )
 
 
-@check
+@check({"bandwidth.below-line-rate": "the peak is far below what the cards carry"})
 def far_from_line_rate(picture: Picture) -> Iterator[Finding]:
     """The peak against what the cards can carry."""
     found, rate = picture.bandwidth, picture.line_rate
-    if found is None or not rate or found.peak >= FAR * rate:
+    if found is None or not rate or found.mixed or found.peak >= FAR * rate:
         return
     if found.collective not in ("all_reduce", "all_gather", "reduce_scatter", ""):
         return
@@ -140,11 +143,15 @@ def far_from_line_rate(picture: Picture) -> Iterator[Finding]:
     )
 
 
-@check
+@check(
+    {"bandwidth.above-line-rate": "the peak is above what the cards report, so the report is wrong"}
+)
 def above_line_rate(picture: Picture) -> Iterator[Finding]:
     """More than the cards can carry: then it is not what they can carry."""
     found, rate = picture.bandwidth, picture.line_rate
     if found is None or not rate or picture.traffic or found.peak <= ABOVE * rate:
+        return
+    if found.collective in ("all_reduce", "") and picture.twice and found.peak <= TWICE * rate:
         return
     if found.collective not in ("all_reduce", "all_gather", "reduce_scatter", ""):
         return

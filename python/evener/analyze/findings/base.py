@@ -13,13 +13,17 @@ Severity = Literal["problem", "warning", "note"]
 _ORDER = ("problem", "warning", "note")
 # The order in which they are shown where they are equally severe: causes before symptoms.
 _SUBJECTS = (
+    "run",
+    "causes",
     "correctness",
     "fabric",
     "network",
+    "local",
     "rings",
     "settings",
     "host",
     "bandwidth",
+    "share",
     "coverage",
 )
 
@@ -43,18 +47,43 @@ class Finding:
 
 Check = Callable[[Picture], Iterable[Finding]]
 _CHECKS: list[Check] = []
+_MEANINGS: dict[str, str] = {}
 
 
-def check(function: Check) -> Check:
-    """Register a check. It runs on every picture, and must not raise on an empty one."""
-    _CHECKS.append(function)
-    return function
+def check(meanings: dict[str, str]) -> Callable[[Check], Check]:
+    """Register a check and what the ids of its findings mean, in a few words each.
+
+    It runs on every picture, and must not raise on an empty one.
+    """
+
+    def register(function: Check) -> Check:
+        _CHECKS.append(function)
+        _MEANINGS.update(meanings)
+        return function
+
+    return register
+
+
+def _load() -> None:
+    for subject in _SUBJECTS:
+        importlib.import_module(f"evener.analyze.findings.{subject}")
+
+
+def catalogue() -> dict[str, str]:
+    """Every id that a finding can have, and what it means."""
+    _load()
+    return dict(_MEANINGS)
+
+
+def markdown() -> str:
+    """The table of all findings for the documentation."""
+    rows = [f"| `{id}` | {meaning} |" for id, meaning in catalogue().items()]
+    return "\n".join(["| id | what |", "|---|---|", *rows]) + "\n"
 
 
 def run_checks(picture: Picture) -> list[Finding]:
     """All findings, worst first, otherwise in the order of subjects."""
-    for subject in _SUBJECTS:
-        importlib.import_module(f"evener.analyze.findings.{subject}")
+    _load()
     found = [finding for one in _CHECKS for finding in one(picture)]
     found = [replace(one, evidence=tuple(dict.fromkeys(one.evidence))) for one in found]
     return sorted(found, key=lambda finding: _ORDER.index(finding.severity))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from evener.analyze.findings.base import Finding, check
+from evener.analyze.findings.causes import cause
+from evener.analyze.model import Warned
 from evener.analyze.picture import Picture
 from evener.analyze.words import count, ranges
 
 
-@check
+@check({"coverage.missing-ranks": "ranks that left no line"})
 def missing_ranks(picture: Picture) -> Iterator[Finding]:
     """Ranks that a communicator counts and no line is from."""
     world = picture.world
@@ -31,7 +34,7 @@ def missing_ranks(picture: Picture) -> Iterator[Finding]:
     )
 
 
-@check
+@check({"coverage.cut-rings": "rings that the log cut and nothing else completes"})
 def cut_rings(picture: Picture) -> Iterator[Finding]:
     """Rings that NCCL printed in part and that nothing else completes."""
     world = picture.world
@@ -52,7 +55,7 @@ def cut_rings(picture: Picture) -> Iterator[Finding]:
     )
 
 
-@check
+@check({"coverage.unknown-lines": "lines of NCCL that are not understood"})
 def unknown_lines(picture: Picture) -> Iterator[Finding]:
     """NCCL lines that no parser knows."""
     run = picture.run
@@ -68,23 +71,38 @@ def unknown_lines(picture: Picture) -> Iterator[Finding]:
     )
 
 
-@check
+# What NCCL tells where it looks for something that is not there, and goes on.
+_HARMLESS = re.compile(
+    r"Failed to open lib|cannot open shared object|No plugin found|Could not find|dlvsym|dlopen"
+    r"|nvml|Could not get (?:speed|fabric)|NET/IB : No device|unable to open"
+    r"|version mismatch.*minor|Cannot load|Unable to load libnccl",
+    re.IGNORECASE,
+)
+
+
+@check({"coverage.nccl-warning": "a warning of NCCL that nothing above explains"})
 def warnings(picture: Picture) -> Iterator[Finding]:
-    """NCCL's own warnings, equal ones once."""
-    run = picture.run
-    for text, (times, where) in sorted(run.warnings.items(), key=lambda item: -item[1][0])[:5]:
+    """NCCL's other warnings; those that differ in numbers only count as one."""
+    texts = picture.run.warnings
+    kinds: dict[str, list[tuple[str, Warned]]] = {}
+    for text, warning in texts.items():
+        if cause(text, texts) is None:
+            kinds.setdefault(re.sub(r"nccl-\w+|0x\w+|\d+", "#", text), []).append((text, warning))
+    ranked = sorted(kinds.values(), key=lambda found: -sum(w.times for _, w in found))
+    for found in ranked[:5]:
+        text = found[0][0]
         yield Finding(
             "coverage.nccl-warning",
-            "warning",
+            "note" if _HARMLESS.search(text) else "warning",
             f"NCCL warns: {text[:120]}",
-            f"Printed {count(times, 'time')}.",
+            f"Printed {count(sum(w.times for _, w in found), 'time')}.",
             "measured",
-            (where,),
+            (found[0][1].where,),
             "Read the warning: NCCL prints one where something failed.",
         )
 
 
-@check
+@check({"coverage.mixed-versions": "different NCCL versions in one job"})
 def versions(picture: Picture) -> Iterator[Finding]:
     """Different NCCL versions in one job."""
     if len(picture.run.versions) > 1:
@@ -99,3 +117,21 @@ def versions(picture: Picture) -> Iterator[Finding]:
             "Install one version everywhere, or give the files of one run.",
             'python -c "import torch; print(torch.cuda.nccl.version())"',
         )
+
+
+@check({"coverage.broken-rows": "rows of a table that other output broke"})
+def broken_rows(picture: Picture) -> Iterator[Finding]:
+    """Rows that other output came into and that could not be put together."""
+    for table in picture.run.tables:
+        if table.broken:
+            yield Finding(
+                "coverage.broken-rows",
+                "note",
+                f"{count(table.broken, 'row')} of a table broken by other output",
+                "They are left out of all figures.",
+                "measured",
+                (table.where,),
+                "Write NCCL's log to files of its own.",
+                "export NCCL_DEBUG_FILE=nccl.%h.%p.log",
+                "Whole rows.",
+            )

@@ -14,7 +14,12 @@ GAIN = 1.10
 """A rewiring is proposed where it allows this much more."""
 
 
-@check
+@check(
+    {
+        "rails.crossed": "the two ends of a pair use different cards",
+        "rails.unknown": "nothing says which cards pairs use; never concluded from rank numbers",
+    }
+)
 def rails(picture: Picture) -> Iterator[Finding]:
     """Whether pairs stay on their rail; unknown is said, never guessed."""
     if not picture.pairs:
@@ -51,12 +56,14 @@ def rails(picture: Picture) -> Iterator[Finding]:
             confidence,
             tuple(route.where for route in crossed[:3]),
             "Keep each channel on one card, where cards of a rail share a switch.",
-            "export NCCL_CROSS_NIC=0",
+            ""
+            if "0" in picture.run.settings.get("NCCL_CROSS_NIC", {})
+            else "export NCCL_CROSS_NIC=0",
             "Equal cards at both ends of every pair.",
         )
 
 
-@check
+@check({"fabric.not-in-map": "hosts or cards of the log that the map lacks"})
 def not_in_map(picture: Picture) -> Iterator[Finding]:
     """Hosts or cards of the log that the map does not have."""
     fabric, world = picture.fabric, picture.world
@@ -83,7 +90,7 @@ def not_in_map(picture: Picture) -> Iterator[Finding]:
         )
 
 
-@check
+@check({"fabric.crossings": "pairs of neighbours on different switches"})
 def crossings(picture: Picture) -> Iterator[Finding]:
     """Pairs whose two cards are on different switches."""
     what, all_pairs, routes, traffic = picture.judged()
@@ -113,7 +120,7 @@ def crossings(picture: Picture) -> Iterator[Finding]:
     )
 
 
-@check
+@check({"fabric.one-link": "the peak is the rate of one or few inter-switch links out of many"})
 def one_link(picture: Picture) -> Iterator[Finding]:
     """A peak that is a few links' rate where many lie side by side."""
     traffic, found = picture.judged()[3], picture.bandwidth
@@ -141,14 +148,16 @@ def one_link(picture: Picture) -> Iterator[Finding]:
             (found.peak_where,),
             "Compare the counters of the links during a run. If one is full and the others idle: "
             "hash on more fields with a seed of its own for each switch, or spread by packet.",
-            "export NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_SPLIT_DATA_ON_QPS=1",
+            "export NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_SPLIT_DATA_ON_QPS=1"
+            if picture.rdma in ("", "IB")
+            else "",
             f"Towards {gigabytes(use.speed * use.count * efficiency / use.weight)}, less what "
             "collisions of hashes cost.",
         )
         return
 
 
-@check
+@check({"fabric.rewire": "a cabling by rail that allows more, with the cables to move"})
 def rewire(picture: Picture) -> Iterator[Finding]:
     """Cards of one rail on one switch, where that allows more."""
     what, pairs, _, traffic = picture.judged()

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from evener.analyze.findings.base import Finding, check
 from evener.analyze.picture import Picture
-from evener.analyze.words import count
+from evener.analyze.words import count, names
 
 
-@check
+@check({"rings.repeated": "channels that repeat one another's rings"})
 def distinct(picture: Picture) -> Iterator[Finding]:
     """Channels that repeat one another's rings: fewer ways through the fabric than channels."""
     world = picture.world
@@ -22,15 +22,15 @@ def distinct(picture: Picture) -> Iterator[Finding]:
     if picture.spread:
         return  # each connection is many flows already
     times = f"each {uses[0]} times" if len(uses) == 1 else f"{uses[0]} to {uses[-1]} times each"
-    sockets = {edge.network for edge in world.edges.values() if edge.network} == {"Socket"}
-    streams, command = (
-        ("sockets", "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4")
-        if sockets
-        else (
-            "queue pairs",
-            "export NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_SPLIT_DATA_ON_QPS=1",
-        )
-    )
+    networks = {edge.network for edge in world.edges.values() if edge.network}
+    if networks == {"Socket"}:
+        do = "Give the hash more to work with: several sockets per connection."
+        command = "export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4"
+    elif all(network.startswith("IB") for network in networks):
+        do = "Give the hash more to work with: several queue pairs per connection."
+        command = "export NCCL_IB_QPS_PER_CONNECTION=4 NCCL_IB_SPLIT_DATA_ON_QPS=1"
+    else:  # EFA and Slingshot spread packets themselves
+        do, command = "Nothing, where the network spreads packets by itself.", ""
     yield Finding(
         "rings.repeated",
         "note",
@@ -39,13 +39,13 @@ def distinct(picture: Picture) -> Iterator[Finding]:
         "GPUs. A switch that spreads flows by a hash sees few different addresses.",
         "measured",
         tuple(world.rings[channels[0]].where for _, channels in orders[:4]),
-        f"Give the hash more to work with: several {streams} a connection.",
+        do,
         command,
-        "More, smaller flows, which a hash spreads more evenly.",
+        "More, smaller flows, which a hash spreads more evenly." if command else "",
     )
 
 
-@check
+@check({"rings.leaves-often": "a ring that leaves a host more than once"})
 def leaves_host_often(picture: Picture) -> Iterator[Finding]:
     """A ring that leaves a host more than once pays the network more than once."""
     world = picture.world
@@ -76,31 +76,52 @@ def leaves_host_often(picture: Picture) -> Iterator[Finding]:
             return
 
 
-@check
+@check({"network.cards-idle": "cards that NCCL found and no connection uses"})
 def short_of_ranks(picture: Picture) -> Iterator[Finding]:
-    """Few channels leave through few cards."""
+    """Few channels leave through few cards.
+
+    Only where the log has every edge: a cut log shows idle cards that are in use. A card of the
+    other kind (InfiniBand beside RoCE) is mostly for storage, and fewer GPUs than cards cannot use
+    all of them.
+    """
     world = picture.world
-    if world is None or len(world.hosts()) < 2:
+    if world is None or len(world.hosts()) < 2 or not world.size:
         return
+    seen = {edge.channel for edge in world.edges.values()}
+    if len(world.members) < world.size or not seen or len(seen) < world.channels:
+        return
+    found: list[tuple[str, list[str], int, int, int]] = []
     for host in world.hosts():
         known = picture.run.hosts.get(host)
         if known is None or not known.used:
             continue
         network = known.used.most_common(1)[0][0][0]
-        have = {index for name, index in known.cards if name == network}
         used = {index for name, index in known.used if name == network}
+        kinds = {known.cards[network, i].link for i in used if (network, i) in known.cards}
+        have = {
+            index
+            for (name, index), card in known.cards.items()
+            if name == network and (not kinds or card.link in kinds)
+        }
+        gpus = sum(member.host == host for member in world.members.values())
         idle = sorted(have - used)
-        if idle and len(have) > 1:
-            names = ", ".join(known.cards[network, index].name for index in idle)
-            yield Finding(
-                "network.cards-idle",
-                "warning",
-                f"{host}: {count(len(idle), 'card')} of {len(have)} not used: {names}",
-                f"NCCL found them ({network}) and no connection uses them.",
-                "measured",
-                (known.card_lines[network, idle[0]],),
-                "Use all cards near GPUs that take part; more channels than cards are needed.",
-                f"export NCCL_MIN_NCHANNELS={max(len(have), world.channels)} NCCL_CROSS_NIC=1",
-                f"Up to {len(have) / max(len(used), 1):.2g} times the bandwidth between hosts.",
-            )
-            return
+        if idle and len(have) > 1 and gpus > len(used):
+            texts = [known.cards[network, index].name for index in idle]
+            where = known.card_lines[network, idle[0]]
+            found.append((host, texts, len(have), len(used), where))
+    if not found:
+        return
+    _, texts, have_count, used_count, _ = found[0]
+    crossing = "" if "NCCL_CROSS_NIC" in picture.run.settings else " NCCL_CROSS_NIC=1"
+    yield Finding(
+        "network.cards-idle",
+        "warning",
+        f"{names([host for host, *_ in found])}: {count(len(texts), 'card')} of {have_count} not "
+        f"used: {', '.join(texts)}",
+        "NCCL found them and no connection uses them.",
+        "measured",
+        tuple(where for *_, where in found[:4]),
+        "Use all cards near GPUs that take part; more channels than cards are needed.",
+        f"export NCCL_MIN_NCHANNELS={max(have_count, world.channels)}{crossing}",
+        f"Up to {have_count / max(used_count, 1):.2g} times the bandwidth between hosts.",
+    )

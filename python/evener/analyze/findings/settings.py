@@ -18,7 +18,7 @@ _OFF = {
 }
 
 
-@check
+@check({"settings.switched-off": "variables that forbid a fast path"})
 def switched_off(picture: Picture) -> Iterator[Finding]:
     """What a variable forbids."""
     for name, (value, means, back) in _OFF.items():
@@ -38,7 +38,7 @@ def switched_off(picture: Picture) -> Iterator[Finding]:
         )
 
 
-@check
+@check({"settings.no-nvls": "NVLink SHARP is off; machines without NVLink multicast need it so"})
 def no_nvls(picture: Picture) -> Iterator[Finding]:
     """NVLink SHARP off: only a note, because virtual machines without NVLink multicast need it."""
     where = picture.run.settings.get("NCCL_NVLS_ENABLE", {}).get("0")
@@ -59,7 +59,7 @@ def no_nvls(picture: Picture) -> Iterator[Finding]:
     )
 
 
-@check
+@check({"settings.hca-prefix": "`NCCL_IB_HCA=mlx5_1` also takes mlx5_10"})
 def hca_prefix(picture: Picture) -> Iterator[Finding]:
     """`NCCL_IB_HCA=mlx5_1` also matches mlx5_10."""
     for value, where in picture.run.settings.get("NCCL_IB_HCA", {}).items():
@@ -71,8 +71,9 @@ def hca_prefix(picture: Picture) -> Iterator[Finding]:
             for (network, _), card in host.cards.items()
             if network != "Socket"
         }
-        for wanted in (part.split(":")[0] for part in re.split(r"[,;]", value)):
-            also = sorted(c for c in cards if c.startswith(wanted) and c != wanted)
+        listed = [part.split(":")[0].strip() for part in re.split(r"[,;]", value)]
+        for wanted in listed:
+            also = sorted(c for c in cards if c.startswith(wanted) and c not in listed)
             digits = [c for c in also if wanted[-1:].isdigit() and c[len(wanted) :][:1].isdigit()]
             if digits:
                 yield Finding(

@@ -7,7 +7,7 @@
 
 A NET edge is logged by both ends: join on channel, source and destination. `NET/IB/3(5)` means that
 rank 5 drives the card for the sender: PXN. The network's name is the plug-in's and may hold a
-space ("AWS Libfabric"). `/Shared` and `/GDRDMA(PCI)` come last.
+space ("AWS Libfabric"). `/Shared` and `/GDRDMA(PCI)` come last. RCCL adds ` comm 0x... nRanks 16`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _HOP = re.compile(
     rb"(?:Channel|Ring) (\d{1,4})(?:/(\d{1,2}))? : (\d{1,7})(?:\[\w+\])? -> (\d{1,7})(?:\[\w+\])?"
     rb" (?:\[(send|receive)\] )?via (.+)"
 )
-_NET = re.compile(rb"NET/(.+?)/(\d{1,4})(?:\((\d{1,7})\))?((?:/GDRDMA(?:\(PCI\))?|/Shared)*)\s*$")
+_NET = re.compile(
+    rb"NET/(.+?)/(\d{1,4})(?:\((\d{1,7})\))?((?:/GDRDMA(?:\(PCI\))?|/Shared)*)"
+    rb"(?: comm 0x\w+ n[rR]anks \d+)?\s*$"
+)
 
 
 class Hop(NamedTuple):
@@ -71,11 +74,12 @@ def hop(message: bytes) -> Hop | None:
     )
 
 
-def edges(text: bytes | bytearray) -> Iterator[tuple[int, int, int]]:
-    """Channel, source and destination of ring or tree edges in lines like `00/0 : 7[7] -> 8[0]`."""
-    for channel, connection, source, destination in _EDGE.findall(text):
-        if connection in (b"", b"/0"):
-            yield int(channel), int(source), int(destination)
+def edges(text: bytes | bytearray) -> Iterator[tuple[int, int, int, int]]:
+    """Place in `text`, channel, source and destination of edges like `00/0 : 7[7] -> 8[0]`."""
+    for found in _EDGE.finditer(text):
+        channel, connection, source, destination = found.groups()
+        if connection in (None, b"/0"):
+            yield found.start(), int(channel), int(source), int(destination)
 
 
 def kind(via: bytes) -> str:
@@ -98,7 +102,7 @@ def _transport(via: bytes) -> tuple[str, str, int, int, bool] | None:
     if via.startswith(b"P2P/indirect"):
         return ("P2P/indirect", "", -1, -1, False)
     if via.startswith(b"P2P/"):
-        kind = via[4:].split(b"/")[0]
+        kind = via[4:].split(b"/")[0].split(b" comm ")[0]
         if kind in (b"IPC", b"CUMEM", b"direct pointer", b"MNNVL", b"common device"):
             return (f"P2P/{kind.decode()}", "", -1, -1, False)
         return None

@@ -1,11 +1,13 @@
 """Lines that say which rank of which communicator a thread is setting up.
 
+2.4    comm P rank r nranks n cudaDev c nvmlDev d - Init COMPLETE
 2.7    comm P rank r nranks n cudaDev c busId b - Init COMPLETE
 2.16   ... commId 0x... - Init COMPLETE
 2.18   ... nvmlDev d ..., and `Init START` before it
 2.21   ncclCommInitRank comm P ...;  ncclCommSplit ... parent P color c key k ...
 2.29   [Rank r] ncclCommInitRankConfig comm P ...
 2.20   comm P rank r nRanks n nNodes k localRanks l localRank i MNNVL m   (in between)
+RCCL   ... localSize 224 used 16777216 bytes on core 5 - Init COMPLETE
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from dataclasses import dataclass
 
 _LINE = re.compile(
     rb"comm (\S+) rank (\d{1,7}) n[rR]anks (\d{1,7}) cudaDev (\d{1,4})(?: nvmlDev (\d{1,4}))?"
-    rb" busId ([0-9a-fA-F]+)(?: parent (\S+))?(?: splitCount (\d+))?(?: color (-?\d+) key (-?\d+))?"
-    rb"(?: ?commId (0x[0-9a-fA-F]+))? ?- Init (START|COMPLETE)"
+    rb"(?: busId ([0-9a-fA-F]+))?(?: parent (\S+))?(?: splitCount (\d+))?"
+    rb"(?: color (-?\d+) key (-?\d+))?(?: ?commId (0x[0-9a-fA-F]+))?"
+    rb"(?: localSize \d+ used \d+ bytes(?: on core -?\d+)?)? ?- Init (START|COMPLETE)"
 )
 _LAYOUT = re.compile(
     rb"comm (\S+) rank (\d{1,7}) nRanks (\d{1,7}) nNodes (\d{1,7})"
     rb" localRanks (\d{1,6}) localRank (\d{1,6})"
 )
-_VERSION = re.compile(rb"NCCL version (\d+\.\d+\.\d+[^\s+]*)")
+_VERSION = re.compile(rb"NCCL version (\d+\.\d+\.\d+[^\s+]*)|RCCL version ?:? ?(\d+\.\d+\.\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def init(message: bytes) -> CommInit | CommLayout | None:
             ranks=int(ranks),
             cuda_device=int(cuda),
             nvml_device=int(nvml) if nvml is not None else None,
-            bus=bus_id(bus.decode("ascii")),
+            bus=bus_id(bus.decode("ascii")) if bus else "",
             parent=parent.decode("ascii", "replace") if parent else "",
             split=f"{(count or b'').decode()}/{(color or b'').decode()}" if parent else "",
             comm_id=comm_id.decode("ascii") if comm_id else "",
@@ -89,6 +92,10 @@ def bus_id(text: str) -> str:
 
 
 def version(line: bytes) -> str | None:
-    """`2.28.9` of a line `NCCL version 2.28.9+cuda13.0`."""
+    """`2.28.9` of `NCCL version 2.28.9+cuda13.0`, `RCCL 2.22.3` of `RCCL version : 2.22.3-HEAD`."""
     found = _VERSION.search(line)
-    return found[1].decode("ascii", "replace") if found else None
+    if not found:
+        return None
+    if found[2]:
+        return f"RCCL {found[2].decode('ascii')}"
+    return found[1].decode("ascii", "replace")

@@ -7,6 +7,10 @@ Using network IB;  from 2.27 Initialized NET plugin IB, Assigned NET plugin IB t
 NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_0'
 GPU Direct RDMA Disabled for GPU 0 / HCA 0 (distance 5 > 4)
 NCCL_IB_HCA set to mlx5_1;  NCCL_P2P_DISABLE set by environment to 1.
+NET/IB : No device found.;  NET/Plugin: Could not find: libnccl-net.so
+NET/OFI Selected Provider is efa (found 4 nics);  ... provider is cxi, fabric is cxi (found 4 nics)
+NET/IB: [0] mlx5_0:uverbs0:1/RoCE provider=Mlx5 speed=100000 ...   (Mb/s)
+P2P is disabled between connected GPUs 1 and 0.;  Could not enable P2P between dev 1(=b000) and ...
 """
 
 from __future__ import annotations
@@ -28,6 +32,20 @@ _FAR = re.compile(
 )
 _ENV = re.compile(
     rb"(NCCL_[A-Z0-9_]+) (?:set by environment to|set to|set by user to) (.*?)\.?\s*$"
+)
+_ABSENT = re.compile(
+    rb"NET/(IB) ?: (No device found)|NET/(\w+) ?: (No (?:usable )?(?:IP )?interface found)"
+    rb"|NET/(Plugin) ?: ?(?:dlerror=)?(Could not find:? lib\S+|No plugin found[^,]{0,40}"
+    rb"|Failed to (?:load|open|find)[^,]{0,80}|lib\S+ cannot open[^:]{0,40})"
+    rb"|(Failed) to (open lib(?:ibverbs|rdmacm|mlx5)\S*|initialize NET plugin \w+)"
+)
+_PROVIDER = re.compile(
+    rb"NET/OFI Selected [Pp]rovider is ([\w;-]+)(?:, fabric is (\S+))? \(found (\d{1,4}) nics?\)"
+)
+_SPEED = re.compile(rb"NET/IB: \[(\d{1,3})\] ([\w.-]+):\S*?:(\d{1,3})/(\w+) .*?speed=(\d{1,8})")
+_PEERS = re.compile(
+    rb"P2P is disabled between (?:connected )?GPUs|(?:Could not|Cannot) enable P2P between dev"
+    rb"|P2P not supported between|[Pp]eer access is not supported"
 )
 _OOB = re.compile(rb"OOB ([^\s:]+):")
 
@@ -102,7 +120,42 @@ class Env:
     value: str
 
 
-Network = Cards | Using | Loaded | Sockets | Direct | Far | Env
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A network that did not come up, in NCCL's words."""
+
+    network: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """What libfabric runs on (efa, cxi, tcp, verbs), and how many cards it found."""
+
+    name: str
+    fabric: str
+    cards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A card's line rate, Mb/s."""
+
+    index: int
+    name: str
+    mbps: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoPeers:
+    """Two GPUs of a host that cannot reach one another's memory."""
+
+    text: str
+
+
+Network = (
+    Cards | Using | Loaded | Sockets | Direct | Far | Env | Absent | Provider | Speed | NoPeers
+)
 
 
 def network(message: bytes) -> Network | None:
@@ -126,6 +179,15 @@ def network(message: bytes) -> Network | None:
         return Far(_text(found[1]), _text(found[2]), int(found[3]), int(found[4]))
     if found := _ENV.match(message):
         return Env(found[1].decode(), _text(found[2]))
+    if found := _SPEED.match(message):
+        return Speed(int(found[1]), _text(found[2]), int(found[5]))
+    if found := _PROVIDER.match(message):
+        return Provider(_text(found[1]), _text(found[2] or b""), int(found[3]))
+    if found := _PEERS.search(message[:200]):
+        return NoPeers(_text(message[:160]))
+    if found := _ABSENT.match(message):
+        network, why = [_text(group) for group in found.groups() if group]
+        return Absent("IB" if network == "Failed" else network, why)
     return None
 
 

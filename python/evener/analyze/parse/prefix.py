@@ -1,9 +1,13 @@
-"""Who wrote a line: `host:pid:tid [dev] NCCL INFO message`, whatever a launcher put before it.
+"""Who wrote a line: `host:pid:tid [dev] NCCL INFO message`, whatever something put before it.
 
 NCCL writes `host:pid:tid [dev] NCCL LEVEL` (src/debug.cc); a WARN carries `file:line` between the
-device and the level, and from 2.26 a time stamp before the host. mpirun --tag-output puts
-`[1,0]<stdout>:` before it, srun -l `0: `, torchrun `[default0]:`. `[dev]` is the current CUDA
-device of the thread that logs, which on proxy threads is another one: nothing is keyed by it.
+device and the level, and from 2.26 a time stamp before the host. What launchers and collectors of
+logs put before that is not listed here: the source is looked for at the end of what precedes
+`NCCL`, so any prefix does. `[dev]` is the current CUDA device of the thread that logs, which on
+proxy threads is another one: nothing is keyed by it.
+
+Reports that people wrote by hand often lack the source: `[3] NCCL INFO ...`. Such lines belong to
+a process without a name, one per device.
 """
 
 from __future__ import annotations
@@ -11,10 +15,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# The time stamps of log collectors have colons too: only `host:pid:tid [dev]` ends in a bracket.
-_SOURCE = re.compile(rb"([^\s:<>\[\]]*):(\d{1,10}):(\d{1,10}) \[(-?\d{1,5})\]")
-_LAUNCHER = re.compile(rb"^(?:\[\d+,\d+\](?:<std\w+>)?:|\[[a-z]+\d+\]:|\d+: )")
-_ESCAPES = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+# `<...>` is a host that somebody blacked out. The time stamps of log collectors have colons too:
+# only `host:pid:tid [dev]` ends in a bracket.
+_SOURCE = re.compile(rb"(<[\w .-]{1,80}>(?=:\d)|[\w.-]*):(\d{1,10}):(\d{1,10}) \[(-?\d{1,5})\]")
+_STREAM = re.compile(rb"<std(?:out|err)>$")
+_NAMELESS = re.compile(rb"^\s*(?:[\w.-]+ )?\[(\d{1,5})\]\s*$")
+_ESCAPES = re.compile(
+    rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[=>()][0-9A-Z]?)"
+)
+_TIMES = re.compile(
+    rb"\d{4}[-/]\d\d[-/]\d\d[T ]?|\d{1,2}:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
+    rb"|\b\d+\.\d{2,}\b"
+    rb"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\b"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,17 +44,26 @@ class Source:
 
 
 def source(prefix: bytes) -> Source | None:
-    """The thread in what precedes ` NCCL `; None where there is none."""
-    found = _SOURCE.search(prefix)
-    if not found:
-        return None
-    host, pid, tid, device = found.groups()
-    return Source(host.decode("utf-8", "replace"), int(pid), int(tid), int(device))
+    """The thread in what precedes `NCCL`; None where there is none."""
+    found = None
+    for match in _SOURCE.finditer(prefix):
+        found = match
+    if found:
+        host, pid, tid, device = found.groups()
+        if _STREAM.match(host):
+            host = b""
+        return Source(host.decode("utf-8", "replace"), int(pid), int(tid), int(device))
+    if nameless := _NAMELESS.match(prefix):
+        device = int(nameless[1])
+        return Source("", device, device, device)
+    return Source("", -1, -1, -1) if not prefix.strip() else None
 
 
-def strip_launcher(line: bytes) -> bytes:
-    """The line without what mpirun, srun or torchrun put before it, and without colours."""
-    if b"\x1b" in line:
-        line = _ESCAPES.sub(b"", line)
-    found = _LAUNCHER.match(line)
-    return line[found.end() :] if found else line
+def plain(data: bytes) -> bytes:
+    """Text without colours and what else moves a terminal's cursor."""
+    return _ESCAPES.sub(b"", data)
+
+
+def stream(lead: bytes) -> bytes:
+    """Which of several streams in one file a line belongs to: its prefix without the time."""
+    return b" ".join(_TIMES.sub(b"", lead[:200]).split())

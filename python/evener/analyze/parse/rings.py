@@ -3,7 +3,8 @@
 The first form is printed by rank 0 only. Up to 2.22 it stops after 20 ranks and does not say so;
 from 2.23 it is cut at 128 characters and ends in `...`, the last number possibly cut in two. So a
 ring is whole only where as many ranks were read as the communicator has; a cut ring is never
-closed, because the hop from its last rank read to its first does not exist.
+closed, because the hop from its last rank read to its first does not exist. RCCL writes ` comm
+0x... nRanks 8 busId c1000` after the second form.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_CHANNEL = re.compile(rb"Channel (\d{1,4})/(\d{1,4}) :((?:\s+\d{1,7})+)(?:(\s*)(\.\.\.))?$")
-_RING = re.compile(rb"Ring (\d{1,4}) : (-?\d{1,7}) -> (\d{1,7}) -> (-?\d{1,7})\s*$")
+_CHANNEL = re.compile(rb"Channel (\d{1,4})(?:/(\d{1,4}))? :((?:\s+\d{1,7})+)(?:(\s*)(\.\.\.))?$")
+_RING = re.compile(rb"Ring (\d{1,4}) : (-?\d{1,7}) -> (\d{1,7}) -> (-?\d{1,7})(?: comm .*)?\s*$")
 SILENT_CUT = 20
 
 
@@ -47,7 +48,7 @@ def channel(message: bytes) -> RingLine | None:
         ranks.pop()  # `15...` may be the head of 1523
     if not ranks:
         return None
-    return RingLine(int(found[1]), int(found[2]), tuple(ranks), cut)
+    return RingLine(int(found[1]), int(found[2] or 0), tuple(ranks), cut)
 
 
 def place(message: bytes) -> RingPlace | None:

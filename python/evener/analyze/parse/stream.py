@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from evener.analyze.parse import hops, init, network, results, rings, smi, table, trees
+from evener.analyze.parse import failures, hops, init, network, results, rings, smi, table, trees
 from evener.analyze.parse import topology as xml
 from evener.analyze.parse import tuning as tuning_lines
-from evener.analyze.parse.prefix import Source, source, strip_launcher
+from evener.analyze.parse.prefix import Source, plain, source, stream
 from evener.errors import UsageError
 
 MAX_LINE = 1 << 20
@@ -27,11 +27,14 @@ MAX_LINE = 1 << 20
 MAX_NCCL = 2048
 _BLOCK = 1 << 20
 _MAX_DOCUMENT = 256 << 20
-_INFO = b" NCCL INFO "
-_WARN = b" NCCL WARN "
-
-# What a line that is not NCCL's may start with, if it is a table's or matrix's or behind a prefix.
-_FIRST = frozenset(b"0123456789#[ \t\x1bNG")
+_INFO = b"NCCL INFO "
+_WARN = b"NCCL WARN "
+# A row ends in a number, `N/A`, or the bar of a table of Markdown; then there may be spaces.
+_ROW_ENDS = frozenset(b"0123456789A|")
+_MAX_STREAMS = 64
+# What comes before the word `NCCL` in a document about logs, or at the start of such a line.
+_QUOTES = tuple(b"%c" % c for c in b"`\"'(*/")
+_MARKS = tuple(b"%c" % c for c in b"#-*/$`\"'")
 
 # First words of lines that are understood and say nothing that a finding needs. What is not here
 # and has no parser is counted as unknown.
@@ -46,10 +49,20 @@ _PLAIN = frozenset(
     AllocDevice Mem Cleanup DEVICE Attribute Attempting Failed Loading Closing Enabled
     Bootstrap: GPU Assigned Initialized Successfully Affinity ncclTopoPopulateNics timings: CUDA
     Disabling External NVLSTree Skipping CUMEM MMAP P2p ncclP2pSchedule:
+    Cuda RCCL Kernel Hipruntime HIP Dmabuf Missing dlvsym Plugin Received Initialized New Limiting
+    UDS retrieving Retrieving ncclProxyProgressAsync ncclPollProxyResponse resp.opId Hostname
+    Librccl hsaAmdPortableExport Net NET Device nranks Duplicating MSCCL MSCCL++: Loading
+    transport:0 initialized SHM IPC RMA GIN Inserted ProfilerPlugin Latency AllGather allocating
+    Created Set Opening Connection Interface Removed Reusing recvProxy sendProxy
     """.split()
 )
 # Settings, calls, and what a network says of itself: built in, or a plug-in's.
-_PLAIN_BEGINNINGS = (b"NCCL_", b"ncclCommInit", b"ncclCommSplit", b"ncclCommDestroy", b"NET/")
+_PLAIN_BEGINNINGS = (
+    b"NCCL_", b"RCCL_", b"ncclComm", b"ncclTopo", b"NET/", b"ROCm", b"ROCr", b"resp.",
+    b"proxyProgress", b"NCCL git",
+)  # fmt: skip
+# Source files that say how much they allocate: `init.cc:1798 Cuda Host Alloc Size 4 pointer ...`.
+_PLACED = re.compile(rb"[\w./-]+\.(?:cc|h|cu):\d+ (?:Cuda|CUDA|Hip|Mem|memory|NCCL|Ibv|Realloc)")
 
 # What subsystems GRAPH and TUNING dump: the topology as a tree (`+ PCI[24.0] - GPU/0-1b000`), paths
 # (`GPU/0-1b000 :GPU/0-1b000 (0/5000.0/LOC) ...`), searched graphs (` 0 : NET/0 GPU/0 ...`), and
@@ -77,11 +90,16 @@ class Sink(Protocol):
     def connected(self, by: Source, what: str, where: int) -> None: ...
     def tuning(self, record: tuning_lines.Choice, where: int) -> None: ...
     def version(self, version: str, where: int) -> None: ...
-    def warning(self, text: str, where: int) -> None: ...
+    def warning(self, by: Source | None, text: str, where: int) -> None: ...
+    def step(self, by: Source, record: failures.Step, where: int) -> None: ...
+    def ended(self, record: failures.Ended, where: int) -> None: ...
+    def program(self, collective: str, where: int) -> None: ...
+    def broken(self, lead: bytes, where: int) -> None: ...
     def bench(
         self,
         record: table.Device | table.Row | table.Summary | table.Starting | table.Head,
         where: int,
+        lead: bytes = b"",
     ) -> None: ...
     def matrix(self, record: smi.Matrix, where: int) -> None: ...
     def topology(self, record: xml.Topology, where: int) -> None: ...
@@ -136,30 +154,38 @@ def _lines(read: object, block: int) -> Iterator[list[bytes]]:
     rest = b""
     while data := read(block):  # type: ignore[operator]
         data = rest + data
-        lines = data.split(b"\n")
-        rest = lines.pop()
-        # What of a line is over the limit goes, the line stays one: numbers of lines are evidence.
-        rest = rest[:MAX_LINE]
-        yield lines
+        cut = data.rfind(b"\n")
+        if cut < 0:
+            # What of a line is over the limit goes, the line stays one: its number is evidence.
+            rest = data[:MAX_LINE]
+            continue
+        rest = data[cut + 1 :][:MAX_LINE]
+        data = data[:cut]
+        yield (plain(data) if b"\x1b" in data else data).split(b"\n")
     if rest:
-        yield [rest]
+        yield [plain(rest)]
 
 
 class _Log:
-    """The state that lines of one file need: a table's head, a matrix under way, known sources."""
+    """The state that lines of one file need: heads of tables, a matrix under way, known sources.
+
+    Several streams may be in one file (pods, ranks): each has its table and its parted row.
+    """
 
     def __init__(self, number: int, sink: Sink) -> None:
         self.base = number << 40
         self.sink = sink
-        self.head: table.Head | None = None
+        self.heads: dict[bytes, table.Head] = {}
+        self.parts: dict[bytes, table.Broken] = {}
         self.matrix: smi.Matrix | None = None
-
-    def read(self, blocks: Iterator[list[bytes]]) -> None:
-        sink = self.sink
         # By what precedes NCCL: the whole of it, which is one look-up where no time stands in it,
         # and its last two words, which are the source.
-        prefixes: dict[bytes, Source] = {}
-        sources: dict[bytes, Source | None] = {}
+        self.prefixes: dict[bytes, Source] = {}
+        self.sources: dict[bytes, Source | None] = {}
+        self.hosts: set[bytes] = set()
+
+    def read(self, blocks: Iterator[list[bytes]]) -> None:
+        sink, prefixes = self.sink, self.prefixes
         parse_hop, sink_hop, sink_local = hops.hop, sink.hop, sink.local
         where, nccl = self.base, 0
         for lines in blocks:
@@ -170,7 +196,7 @@ class _Log:
                     if _WARN in line:
                         nccl += 1
                         self.warn(line, where)
-                    elif line and (line[0] in _FIRST or self.matrix) and len(line) < 4096:
+                    elif line and len(line) < 4096:
                         self.other(line, where)
                     continue
                 nccl += 1
@@ -179,19 +205,14 @@ class _Log:
                     continue
                 by = prefixes.get(line[:at])
                 if by is None:
-                    key = line[line.rfind(b" ", 0, line.rfind(b" ", 0, at)) + 1 : at]
-                    try:
-                        by = sources[key]
-                    except KeyError:
-                        by = source(key)
-                        if len(sources) < 200_000:
-                            sources[key] = by
+                    by = self.by(line[:at], where)
                     if by is None:
-                        sink.unknown(_show(line), where)
+                        if self.prose(line, at):
+                            nccl -= 1
+                        else:
+                            sink.unknown(_show(line), where)
                         continue
-                    if len(prefixes) < 50_000:
-                        prefixes[line[:at]] = by
-                message = line[at + 11 :]
+                message = line[at + 10 :]
                 if message.startswith(b"Channel "):
                     via = message.find(b" via ")
                     if via > 0 and message.startswith((b"P2P/", b"SHM/"), via + 5):
@@ -205,6 +226,58 @@ class _Log:
                     continue  # one line a call of a collective: the many of subsystem COLL
                 self.info(by, message, where)
         sink.lines(where - self.base, nccl)
+
+    def by(self, prefix: bytes, where: int) -> Source | None:
+        """The thread of a new prefix. Takes a parted row's words out of it."""
+        words, end = table.parted(prefix)
+        if words:
+            lead = self.lead(prefix[: prefix.find(words[0])])
+            self.part(lead, where, words)
+            prefix = prefix[end:]
+        elif self.parts:
+            prefix = self.rest(prefix, where)
+        key = prefix[prefix.rfind(b" ", 0, prefix.rstrip().rfind(b" ")) + 1 :].rstrip()
+        try:
+            by = self.sources[key]
+        except KeyError:
+            by = source(key) or source(prefix)
+            if by and b'"' in key:  # a line of JSON: {"log":"node-a:1:2 [0] NCCL INFO ...
+                by = source(key[key.rfind(b'"') + 1 :]) or by
+            if len(self.sources) < 200_000:
+                self.sources[key] = by
+            if by and by.host and len(self.hosts) < 10_000:
+                self.hosts.add(by.host.encode())
+        if by is not None and not words and len(self.prefixes) < 50_000:
+            self.prefixes[prefix] = by
+        return by
+
+    def prose(self, line: bytes, at: int) -> bool:
+        """Whether `NCCL INFO` stands in a sentence or a command, not at a log line's place."""
+        before = line[:at].strip()
+        return before[-1:] in _QUOTES or before[:1] in _MARKS or b"grep" in before
+
+    def part(self, lead: bytes, where: int, words: list[bytes]) -> None:
+        known = self.parts.get(lead)
+        if known is not None and known.words:
+            self.sink.broken(lead, where)
+        if len(self.parts) < _MAX_STREAMS:
+            self.parts[lead] = table.Broken(words)
+
+    def rest(self, prefix: bytes, where: int) -> bytes:
+        """Where a log line comes after the middle of a parted row: the prefix without that."""
+        glued = prefix.lstrip()
+        if not glued[:1].isdigit() or len(glued.split()) < 4:
+            return prefix
+        found = re.search(rb"(\S*):\d+:\d+ \[-?\d+\]", glued)
+        if not found:
+            return prefix
+        word = found[1]
+        host = max((h for h in self.hosts if word.endswith(h)), key=len, default=b"")
+        numbers = glued[: found.end(1) - len(host)] if host else glued[: found.start(1)]
+        for lead, broken in self.parts.items():
+            if broken.words and (row := broken.add(numbers, self.heads.get(lead))):
+                self.sink.bench(row, where, lead)
+        return glued[len(numbers) :]
 
     def info(self, by: Source, message: bytes, where: int) -> None:
         """Any INFO line but a hop."""
@@ -227,49 +300,106 @@ class _Log:
         elif b" - Init " in message or b"- Init " in message or b" nNodes " in message:
             if comm := init.init(message):
                 return sink.init(by, comm, where)
+        elif b" -> " in message and (trail := failures.step(message)):
+            return sink.step(by, trail, where)
         elif b" Bytes -> Algo " in message:
             if choice := tuning_lines.choice(message):
                 return sink.tuning(choice, where)
-        elif message.startswith((b"NET/", b"Using network", b"GPU Direct", b"NCCL_")) or (
-            b"NET plugin" in message
-        ):
+        elif message.startswith(
+            (
+                b"NET/",
+                b"Using network",
+                b"GPU Direct",
+                b"NCCL_",
+                b"P2P ",
+                b"Could not",
+                b"Failed to",
+            )
+        ) or (b"NET plugin" in message):
             if net := network.network(message):
                 return sink.network(by, net, where)
-        elif message.startswith(b"NCCL version") and (version := init.version(message)):
+        elif message.startswith((b"NCCL version", b"RCCL version")) and (
+            version := init.version(message)
+        ):
             return sink.version(version, where)
         if word in _PLAIN or word.startswith(_PLAIN_BEGINNINGS) or _DUMPED.match(message):
             return None
         if b" coll channels, " in message or b" COMPLETE" in message or b" START" in message:
             return None
+        if _PLACED.match(message):
+            return None
         return sink.unknown(_show(message), where)
 
     def warn(self, line: bytes, where: int) -> None:
-        self.sink.warning(_show(line.partition(_WARN)[2]), where)
+        at = line.find(_WARN)
+        before = line[:at][-600:]
+        words, end = table.parted(before)
+        if words:
+            self.part(self.lead(before[: before.find(words[0])]), where, words)
+            before = before[end:]
+        # `host:pid:tid [dev] file:line `, where anything may precede.
+        place = before.rstrip().rfind(b" ")
+        by = source(before[: place + 1]) or source(before)
+        if by is None and self.prose(line, at):
+            return
+        self.sink.warning(by, _show(line[at + 10 :]), where)
+
+    def lead(self, prefix: bytes) -> bytes:
+        """The stream that a prefix belongs to; all beyond a number of them are one."""
+        lead = stream(prefix) if prefix.strip() else b""
+        return lead if lead in self.heads or len(self.heads) < _MAX_STREAMS else b""
 
     def other(self, line: bytes, where: int) -> None:
         """A line that is not NCCL's: nccl-tests' table, nvidia-smi's matrix, or the program's."""
-        line = line.rstrip(b"\r")
-        text = line.lstrip()
-        if text[:1] in (b"[", b"\x1b") or text[1:3] == b": " or text[2:4] == b": ":
-            text = strip_launcher(text).lstrip()
-        first = text[:1]
-        if first.isdigit():
-            if row := table.row(text, self.head):
-                self.sink.bench(row, where)
-        elif first == b"#":
-            record = table.comment(text)
-            if isinstance(record, table.Head):
-                self.head = record
-            if record is not None:
-                self.sink.bench(record, where)
-        elif first == b"N" and text.startswith(b"NCCL version "):
-            if version := init.version(text):
+        line = line.rstrip()
+        if not line or (self.matrix is not None and smi.row(line.lstrip(), self.matrix)):
+            return
+        if line[-1] in _ROW_ENDS or b"#" in line or b"busbw" in line:
+            text = line.replace(b"|", b" ") if line.count(b"|") > 4 else line
+            if (start := table.find(text)) >= 0:
+                self.tabled(text[start:], self.lead(text[:start]), where)
+                return
+            if self.parts and self.piece(text, where):
+                return
+        if b"NCCL version" in line or b"RCCL version" in line:
+            if version := init.version(line):
                 self.sink.version(version, where)
-        elif first == b"G" and (matrix := smi.head(text)):
+        elif b"GPU0" in line and (matrix := smi.head(line.lstrip())):
             self.matrix = matrix
             self.sink.matrix(matrix, where)
-        elif self.matrix is not None:
-            smi.row(text, self.matrix)
+        elif found := failures.ended(line):
+            self.sink.ended(found, where)
+        elif b"_perf" in line and (collective := table.program(line)):
+            self.sink.program(collective, where)
+
+    def tabled(self, text: bytes, lead: bytes, where: int) -> None:
+        head = self.heads.get(lead)
+        if text[:1].isdigit():
+            if broken := self.parts.get(lead):
+                if broken.words:
+                    self.sink.broken(lead, where)
+                broken.words = []
+            if row := table.row(text, head):
+                self.sink.bench(row, where, lead)
+            return
+        record = table.comment(text)
+        if isinstance(record, table.Head):
+            self.heads[lead] = record
+        if record is not None:
+            self.sink.bench(record, where, lead)
+
+    def piece(self, text: bytes, where: int) -> bool:
+        """The rest of a parted row, which a log line came into."""
+        for lead, broken in self.parts.items():
+            if not broken.words:
+                continue
+            before = len(broken.words)
+            row = broken.add(text, self.heads.get(lead))
+            if row:
+                self.sink.bench(row, where, lead)
+            if row or len(broken.words) != before:
+                return True
+        return False
 
 
 def _show(raw: bytes) -> str:

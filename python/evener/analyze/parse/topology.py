@@ -28,6 +28,26 @@ class Net:
 
 
 @dataclass(frozen=True, slots=True)
+class PciLink:
+    """The PCIe link of a GPU or card: its name (`GPU0`, `mlx5_0`), lanes and GT/s per lane."""
+
+    name: str
+    bus: str
+    model: str
+    """Vendor and device number, equal for equal devices."""
+    lanes: int
+    rate: float
+    gpu: bool
+    line: float = 0.0
+    """A card's line rate over all its ports, Mb/s."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What the link carries one way, after its encoding (8b/10b below 8 GT/s)."""
+        return self.rate * 1e9 * self.lanes * (0.8 if self.rate < 8 else 128 / 130) / 8
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """One host: cards by device number, GPUs as (device, rank or -1), and their distances."""
 
@@ -35,6 +55,7 @@ class Topology:
     gpus: tuple[tuple[int, int], ...]
     distance: dict[tuple[int, int], str]
     """(GPU device, card device) to one of DISTANCES."""
+    links: tuple[PciLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +88,7 @@ def _system(root: Element) -> Topology:
     nets: list[Net] = []
     gpus: list[tuple[int, int]] = []
     paths: dict[tuple[str, int], tuple[Element, ...]] = {}
+    links: list[PciLink] = []
 
     stack: list[tuple[Element, tuple[Element, ...]]] = [(root, ())]
     while stack:
@@ -88,13 +110,41 @@ def _system(root: Element) -> Topology:
             device = _int(element, "dev", len(gpus))
             gpus.append((device, _int(element, "rank", -1)))
             paths["gpu", device] = above
+        if element.tag == "pci" and (link := _link(element)):
+            links.append(link)
         stack.extend((child, (*above, element)) for child in element)
     distance = {
         (gpu, net.device): _distance(paths["gpu", gpu], paths["net", net.device])
         for gpu, _ in gpus
         for net in nets
     }
-    return Topology(tuple(sorted(nets, key=lambda n: n.device)), tuple(sorted(gpus)), distance)
+    return Topology(
+        tuple(sorted(nets, key=lambda n: n.device)),
+        tuple(sorted(gpus)),
+        distance,
+        tuple(sorted(links, key=lambda link: (not link.gpu, link.name))),
+    )
+
+
+def _link(pci: Element) -> PciLink | None:
+    """The link of a PCI element that holds a GPU or a card, None of a bridge."""
+    gpu, nets = pci.find("gpu"), pci.findall("nic/net")
+    lanes, rate = _int(pci, "link_width", 0), (pci.get("link_speed") or "").split()
+    try:
+        speed = float(rate[0]) if rate else 0.0
+    except ValueError:
+        speed = 0.0
+    if lanes <= 0 or not 0 < speed < 1000 or (gpu is None and not nets):
+        return None
+    return PciLink(
+        name=f"GPU{_int(gpu, 'dev', 0)}" if gpu is not None else nets[0].get("name", ""),
+        bus=pci.get("busid", ""),
+        model=f"{pci.get('vendor', '')}:{pci.get('device', '')}",
+        lanes=lanes,
+        rate=speed,
+        gpu=gpu is not None,
+        line=float(sum(max(_int(net, "speed", 0), 0) for net in nets)),
+    )
 
 
 def _distance(one: tuple[Element, ...], other: tuple[Element, ...]) -> str:

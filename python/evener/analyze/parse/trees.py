@@ -2,6 +2,7 @@
 
 from 2.8  d0/d1/d2->rank->up
 2.7       d0/d1/d2->rank->up|up->rank->d0/d1/d2     (the tree up and the tree down)
+2.4       up->rank->d0/d1/d2
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_TREE = re.compile(rb"\[(\d{1,4})\] (-?\d{1,7}(?:/-?\d{1,7})*)->(-?\d{1,7})->(-?\d{1,7})")
+_TREE = re.compile(
+    rb"\[(\d{1,4})\] (-?\d{1,7}(?:/-?\d{1,7})*)->(-?\d{1,7})->(-?\d{1,7}(?:/-?\d{1,7})*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,16 @@ class TreePlace:
 
 def trees(message: bytes) -> tuple[TreePlace, ...]:
     """Every channel's place in a `Trees` line; empty where it is none."""
-    return tuple(
-        TreePlace(
-            channel=int(channel),
-            rank=int(rank),
-            up=int(up) if not up.startswith(b"-") else None,
-            down=tuple(int(d) for d in down.split(b"/") if not d.startswith(b"-")),
+    places = []
+    for channel, down, rank, up in _TREE.findall(message):
+        if b"/" in up:
+            down, up = up, down
+        places.append(
+            TreePlace(
+                channel=int(channel),
+                rank=int(rank),
+                up=int(up) if up.isdigit() else None,
+                down=tuple(int(d) for d in down.split(b"/") if d.isdigit()),
+            )
         )
-        for channel, down, rank, up in _TREE.findall(message)
-    )
+    return tuple(places)

@@ -11,7 +11,7 @@ from typing import Any
 from evener import __version__
 from evener.analyze.findings import Finding
 from evener.analyze.model import Pair
-from evener.analyze.picture import CardUse, Picture, Route
+from evener.analyze.picture import Bandwidth, CardUse, Picture, Route
 from evener.fabric import Load
 
 VERSION = 1
@@ -27,7 +27,17 @@ def document(picture: Picture, findings: list[Finding]) -> dict[str, Any]:
         "nccl_versions": sorted(run.versions),
         "hosts": _hosts(picture),
         "communicators": _communicators(picture),
-        "bandwidth": _bandwidth(picture),
+        "bandwidth": _bandwidth(picture, picture.bandwidth),
+        "tables": [
+            {
+                **(_bandwidth(picture, found) or {}),
+                "at": run.cite(found.table.where),
+                "mixed": found.mixed,
+                "main": found is picture.bandwidth,
+            }
+            for found in picture.tables
+        ],
+        "failed": any(finding.id in ("run.failed", "run.hung") for finding in findings),
         "rings": _rings(picture),
         "pairs": _pairs(picture.pairs, picture.routes),
         "trees": {
@@ -118,8 +128,7 @@ def _communicators(picture: Picture) -> list[dict[str, Any]]:
     ]
 
 
-def _bandwidth(picture: Picture) -> dict[str, Any] | None:
-    found = picture.bandwidth
+def _bandwidth(picture: Picture, found: Bandwidth | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
@@ -132,7 +141,7 @@ def _bandwidth(picture: Picture) -> dict[str, Any] | None:
         "peak": found.peak,
         "peak_size": found.peak_row.size,
         "peak_side": found.peak_side,
-        "line_rate": picture.line_rate,
+        "line_rate": picture.line_rate if found is picture.bandwidth else None,
         "rows": [
             {
                 "size": row.size,

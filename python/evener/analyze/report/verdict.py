@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from evener.analyze.findings import Finding
-from evener.analyze.picture import Picture
+from evener.analyze.picture import Bandwidth, Picture
 from evener.analyze.words import count, size
+
+_TABLES = 6
 
 
 def verdict(picture: Picture, findings: list[Finding]) -> str:
     """What matters most, in one line."""
     worst = [finding for finding in findings if finding.severity != "note"]
+    if not worst and not _judged(picture):
+        return (
+            "Nothing to judge: no row of a benchmark, no ring and no connection between ranks was "
+            "read."
+        )
     if not worst:
         what = "Nothing found that costs bandwidth"
         return f"{what}; {count(len(findings), 'note')}." if findings else f"{what}."
     rewire = next((f for f in findings if f.id == "fabric.rewire"), None)
     link = next((f for f in findings if f.id == "fabric.one-link"), None)
     found = picture.bandwidth
+    failed = next((f for f in worst if f.id in ("run.failed", "run.hung")), None)
+    if failed:
+        first = next(
+            (f for f in worst if not f.id.startswith("run.") and f.severity == "problem"), None
+        )
+        if first:
+            return f"The run failed: {first.title}. {count(len(worst), 'finding')} in all."
     if rewire and found:
         cause = f"{link.title[0].upper()}{link.title[1:]}" if link else rewire.detail
         return f"{cause}. To do: {rewire.title}, {found.peak:.3g} today."
@@ -26,6 +40,29 @@ def verdict(picture: Picture, findings: list[Finding]) -> str:
         if number
     )
     return f"{worst[0].title[0].upper()}{worst[0].title[1:]}. {counts} in all."
+
+
+def _figures(found: Bandwidth) -> str:
+    what = found.collective or "collective not named"
+    if found.mixed:
+        return f"{what}: {found.values} values of several runs that are mixed"
+    printed = found.table.average
+    apart = printed is not None and abs(printed - found.mean) > max(0.02, 0.01 * found.mean)
+    said = f" (printed: {printed:.4g}, so rows are missing here)" if apart else ""
+    return (
+        f"{what}: mean {found.mean:.4g} GB/s over {found.values} values{said}, peak "
+        f"{found.peak:.4g} {found.peak_side.replace('_', ' ')} at {size(found.peak_row.size)}"
+    )
+
+
+def _judged(picture: Picture) -> bool:
+    run = picture.run
+    return bool(
+        picture.tables
+        or run.topologies
+        or run.matrices
+        or any(comm.rings or comm.edges or comm.transports for comm in run.communicators)
+    )
 
 
 def facts(picture: Picture) -> list[tuple[str, str]]:
@@ -48,14 +85,15 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
     if names:
         rows.append(("network", ", ".join(sorted(names))))
     if found is not None:
-        what = found.collective or "collective not named"
-        text = (
-            f"{what}: mean {found.mean:.4g} GB/s over {found.values} values, peak {found.peak:.4g} "
-            f"{found.peak_side.replace('_', ' ')} at {size(found.peak_row.size)}"
-        )
+        text = _figures(found)
         if picture.line_rate:
             text += f", line rate {picture.line_rate:.4g}"
         rows.append(("bandwidth", text))
+    others = [table for table in picture.tables if table is not found]
+    for table in others[:_TABLES]:
+        rows.append(("and", f"{_figures(table)} ({run.cite(table.table.where)})"))
+    if len(others) > _TABLES:
+        rows.append(("and", f"{len(others) - _TABLES} more tables (--json has all)"))
     if world is not None and world.rings:
         orders = world.distinct_rings()
         text = f"{count(len(world.rings), 'channel')}, {count(len(orders), 'distinct ring')}"
