@@ -16,6 +16,7 @@ import check_docs
 import click
 
 from evener import settings
+from evener.analyze import findings
 from evener.bench.train import columns
 from evener.cli import evener
 
@@ -151,6 +152,20 @@ def api(module_name: str, names: list[str] | None, brief: bool) -> Callable[[], 
     return page
 
 
+def listed(path: Path, name: str, make: Callable[[], str]) -> Callable[[], str]:
+    """A page by hand with one part made from the code, between two comments that name it."""
+
+    def page() -> str:
+        start, end = (
+            f"<!-- {name}: made from the code by `make docs` -->",
+            f"<!-- end of {name} -->",
+        )
+        before, _, rest = path.read_text(encoding="utf-8").partition(start)
+        return f"{before}{start}\n\n{make()}\n{end}{rest.partition(end)[2]}"
+
+    return page
+
+
 def is_bench(name: str) -> bool:
     """Whether a command belongs to `evener bench`, which has a page of its own."""
     return name.startswith("evener bench")
@@ -163,6 +178,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     ),
     REFERENCE / "options-bench.md": lambda: options("Options of `evener bench`", is_bench),
     Path("crates/engine/src/settings_generated.rs"): settings.rust,
+    REFERENCE / "analyze.md": listed(REFERENCE / "analyze.md", "findings", findings.markdown),
     **{REFERENCE / "api" / f"{page}.md": api(*face, page in BRIEF) for page, face in FACES.items()},
 }
 

@@ -36,12 +36,12 @@ def analyze(
 ) -> None:
     """Read logs and benchmarks, and say what to change.
 
-    FILES are NCCL_DEBUG=INFO logs (NCCL 2.7 to 2.30, of any number of hosts), output of nccl-tests
-    or `evener bench` (text or JSON), NCCL's topology and graph XML, and `nvidia-smi topo -m`, in
-    any mixture; each is known by its content.
+    FILES are NCCL_DEBUG=INFO logs (NCCL 2.4 to 2.30 and RCCL, of any number of hosts), output of
+    nccl-tests or `evener bench` (text or JSON), NCCL's topology and graph XML, and `nvidia-smi topo
+    -m`, in any mixture and behind any prefix; each is known by its content.
 
     \b
-    Exit status: 0 nothing found, 1 something found, 2 a file could not be read.
+    Exit status: 0 nothing found, 1 something found or the run failed, 2 a file could not be read.
 
     \b
     Examples:

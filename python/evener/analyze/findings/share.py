@@ -61,6 +61,21 @@ def share(picture: Picture) -> Iterator[Finding]:
             "" if line else "Give the topology file, which has the speed of each card.",
             "" if line else "export NCCL_TOPO_DUMP_FILE=topo.xml",
         )
+    elif nodes > 1 and len(found.table.devices) >= nodes:
+        gpus_per_host = len(found.table.devices) / nodes
+        each = found.peak / gpus_per_host
+        yield Finding(
+            "bandwidth.share-of-line",
+            "note",
+            f"{each:.4g} GB/s per GPU",
+            f"{at} over {count(nodes, 'host')} of {gpus_per_host:g} GPUs. With one card per GPU "
+            f"that is {each * 8:.3g} Gb/s per card; no line says how many cards there are or how "
+            "fast.",
+            "inferred",
+            (found.peak_where,),
+            "Log the network lines, or give the topology file, which has the speed of each card.",
+            "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET NCCL_TOPO_DUMP_FILE=topo.xml",
+        )
     elif nodes == 1 and len(found.table.devices) > 1:
         gpus = {device.name for device in found.table.devices.values()}
         rate = next((r for key, r in _NVLINK if gpus and all(key in g for g in gpus)), 0.0)

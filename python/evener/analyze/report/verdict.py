@@ -7,6 +7,7 @@ from evener.analyze.picture import Bandwidth, Picture
 from evener.analyze.words import count, size
 
 _TABLES = 6
+_ENDS = ("run.failed", "run.hung")
 
 
 def verdict(picture: Picture, findings: list[Finding]) -> str:
@@ -23,11 +24,9 @@ def verdict(picture: Picture, findings: list[Finding]) -> str:
     rewire = next((f for f in findings if f.id == "fabric.rewire"), None)
     link = next((f for f in findings if f.id == "fabric.one-link"), None)
     found = picture.bandwidth
-    failed = next((f for f in worst if f.id in ("run.failed", "run.hung")), None)
+    failed = next((f for f in worst if f.id in _ENDS), None)
     if failed:
-        first = next(
-            (f for f in worst if not f.id.startswith("run.") and f.severity == "problem"), None
-        )
+        first = next((f for f in worst if f.id not in _ENDS and f.severity == "problem"), None)
         if first:
             return f"The run failed: {first.title}. {count(len(worst), 'finding')} in all."
     if rewire and found:
