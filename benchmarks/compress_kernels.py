@@ -29,7 +29,7 @@ import torch
 
 from evener import __version__
 from evener.comm import casts, chunks, int8, topk
-from evener.settings import parse_size
+from evener.units import parse_size
 
 RATIO = 0.01
 PEERS = 2

@@ -104,7 +104,7 @@ def predict(nodes: int, mode: str, rate: str, raw: dict[str, Any]) -> float:
     from evener.comm.planner.choose import choose
     from evener.comm.planner.costs import Link, of_network, paper_forms
     from evener.comm.profile import StepProfile
-    from evener.lab.units import parse_rate
+    from evener.units import parse_rate
 
     between = Link.of_rate(parse_rate(rate), 100, 0.94)
     costs = of_network(nodes, 1, between, Link(0.01, 1e6), paper_forms(), 1e6)

@@ -1,15 +1,15 @@
 """The command line itself: help without torch, errors without a traceback."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 
 def evener(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     return subprocess.run(
         [sys.executable, "-c", "from evener.cli import main; main()", *arguments],
         capture_output=True,
@@ -57,3 +57,75 @@ def test_a_wrong_value_is_two_lines_and_exit_status_2() -> None:
 @pytest.mark.parametrize("verb", ["frobnicate"])
 def test_an_unknown_verb_is_refused(verb: str) -> None:
     assert evener(verb).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "problem", "fix"),
+    [
+        ("lauch -np 2 true", "evener has no command 'lauch'", "`evener launch -np 2 true`"),
+        ("bench trian", "has no command 'trian'", "`evener bench train`"),
+        ("lab rn -- true", "no such command 'rn'", "did you mean run?"),
+        ("net statts", "no such command 'statts'", "did you mean stats?"),
+        (
+            "launch --dry-rn -np 2 -H gpu1:1 true",
+            "evener launch has no option --dry-rn",
+            "--dry-run",
+        ),
+        ("launch --hots gpu1:1 true", "evener launch has no option --hots", "--hosts"),
+        ("horovodrun --verbos -np 2 true", "horovodrun has no option --verbos", "--verbose"),
+        ("doctor --peeer gpu1", "evener doctor has no option --peeer", "--peer"),
+        ("plan --netwrk 25gbit", "evener plan has no option --netwrk", "--network"),
+        ("--verison", "evener has no option --verison", "--version"),
+        ("launch -np x true", "'x' is not a valid integer", "evener launch --help"),
+        ("launch -np 2", "missing argument", "evener launch --help"),
+    ],
+)
+def test_what_is_mistyped_gets_a_suggestion_and_reaches_no_host(
+    line: str, problem: str, fix: str, tmp_path: Path
+) -> None:
+    ssh = tmp_path / "ssh"  # would say that it was called
+    ssh.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexit 1\n")
+    ssh.chmod(0o755)
+    done = evener(*line.split(), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 2
+    first, second = done.stderr.strip().splitlines()[-2:]
+    assert first.startswith("error: ") and problem in first
+    assert second.startswith("  fix: ") and fix in second
+    assert not done.stdout
+    assert not (tmp_path / "called").exists()
+
+
+def test_a_group_alone_shows_its_help() -> None:
+    done = evener("lab")
+    assert done.returncode == 2
+    assert "Simulated clusters" in done.stderr
+    assert "error:" not in done.stderr
+
+
+def test_names_that_are_nearly_settings_are_warned_of() -> None:
+    done = evener("settings", EVENER_TIMOUT="5", LIGHT_TOPK_ALLREDCE="1")
+    assert done.returncode == 0
+    assert "EVENER_TIMOUT is not a setting and has no effect; EVENER_TIMEOUT is one" in done.stderr
+    assert "LIGHT_TOPK_ALLREDUCE is one" in done.stderr
+    given = ("-np", "1", "-x", "EVENER_TIMOUT=5", "--dry-run", sys.executable)
+    assert "-x EVENER_TIMOUT" in evener("launch", *given).stderr
+    code = "from evener import log; log.set_rank(0); log.set_rank(0)"
+    env = {**os.environ, "EVENER_TIMOUT": "5"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stderr.count("EVENER_TIMEOUT is one") == 1
+
+
+@pytest.mark.parametrize("line", ["--help", "launch --help"])
+def test_help_and_completion_import_little(line: str) -> None:
+    """What makes the first 0.2 s of every command: nothing heavy, whatever machine it is."""
+    heavy = {"torch", "numpy", "rich", "plotly", "jinja2", "pyroute2", "asyncio"}
+    code = (
+        "import sys\nfrom evener.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nsys.exit(' '.join(sys.modules))"
+    )
+    asked = {"_EVENER_COMPLETE": "bash_complete", "COMP_WORDS": "evener ", "COMP_CWORD": "1"}
+    for env in ({}, asked):
+        command = [sys.executable, "-c", code, *line.split()]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+        assert not heavy & {*done.stderr.split()}
+        assert "launch" in done.stdout

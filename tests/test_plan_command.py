@@ -54,6 +54,14 @@ def test_a_model_from_its_shapes() -> None:
     assert {c["form"] for c in row(fast, "auto, floor int8")["choices"]} == {"exact"}
 
 
+def test_the_batch_is_the_models_own_where_none_is_given() -> None:
+    given = ("--compute-ms", "65", "--nodes", "2x1", "--network", "25gbit")
+    assert plan("--model", "gpt2", *given)["given"]["batch_size"] == 8
+    assert "gpt2, batch 8," in plan("--model", "gpt2", *given)["source"]
+    assert plan("--model", "mlp-tiny", *given)["given"]["batch_size"] == 128
+    assert plan("--model", "gpt2", "--batch-size", "2", *given)["given"]["batch_size"] == 2
+
+
 def test_a_profile_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     StepProfile(10, 20, 2, (BucketProfile("w", 1 << 20, 4, 20, 0),)).save(path)
@@ -63,6 +71,7 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     assert row(scaled, "exact")["compute_ms"] == pytest.approx(64)
     done = CliRunner().invoke(evener, ["plan", "--profile", str(path)])
     assert done.exit_code == 0 and "ms a step expected" in done.stdout
+    assert "steps/s" in done.stdout, "its batch is not known"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,8 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
         (["--nodes", "2x2"], "either --model or --profile"),
         (["--model", "mlp-tiny", "--nodes", "2y2", "--compute-ms", "1"], "'2y2' is no cluster"),
         (["--model", "mlp-tiny", "--network", "fast", "--compute-ms", "1"], "not a rate"),
+        (["--model", "mlp-tiny", "--network", "25", "--compute-ms", "1"], "'25' has no unit"),
+        (["--model", "mlp-tiny", "--network", "25GB", "--compute-ms", "1"], "'25GB' is a size"),
         (["--model", "no-such", "--compute-ms", "1"], "no model 'no-such'"),
     ],
 )

@@ -3,7 +3,9 @@
 import pytest
 
 from evener import settings
+from evener.errors import UsageError
 from evener.settings import SettingError
+from evener.units import has_unit, parse_rate, parse_size
 
 
 def test_defaults_are_lightccs() -> None:
@@ -46,10 +48,28 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: str) -> Non
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("0", 0), ("1048576", 1 << 20), ("64M", 64 << 20), ("1.5GiB", 3 << 29), ("2kb", 2048)],
+    [
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("64M", 64 << 20),
+        ("1.5GiB", 3 << 29),
+        ("2kb", 2000),
+        ("24GB", 24 * 10**9),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert settings.parse_size(text) == size
+    assert parse_size(text) == size
+
+
+def test_a_unit_means_one_thing_and_a_number_alone_nothing() -> None:
+    assert parse_size("24G") == parse_size("24GiB") == 24 << 30
+    assert parse_size("24GB") == 24 * 10**9
+    assert has_unit("24GB") and has_unit("0") and not has_unit("24") and not has_unit("1.5")
+    assert parse_rate("25GB/s") == 8 * parse_rate("25gbit")
+    with pytest.raises(UsageError, match="'25' has no unit"):
+        parse_rate("25", "--network")
+    with pytest.raises(UsageError, match="'25GB' is a size, and a rate is wanted"):
+        parse_rate("25GB")
 
 
 def test_unset_and_empty_mean_the_default() -> None:
@@ -61,3 +81,29 @@ def test_every_default_is_a_value_that_would_be_accepted() -> None:
     for setting in settings.registry().values():
         shown = setting.show(setting.default)
         assert setting.get({setting.name: shown}) == setting.default
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("EVENER_TIMOUT", "EVENER_TIMEOUT"),
+        ("LIGHT_TOPK_ALLREDCE", "LIGHT_TOPK_ALLREDUCE"),
+        ("LIGTH_2D_ALLREDUCE", "LIGHT_2D_ALLREDUCE"),
+        ("evener_timeout", "EVENER_TIMEOUT"),
+        ("HOROVOD_FUSION_TRESHOLD", "HOROVOD_FUSION_THRESHOLD"),
+    ],
+)
+def test_a_name_that_is_nearly_a_settings_is_found(name: str, meant: str) -> None:
+    assert settings.misspelt([name]) == [(name, meant)]
+
+
+def test_names_of_others_are_left_alone() -> None:
+    # Of upstream Horovod, NCCL and launchers, and our own between processes.
+    horovod = "NUM_NCCL_STREAMS HIERARCHICAL_ALLREDUCE AUTOTUNE ELASTIC HOSTNAME RANK LOG_LEVEL "
+    horovod += "GLOO_TIMEOUT_SECONDS CONTROLLER CPU_OPERATIONS GPU_OPERATIONS THREAD_AFFINITY "
+    horovod += "GLOO_RENDEZVOUS_ADDR START_TIMEOUT BATCH_D2D_MEMCOPIES AUTOTUNE_LOG"
+    others = [f"HOROVOD_{name}" for name in horovod.split()]
+    others += ["NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_TIMEOUT"]
+    others += ["EVENER_LAUNCH_X", "EVENER_TEST_LOG", "_EVENER_COMPLETE", "PATH", "TIMEOUT"]
+    assert settings.misspelt(others) == []
+    assert settings.misspelt(settings.registry()) == []

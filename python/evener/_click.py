@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from evener.errors import EvenerError
+from evener.errors import EvenerError, UsageError
 
 R = TypeVar("R")
 
@@ -37,6 +40,40 @@ class LazyGroup(click.Group):
             raise TypeError(f"{module}:{attribute} is no click command")
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with a fix for a verb that is not there. Raises UsageError."""
+        name = args[0]
+        # An option that is not there is click's to refuse.
+        if name.startswith("-") or self.get_command(ctx, name) is not None:
+            return super().resolve_command(ctx, args)
+        known = self.list_commands(ctx)
+        near = difflib.get_close_matches(name, known, 1, 0.6)
+        path = ctx.command_path
+        raise UsageError(
+            f"{path} has no command {name!r}",
+            f"did you mean `{shlex.join([*path.split(), near[0], *args[1:]])}`?"
+            if near
+            else f"one of {', '.join(known)}",
+        )
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """As click does, without the import of every command for its line of help."""
+        before = self.lazy
+        found = [
+            CompletionItem(name, help=text)
+            for name, (_, text) in before.items()
+            if name.startswith(incomplete)
+        ]
+        self.lazy = {}
+        try:
+            return sorted(
+                [*found, *super().shell_complete(ctx, incomplete)], key=lambda item: item.value
+            )
+        finally:
+            self.lazy = before
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = []
         for name in self.list_commands(ctx):
@@ -49,13 +86,57 @@ class LazyGroup(click.Group):
 
 
 def run(function: Callable[[], R]) -> R:
-    """Run `function`; an EvenerError becomes two lines on stderr and its exit code."""
+    """Run `function`, a command in click's mode that is not standalone.
+
+    An EvenerError, and what click says of a command line, become two lines on stderr and an exit
+    code.
+    """
     try:
         return function()
     except EvenerError as error:
-        click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        click.echo(error.problem, err=True)
-        if error.fix:
-            click.secho("  fix: ", fg="green", bold=True, nl=False, err=True)
-            click.echo(error.fix, err=True)
+        _say(error.problem, error.fix)
         sys.exit(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        _say(*_in_our_words(error))
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+
+
+def _say(problem: str, fix: str) -> None:
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(problem, err=True)
+    if fix:
+        click.secho("  fix: ", fg="green", bold=True, nl=False, err=True)
+        click.echo(fix, err=True)
+
+
+def _in_our_words(error: click.ClickException) -> tuple[str, str]:
+    """(problem, fix) of what click says."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "evener"
+    if isinstance(error, click.NoSuchOption):
+        near = sorted(error.possibilities or [])
+        if context and not near:
+            near = _near_options(context.command, error.option_name)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"see `{path} --help`"
+        return f"{path} has no option {error.option_name}", fix
+    message = error.format_message()
+    if others := getattr(error, "possibilities", None):  # a command, in newer versions of click
+        message = message.partition(" Did you mean")[0]
+        return f"{path}: {message[:1].lower()}{message[1:]}", f"did you mean {' or '.join(others)}?"
+    fix = f"see `{path} --help`" if isinstance(error, click.UsageError) else ""
+    return f"{path}: {message[:1].lower()}{message[1:]}", fix
+
+
+def _near_options(command: click.Command, name: str) -> list[str]:
+    known = [
+        option
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and not parameter.hidden
+        for option in [*parameter.opts, *parameter.secondary_opts]
+    ]
+    return difflib.get_close_matches(name, known, 2, 0.6)

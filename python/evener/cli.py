@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import click
 
@@ -66,5 +68,7 @@ def show_settings(as_json: bool) -> None:
 
 def main() -> None:
     """Entry point of the `evener` command."""
+    for name, meant in settings.misspelt(os.environ):
+        click.echo(f"warning: {name} is not a setting and has no effect; {meant} is one", err=True)
     plugin.withdraw()  # each verb decides for the jobs that it starts
-    run(lambda: evener(prog_name="evener"))
+    sys.exit(run(lambda: evener(prog_name="evener", standalone_mode=False)))

@@ -11,11 +11,13 @@ the records go there; otherwise they go to stderr. Nothing is read or opened at 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from evener import settings
 
 _rank: int | None = None
+_names_checked = False
 
 
 class _Level(logging.Filter):
@@ -57,9 +59,16 @@ logger = _make()
 
 
 def set_rank(rank: int | None) -> None:
-    """The rank that stands in front of every line from now on."""
-    global _rank
+    """The rank that stands in front of every line from now on.
+
+    Rank 0 also warns, once, of variables that nearly have the name of a setting.
+    """
+    global _rank, _names_checked
     _rank = rank
+    if not rank and not _names_checked:
+        _names_checked = True
+        for name, meant in settings.misspelt(os.environ):
+            logger.warning("%s is not a setting and has no effect; %s is one", name, meant)
 
 
 def info0(message: str, *values: object) -> None:

@@ -11,18 +11,19 @@ was started with a typing error must stop before its first step, not train on a 
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from evener.errors import UsageError
+from evener.units import parse_size
 
 T = TypeVar("T")
 
 _REGISTRY: dict[str, Setting] = {}
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
@@ -113,7 +114,7 @@ def _size(group: str, name: str, default: int, meaning: str) -> Setting[int]:
             raise ValueError(text)
         return value
 
-    allowed = "a size in bytes, 0 or more (k, M, G: powers of 1024)"
+    allowed = "a size in bytes, 0 or more (k, M, G: powers of 1024; kB, MB, GB: of 1000)"
     return _declare(Setting(name, group, default, allowed, meaning, parse))
 
 
@@ -152,17 +153,24 @@ def _text(
     return _declare(Setting(name, group, default, allowed, meaning, str))
 
 
-def parse_size(text: str) -> int:
-    """Bytes from `64M`, `1.5GiB`, `4096`: powers of 1024, a fraction allowed. Raises ValueError."""
-    lowered = text.strip().lower()
-    digits = lowered.rstrip("ibkmgt")
-    unit = lowered[len(digits) :].removesuffix("b").removesuffix("i")
-    if unit not in _UNITS:
-        raise ValueError(f"{text!r} is not a size")
-    value = float(digits) * _UNITS[unit]
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number of bytes")
-    return int(value)
+# Set by one process of Evener for another, or by click; no user sets them.
+_INTERNAL = ("EVENER_LAUNCH_", "EVENER_TEST_", "EVENER_DRIVE_", "_EVENER_")
+
+
+def misspelt(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, the setting that is meant) of those that nearly have a setting's name.
+
+    A variable that nobody reads is no error to anyone else: the job would train on the default.
+    """
+    found = []
+    for name in names:
+        if name in _REGISTRY or name.startswith(_INTERNAL) or "_" not in name:
+            continue
+        ours = name.startswith(("EVENER_", "LIGHT_"))
+        near = difflib.get_close_matches(name.upper(), _REGISTRY, 1, 0.8 if ours else 0.9)
+        if near:
+            found.append((name, near[0]))
+    return found
 
 
 def registry() -> dict[str, Setting]:

@@ -10,7 +10,7 @@ from evener.errors import UsageError
 from evener.lab import Event, Spec
 from evener.lab.faults import Action, Target
 from evener.lab.plan import Plan, Shape
-from evener.lab.units import parse_rate, parse_time, show_rate, show_time
+from evener.units import parse_rate, parse_time, show_rate, show_time
 
 specs = st.builds(
     Spec,

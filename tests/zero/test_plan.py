@@ -126,7 +126,7 @@ def test_a_configuration_is_planned_without_memory() -> None:
     made = zero.plan(shape, config=config, machine=MACHINE, budget={"gpu": "24GB", "host": "110GB"})
     assert made.fits and made.bound == "host memory" and 0 < len(made.resident) < 34
     tight = zero.plan(shape, config=config, machine=MACHINE, budget={"gpu": "24GB", "host": "20GB"})
-    assert not tight.fits and "the budget is 21.47 GB" in tight.problem
+    assert not tight.fits and "the budget is 20.00 GB" in tight.problem
     with pytest.raises(UsageError, match="lacks 'vocab_size'"):
         zero.plan({"hidden_size": 8, "num_hidden_layers": 1}, config=config, machine=MACHINE)
 
@@ -156,9 +156,11 @@ def test_budgets_read_the_cgroup(tmp_path: Path) -> None:
         (folder / "memory.current").write_text(str(used))
         (folder / "memory.stat").write_text(f"anon 3\ninactive_file {cache}\n")
     assert budgets.host_free(root, proc) == 5000007
-    assert budgets.resolve({"gpu": "24GB", "host": 7}) == Budget(24 << 30, 7)
+    assert budgets.resolve({"gpu": "24GB", "host": 7}) == Budget(24 * 10**9, 7)
     with pytest.raises(UsageError, match="gpu='lots' is not a size"):
         budgets.resolve({"gpu": "lots"})
+    with pytest.raises(UsageError, match="gpu='24' has no unit"):
+        budgets.resolve({"gpu": "24"})
     with pytest.raises(UsageError, match="no entry ssd"):
         budgets.resolve({"ssd": 1})
 
@@ -174,6 +176,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     record = json.loads(shown.stdout)
     assert record["plan"]["fits"] and record["probe"]["machine"]["host_adam"] > 0
+    assert "4.00 GB" in run("--gpu", "4GB", "--host", "4GB").stdout, "what was given is shown"
     shown = run("--gpu", "1MB", "--host", "4GB")
     assert shown.exit_code == 1 and "does not fit" in shown.stdout
     shown = run("--batch", "many")
@@ -211,7 +214,7 @@ def test_the_plan_chooses_what_is_fastest() -> None:
         mode: choose("1GB", 0, checkpointing=mode).gpu_bytes for mode in (False, True, "offload")
     }
     assert need["offload"] < need[True] < need[False]
-    between = f"{(need['offload'] + need[True]) // 2}"
+    between = f"{(need['offload'] + need[True]) // 2} bytes"
     assert choose(between, 0).checkpointing == "offload" and choose(between, 0).offloaded > 0
     # The streaming lane only where the probe says that it helps.
     assert choose("16GB", 2 * MACHINE.host_adam).streaming

@@ -19,7 +19,7 @@ from typing import Any
 
 from evener.errors import UsageError
 from evener.lab.spec import Spec
-from evener.lab.units import parse_rate, parse_share, parse_time, show_time
+from evener.units import parse_rate, parse_share, parse_time, show_time
 
 _TARGET = re.compile(r"(?:node(\d+))?(?:(?:^|(?<=.)\.)eth(\d+))?(?:(?:^|(?<=.)\.)path(\d+))?")
 _KINDS = ("blackhole", "down", "up", "flap", "rate", "loss", "heal")

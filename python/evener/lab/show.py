@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from evener.lab.plan import Plan
-from evener.lab.units import show_rate
+from evener.units import show_rate
 
 _MANY = 8  # nodes or paths of which each gets its own line
 

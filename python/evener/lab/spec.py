@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from evener.errors import UsageError
-from evener.lab.units import parse_rate, parse_time, show_rate, show_time
+from evener.units import parse_rate, parse_time, show_rate, show_time
 
 # Keys of the short form, in the order in which it is written.
 _KEYS = {

@@ -35,7 +35,7 @@ from evener.net.plugin import adopt, has_gpus
 _BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF"}
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-np", "--num-proc", "ranks", type=click.IntRange(1), help="Ranks in all.")
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and their slots (GPUs).")
 @click.option(
@@ -189,6 +189,8 @@ def launch(
     if given is None and ranks is None and not elastic:
         raise UsageError("neither -np nor hosts were given", "say how many ranks: -np 4")
     set_env, forward = _variables(env)
+    for name, meant in settings.misspelt(set_env):
+        click.echo(f"warning: -x {name}: it is not a setting; {meant} is one", err=True)
     wishes = Wishes(
         command=command,
         interface=interface,

@@ -20,7 +20,7 @@ from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Link, of_network, paper_forms
 from evener.comm.profile import StepProfile
 from evener.errors import UsageError
-from evener.lab.units import parse_rate
+from evener.units import parse_rate
 
 # Ways to lay a step's buckets out among so many ranks, with overlap across the step or without; of
 # which the shortest step is taken.
@@ -55,7 +55,8 @@ class Row:
 
 def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     del ctx, param
-    names = ["vgg16", "resnet50", "vit_b_16", "vgg-tiny", "mlp-wide", "cnn-small"]
+    names = ["vgg16", "resnet50", "vit_b_16", "gpt2", "bert-base"]
+    names += ["vgg-tiny", "mlp-wide", "cnn-small"]
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -89,7 +90,11 @@ def _clusters(text: str) -> list[tuple[int, int]]:
     type=click.FloatRange(0, min_open=True),
     help="Milliseconds of one step on one GPU alone. Default: the profile's; else measured here.",
 )
-@click.option("--batch-size", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Samples per GPU and step. Default: the model's own, as in evener bench train.",
+)
 @click.option("--nodes", default="2x1", show_default=True, help="NODESxGPUS; several: 2x8,4x8,8x8.")
 @click.option(
     "--network", default="25gbit", show_default=True, help="Rate of a node's network card."
@@ -237,16 +242,17 @@ def _profiles(given: dict[str, Any]) -> tuple[Profiles, str]:
 
     name = given["model"]
     models.require(name)
+    batch = given["batch_size"] = given["batch_size"] or models.gpu_batch(name)
     compute_ms, said = given["compute_ms"], "as given"
     if compute_ms is None:
-        compute_ms = _measure(name, given["batch_size"])
+        compute_ms = _measure(name, batch)
         said = "measured here"
     from evener.comm.planner.forecast import Traced
 
     click.echo(f"tracing {name} without memory", err=True)
     traced = Traced.of(
         lambda: models.build(name),
-        lambda: (models.data(name, given["batch_size"], "meta")[0],),
+        lambda: (models.data(name, batch, "meta")[0],),
     )
     bucket_bytes = given["bucket_mb"] << 20
 
@@ -256,7 +262,7 @@ def _profiles(given: dict[str, Any]) -> tuple[Profiles, str]:
             found.append(traced.profile(compute_ms, bucket_bytes, rows=rows))
         return found
 
-    return laid_out, f"{name}, batch {given['batch_size']}, compute {said}"
+    return laid_out, f"{name}, batch {batch}, compute {said}"
 
 
 def _measure(name: str, batch: int) -> float:
@@ -288,9 +294,11 @@ def _measure(name: str, batch: int) -> float:
     return best
 
 
-def _show_rows(rows: list[Row], batch: int, console: Console) -> None:
+def _show_rows(rows: list[Row], batch: int | None, console: Console) -> None:
+    """batch: samples per GPU and step; None where nothing says it, as with a profile alone."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("nodes", "mode", "step ms", "of linear", "samples/s a GPU", "forms"):
+    rate = "samples/s per GPU" if batch else "steps/s"
+    for title in ("nodes", "mode", "step ms", "of linear", rate, "forms"):
         left = title in ("mode", "forms")
         table.add_column(title, justify="left" if left else "right", no_wrap=left)
     for row in rows:
@@ -302,7 +310,7 @@ def _show_rows(rows: list[Row], batch: int, console: Console) -> None:
             row.mode,
             f"{made.step_ms:.1f}",
             f"{100 * made.compute_ms / made.step_ms:.0f}%",
-            f"{batch / made.step_ms * 1e3:,.0f}",
+            f"{batch / made.step_ms * 1e3:,.0f}" if batch else f"{1e3 / made.step_ms:,.2f}",
             counts,
         )
     console.print(table)

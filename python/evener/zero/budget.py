@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evener.errors import UsageError
-from evener.settings import parse_size
+from evener.units import has_unit, parse_size
 
 KEEP = 0.95
 """Share of the free host memory that `auto` takes: the rest is for the interpreter and files."""
@@ -24,10 +24,14 @@ class Budget:
 
 
 def size(text: str | int | float, name: str) -> int:
-    """Bytes from `24GB`, `110GiB` (powers of 1024 both) or a number. Raises UsageError."""
+    """Bytes from `24GB` (10^9), `24GiB` (2^30) or a number. Raises UsageError."""
     if isinstance(text, int | float) and not isinstance(text, bool):
         value = int(text)
     else:
+        if not has_unit(str(text)):
+            raise UsageError(
+                f"budget {name}={text!r} has no unit", f"write {text}GB, or {text}GiB for 2^30"
+            )
         try:
             value = parse_size(str(text))
         except ValueError:

@@ -83,7 +83,9 @@ def _show(made: Plan, console: Console) -> None:
 
 @click.command("plan-memory")
 @click.argument("model", type=click.Path(exists=True))
-@click.option("--gpu", default="auto", help="Budget of each GPU, as 24GB. auto: what is free.")
+@click.option(
+    "--gpu", default="auto", help="Budget of each GPU, as 24GB or 24GiB. auto: what is free."
+)
 @click.option("--host", default="auto", help="Budget of host memory, as 110GB. auto: what is free.")
 @click.option("--batch", default="1x1024", show_default=True, help="Micro-batch: rows x tokens.")
 @click.option("--accumulation", default=1, show_default=True, type=click.IntRange(1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evener.bench.collectives.shapes import Collective
 from evener.errors import UsageError
-from evener.settings import parse_size
+from evener.units import parse_size
 
 TYPES = {
     "int8": 1,

@@ -440,13 +440,4 @@ def check_build() -> str:
 def run_commandline() -> None:
     """Entry point of the `horovodrun` command."""
 
-    def call() -> None:
-        try:
-            horovodrun.main(prog_name="horovodrun", standalone_mode=False)
-        except click.ClickException as error:
-            error.show()
-            sys.exit(error.exit_code)
-        except click.Abort:
-            sys.exit(130)
-
-    _click.run(call)
+    sys.exit(_click.run(lambda: horovodrun.main(prog_name="horovodrun", standalone_mode=False)))
