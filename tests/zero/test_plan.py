@@ -224,5 +224,5 @@ def test_the_plan_chooses_what_is_fastest() -> None:
     assert fast.step_seconds < slow.step_seconds
     refused = choose("1GB", 0)
     assert not refused.fits and re.search(
-        r"needs \d+\.\d+ GB of accelerator memory, the budget is 1\.07 GB", refused.problem
+        r"needs \d+\.\d+ GB of accelerator memory, the budget is 1\.00 GB", refused.problem
     )
