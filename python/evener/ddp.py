@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.comm import lookups, wires
+from evener.accelerated import AcceleratedDataParallel, replace_older, restore, wrap
+from evener.comm import wires
 from evener.comm.options import Algorithm, Options
 from evener.comm.overlap import StepOverlap, refusal, refuse_model
 from evener.comm.planner.live import Planner
@@ -27,76 +27,11 @@ from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
 
+__all__ = ["MODES", "AcceleratedDataParallel", "accelerate", "restore"]
+
 logger = logging.getLogger("evener.ddp")
 
 MODES = wires.names()
-
-
-class AcceleratedDataParallel(DistributedDataParallel):
-    """A DistributedDataParallel whose gradients are reduced by `evener.comm.reducer.Reducer`.
-
-    Made by `accelerate` from an existing one, never by its constructor.
-    """
-
-    evener: Reducer
-    evener_steps: Steps
-    _modules_then: tuple[torch.nn.Module, ...]  # walking the tree takes longer, in every step
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As DDP: broadcast buffers, move inputs, call the module; then expect gradients."""
-        if torch.is_grad_enabled():
-            self.evener.active = self.require_backward_grad_sync
-        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling() or self._compiled())
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            moved = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-            inputs, kwargs = moved[0][0], moved[1][0]
-        with self._inside_ddp_forward():
-            output = self.module(*inputs, **kwargs)
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        self.evener_steps.forward_ended()
-        self.require_forward_param_sync = (
-            torch.is_grad_enabled() and self.require_backward_grad_sync
-        )
-        return output
-
-    def _compiled(self) -> bool:
-        """Whether a part of the model was compiled in place since `accelerate`."""
-        overlap = self.evener_steps.overlap
-        if overlap is None or overlap.off:
-            return False
-        return any(map(lookups.compiled_in_place, self._modules_then))
-
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Uneven inputs are not supported yet."""
-        raise UsageError(
-            "DistributedDataParallel.join() does not work after evener.ddp.accelerate()",
-            "give every rank the same number of batches (DistributedSampler does)",
-        )
-
-    def register_comm_hook(self, *args: Any, **kwargs: Any) -> None:
-        """Evener's reducer takes the place of communication hooks."""
-        raise UsageError(
-            "a communication hook has no effect after evener.ddp.accelerate()",
-            "choose with accelerate(mode=...), or leave accelerate out",
-        )
-
-    def train(self, mode: bool = True) -> AcceleratedDataParallel:
-        """As torch's; evaluation begins with all parameters up to date."""
-        if not mode:
-            self.evener_steps.finish("evaluation")
-        super().train(mode)
-        return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that a deferred step still needs go when it has used them."""
-        if self.evener_steps.overlap is None:
-            super().zero_grad(set_to_none)
-        else:
-            self.evener_steps.overlap.zero_grad(set_to_none, self.parameters())
 
 
 def accelerate(
@@ -148,6 +83,23 @@ def accelerate(
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
+    compiled = getattr(model, "_orig_mod", None)
+    if isinstance(compiled, DistributedDataParallel):  # torch.compile(DistributedDataParallel(...))
+        accelerate(
+            compiled,
+            optimizer,
+            mode=mode,
+            floor=floor,
+            wire=wire,
+            algorithm=algorithm,
+            ratio=ratio,
+            warmup_steps=warmup_steps,
+            momentum=momentum,
+            scaler=scaler,
+            bucket_bytes=bucket_bytes,
+            partition_bytes=partition_bytes,
+        )
+        return model  # type: ignore[return-value]
     if isinstance(model, AcceleratedDataParallel):
         raise UsageError("the model is accelerated already", "call accelerate() once")
     if not isinstance(model, DistributedDataParallel):
@@ -170,26 +122,28 @@ def accelerate(
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     _check_momentum(optimizer, options)
     named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+    replace_older([parameter for _, parameter in named])
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
-    reducer = Reducer(named, options, model.process_group, track_unused=may_be_unused)
+    reducer = Reducer(
+        named,
+        options,
+        model.process_group,
+        track_unused=may_be_unused,
+        repeats=bool(model.static_graph),
+    )
     if scaler is not None:
         reducer.follow(scaler)
-    # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
-    model.__dict__.update(reducer=None, logger=None)
-    model.__class__ = AcceleratedDataParallel
-    accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
-    object.__setattr__(accelerated, "evener", reducer)
-    overlap = _overlap(reducer, optimizer, model.module)
-    planner = _planner(reducer, mode, options, overlap)
-    # A layer's part beside the rows is more bytes: to be hidden, compressed, or found worth it.
-    apart = overlap is not None and (planner is not None or options.wire != "exact")
-    reducer.parts.watch(model.module, layers=apart)
-    look_at_moments(reducer, optimizer, planner)
-    steps = Steps(reducer, overlap, planner)
-    object.__setattr__(accelerated, "evener_steps", steps)
-    object.__setattr__(accelerated, "_modules_then", tuple(model.module.modules()))
-    reducer.on_backward_end = steps.backward_ended
-    return accelerated
+    try:
+        overlap = _overlap(reducer, optimizer, model.module)
+        planner = _planner(reducer, mode, options, overlap)
+        # A layer's part beside the rows is more bytes: to be hidden, compressed, or found worth it.
+        apart = overlap is not None and (planner is not None or options.wire != "exact")
+        reducer.parts.watch(model.module, layers=apart)
+        look_at_moments(reducer, optimizer, planner)
+        return wrap(model, reducer, Steps(reducer, overlap, planner))
+    except BaseException:
+        reducer.drop()
+        raise
 
 
 def _resolve(mode: str | None, floor: str | None, wire: str | None, **given: Any) -> Options:

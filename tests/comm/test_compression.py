@@ -309,6 +309,65 @@ def test_momentum_in_dense_forms_is_the_optimizers() -> None:
     worlds.run([2, 2], momentum)
 
 
+class Scaled:
+    """A training of ten steps whose loss is scaled, with an overflow on one rank in the fifth.
+
+    `applied`: momentum is the reducer's; else the optimizer's, under plain DDP.
+    """
+
+    def __init__(self, rank: int, applied: bool, **more: Any) -> None:
+        torch.manual_seed(3)
+        self.rank, self.step = rank, 0
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        self.model: Any = DistributedDataParallel(torch.nn.Linear(16, 16))
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.1, momentum=0.0 if applied else 0.5
+        )
+        if applied:
+            accelerate(self.model, momentum=0.5, scaler=self.scaler, **more)
+
+    def go(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            generator = torch.Generator().manual_seed(100 * self.step + self.rank)
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(4, 16, generator=generator)).square().mean()
+            bad = self.step == 5 and self.rank == 0
+            self.scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def momentum_of_skipped_steps(rank: int, size: int) -> None:
+    """An overflow leaves no trace in the velocity; and it is in a checkpoint, also at that step."""
+    want, have = Scaled(rank, applied=False), Scaled(rank, applied=True)
+    for steps in (4, 1, 5):  # the second is the one that is skipped
+        want.go(steps)
+        have.go(steps)
+        assert torch.equal(want.weights(), have.weights()), want.step
+        state = have.model.evener.state_dict()
+        again = Scaled(rank, applied=True)
+        again.model.load_state_dict(have.model.state_dict())
+        again.scaler.load_state_dict(have.scaler.state_dict())
+        again.step = have.step
+        again.model.evener.load_state_dict(state)
+        have = again
+    for form in ("int8", "topk", "topk-chunk"):
+        run = Scaled(rank, applied=True, mode=form, ratio=0.1)
+        run.go(10)
+        assert run.weights().isfinite().all(), form
+        velocity = run.model.evener.state_dict()["velocity"]
+        assert all(tensor.isfinite().all() for tensor in velocity.values()), form
+
+
+@pytest.mark.parametrize("shape", [[1, 1], [2]], ids=str)
+def test_momentum_survives_skipped_steps_and_resumes(shape: list[int]) -> None:
+    worlds.run(shape, momentum_of_skipped_steps, env={"LIGHT_TOPK_THRESHOLD": "0"})
+
+
 def corrected(rank: int, size: int) -> None:
     """Top-k against DGC's algorithm, written down for all ranks in one place."""
     run = Run(rank, "topk", momentum=0.5)

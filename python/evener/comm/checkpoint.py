@@ -25,6 +25,9 @@ VERSION = 1
 def collect(reducer: Reducer) -> dict[str, Any]:
     """See `Reducer.state_dict`."""
     _require_between_steps(reducer)
+    if (change := reducer.loss_scale.change()) is not None:
+        for exchange in reducer.exchanges:  # the last step may have been skipped
+            exchange.state.rescale(change)
     found: dict[str, Any] = {
         "version": VERSION,
         "steps": reducer.steps,
@@ -99,27 +102,40 @@ def check(reducer: Reducer, state: dict[str, Any]) -> None:
                 )
 
 
-def install(reducer: Reducer, state: dict[str, Any], *, forms: bool = True) -> None:
+def install(
+    reducer: Reducer, state: dict[str, Any], *, forms: bool = True, first_step_taken: bool = False
+) -> None:
     """Divide what `check` has accepted among the ranks. The layout is settled.
 
-    `forms`: take over too where the guard had fallen back.
+    `forms`: take over too where the guard had fallen back. `first_step_taken`: with the velocity,
+    see `install_velocity`, so that all but it is to be divided, in units of the scale of now.
     """
+    scale = reducer.loss_scale.value() if first_step_taken else 1.0
     for exchange in _lasting(reducer):
         mine = exchange.state
         steps = [int(state["compressed_steps"].get(name, 0)) for name in exchange.names]
         mine.steps = max(steps)
-        mine.residual = mine.velocity = mine.sent = None
+        mine.residual = mine.sent = None
         if forms:
             before = {state["forms"].get(name) for name in exchange.names}
             _fall_back(reducer, exchange.bucket.index, before)
         if any(name in state["residual"] for name in exchange.names):
             whole = _whole(reducer, exchange.bucket, state["residual"])
-            mine.residual = exchange.take_over(whole, local=True)
+            mine.residual = exchange.take_over(whole.mul_(scale), local=True)
+    if not first_step_taken:
+        install_velocity(reducer, state)
+
+
+def install_velocity(reducer: Reducer, state: dict[str, Any]) -> None:
+    """Divide the velocities among the ranks, in whatever layout there is."""
+    for exchange in _lasting(reducer):
+        mine = exchange.state
+        mine.velocity = mine.velocity_before = None
+        mine.velocity_local = False
         if any(name in state["velocity"] for name in exchange.names):
             whole = _whole(reducer, exchange.bucket, state["velocity"])
             mine.velocity = exchange.take_over(whole, local=False)
-            mine.velocity_local = False
-    # The next step brings the residuals from an unscaled loss to whatever the scale is then.
+    # The next step brings what is kept from an unscaled loss to whatever the scale is then.
     reducer.loss_scale.resume(1.0)
 
 

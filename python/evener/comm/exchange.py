@@ -82,6 +82,9 @@ class Exchange:
 
     def run(self, shard: torch.Tensor, step: Step) -> None:
         """Reduce `shard` over the outer group, in place."""
+        if step.change is not None:
+            self.state.rescale(step.change)
+        self.state.keep_sent = step.follows_scale
         with self.timer.around(shard, step.timed):
             if self.crosses:
                 self._cross(shard, step)
@@ -92,9 +95,6 @@ class Exchange:
 
     def _cross(self, shard: torch.Tensor, step: Step) -> None:
         state = self.state
-        if step.change is not None:
-            state.rescale(step.change)
-        state.keep_sent = step.follows_scale
         if state.residual is not None and not self.wire.feedback:
             shard.add_(state.residual)
             let_go(state.residual)
@@ -114,6 +114,7 @@ class Exchange:
     def _own_velocity(self, shard: torch.Tensor) -> None:
         """Before a sparse form: this rank's own velocity, a share of what was everybody's."""
         state = self.state
+        state.velocity_before = None
         if state.velocity is None:
             state.velocity = torch.zeros(shard.numel(), dtype=torch.float32, device=shard.device)
         elif not state.velocity_local:
@@ -123,13 +124,10 @@ class Exchange:
     def _momentum_after(self, shard: torch.Tensor) -> None:
         """After a dense form: everybody's velocity, which is then the result."""
         state = self.state
-        if state.velocity is None:
-            state.velocity = torch.zeros(shard.numel(), dtype=torch.float32, device=shard.device)
-        elif state.velocity_local:
+        if state.velocity is not None and state.velocity_local:
             self._add_up(state.velocity)
         state.velocity_local = False
-        state.velocity.mul_(self.options.momentum).add_(shard)
-        shard.copy_(state.velocity)
+        shard.copy_(state.with_momentum(shard, self.options.momentum))
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         """What the ranks of the outer group hold, as one gradient. Collective."""

@@ -210,9 +210,8 @@ class Parts:
         """Whether somebody else has hooks on this gradient, who should see all of it."""
         parameter = self.reducer.parameters[index]
         own = self.reducer.own_hooks
-        return (
-            len(parameter._backward_hooks or ()) > own
-            or len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
+        return len(parameter._backward_hooks or ()) > own or bool(
+            getattr(parameter, "_post_accumulate_grad_hooks", None)
         )
 
     # --- the course of a step ---

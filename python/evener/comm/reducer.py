@@ -27,8 +27,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,11 +74,14 @@ class Reducer:
         group: dist.ProcessGroup | None = None,
         *,
         track_unused: bool = False,
+        repeats: bool = False,
     ) -> None:
         """Collective over `group` (default: all ranks).
 
         `track_unused`: a parameter that no rank used in a step keeps its `p.grad` as it was (None,
-        after `zero_grad()`); without it such a parameter gets zeros.
+        after `zero_grad()`); without it such a parameter gets zeros. `repeats`: a gradient may come
+        several times in one backward (checkpointed layers that share it), as often in each step as
+        in the first one, in which nothing leaves before backward ends.
 
         Raises UsageError for what cannot be reduced, CommError where ranks are missing or disagree.
         """
@@ -97,6 +100,10 @@ class Reducer:
         self.sparse: set[int] = set()
         self.densified: set[int] = set()
         self.track_unused = track_unused
+        self.repeats = repeats
+        # How often each gradient comes in a backward.
+        self._times = [1] * len(self.parameters)
+        self._ends_in: int | None = None
         self.recorder: Recorder | None = None
         # Nothing is issued before `flush`: backward is then seen without communication beside it.
         self.holds = False
@@ -122,9 +129,11 @@ class Reducer:
         self._choices: tuple[tuple[str, str], ...] | None = None
         self.parts = Parts(self)
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
+        # On the nodes that accumulate, as DDP's: they run behind the hooks of the user's own,
+        # whenever those were registered. A parameter does not hold its node, so we do.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
         self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._arrived, index))
-            for index, p in enumerate(self.parameters)
+            node.register_hook(_Arrival(self, index)) for index, node in enumerate(self._nodes)
         ]
         if self.communicators.rank == 0:
             logger.info("%s", self.describe())
@@ -244,14 +253,14 @@ class Reducer:
 
     def _reset(self) -> None:
         """Forget the step: every gradient is still to come."""
-        self._passes_left = [self.passes] * len(self.parameters)
+        self._used = [False] * len(self.parameters)
+        self._passes_left = [self.passes * times for times in self._times]
         self._missing = [len(bucket.slots) for bucket in self.buckets]
         self._here = [False] * len(self.parameters)
         self._packed: set[int] = set()
         self._order: list[int] = []
         self._next = 0
         self._tickets: dict[int, Ticket] = {}
-        self._callback_queued = False
         self._begun = False
         self.parts.reset()
 
@@ -263,13 +272,21 @@ class Reducer:
     @property
     def pending(self) -> bool:
         """Whether gradients came, or were submitted, that were not applied yet."""
-        return bool(self._tickets) or any(left < self.passes for left in self._passes_left)
+        return bool(self._tickets) or any(
+            left < self.passes * times
+            for left, times in zip(self._passes_left, self._times, strict=True)
+        )
 
     # --- gradients arrive ---
 
+    def came(self, index: int) -> None:
+        """Backward has added to this parameter's gradient. From autograd's thread."""
+        # Also under no_sync: what came then is part of what is reduced later.
+        self._used[index] = True
+        if self.active:
+            self._arrived(index, self.parameters[index])
+
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        if not self.active:
-            return
         sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
         if sparse and self.densifies:
             assert parameter.grad is not None
@@ -294,10 +311,14 @@ class Reducer:
         if self._passes_left[index] > 0:
             return
         if self._here[index]:
+            if self.repeats and self._measuring:
+                self._times[index] += 1
+                return
             raise CommError(
                 f"the gradient of {self.names[index]} came again before it was applied",
                 "step once a backward, or say how many passes are accumulated "
-                "(no_sync(), backward_passes_per_step)",
+                "(no_sync(), backward_passes_per_step); where checkpointed layers share it, "
+                "checkpoint with use_reentrant=False, or set static_graph=True",
             )
         self._here[index] = True
         if sparse:
@@ -315,14 +336,30 @@ class Reducer:
 
     def _began(self) -> None:
         """A gradient of this step has come."""
-        if self.on_backward_end is not None and not self._callback_queued:
-            self._callback_queued = True
-            Variable._execution_engine.queue_callback(self.on_backward_end)
+        if self._ends_in is None:
+            self.backward_begins()
         if not self._begun:
             self._begun = True
             self.parts.begin()
             if self.on_first is not None:
                 self.on_first()
+
+    def backward_begins(self) -> None:
+        """Have `on_backward_end` called when the backward ends that runs now, in this thread.
+
+        A front door calls it where a backward reaches the model's outputs. Without that it is the
+        one in which the first gradient comes, and that may be the backward of one checkpointed
+        part, in the middle of the whole one.
+        """
+        task = int(torch._C._current_graph_task_id())
+        if self.on_backward_end is not None and task not in (-1, self._ends_in):
+            self._ends_in = task
+            Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._ends_in = None
+        if self._begun and self.on_backward_end is not None:
+            self.on_backward_end()
 
     def complete(self, index: int) -> None:
         """All of this parameter's gradient, or all that its own buckets are for, is there."""
@@ -330,7 +367,7 @@ class Reducer:
             self._missing[bucket] -= 1
             if self.recorder is not None and not self._missing[bucket]:
                 self.recorder.complete(bucket)
-        if not self.holds:
+        if not self.holds and not (self.repeats and self._measuring):
             self._issue_complete()
 
     def here(self, index: int) -> None:
@@ -522,7 +559,8 @@ class Reducer:
 
     def _unused(self) -> frozenset[int]:
         """Parameters that no rank used: those keep the gradient that they had."""
-        used = torch.tensor(self._here, dtype=torch.int32)
+        mine = [a or b for a, b in zip(self._here, self._used, strict=True)]
+        used = torch.tensor(mine, dtype=torch.int32)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.communicators.control.handle)
         return frozenset((used == 0).nonzero().flatten().tolist())
 
@@ -566,7 +604,7 @@ class Reducer:
             self._reorder(box[0])
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
-            checkpoint.install(self, loaded)
+            checkpoint.install(self, loaded, first_step_taken=True)
 
     def _reorder(self, order: list[int]) -> None:
         velocity = {
@@ -628,7 +666,8 @@ class Reducer:
     def follow(self, scaler: GradScaler) -> None:
         """Keep residuals in `scaler`'s units, and give back what its skipped steps lost."""
         last, self.loss_scale = self.loss_scale, LossScale(scaler)
-        if any(exchange.state.residual is not None for exchange in self.exchanges):
+        states = [exchange.state for exchange in self.exchanges]
+        if any(s.residual is not None or s.velocity is not None for s in states):
             self.loss_scale.resume(last.value())
 
     def set_loss_scale(self, scale: float) -> None:
@@ -660,6 +699,7 @@ class Reducer:
         self.steps = int(state["steps"])
         if self._measuring:
             self._loaded = state  # the layout is not settled before the first step
+            checkpoint.install_velocity(self, state)
         else:
             checkpoint.install(self, state)
 
@@ -673,11 +713,27 @@ class Reducer:
         if self._records is not None:
             self._records.close()
 
+    def drop(self) -> None:
+        """`detach`, for whom nobody calls `close`: ranks collect garbage at different moments."""
+        self.detach()
+
     def close(self) -> None:
         """`detach`, and give the groups to the next reducer: in the same order on all ranks."""
         self.detach()
         if not self._failed:
             self.communicators.close()
+
+
+class _Arrival:
+    """A hook of a node that accumulates. It dies with its reducer."""
+
+    def __init__(self, reducer: Reducer, index: int) -> None:
+        self._reducer, self.index = weakref.ref(reducer), index
+
+    def __call__(self, nothing: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        reducer = self._reducer()
+        if reducer is not None and gradients[0] is not None:
+            reducer.came(self.index)
 
 
 def _device(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:

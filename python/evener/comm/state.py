@@ -3,7 +3,8 @@
 - `residual`: what was not sent yet, added to the next step's gradient (error feedback; Stich et
   al., arXiv 1809.07599). In units of the gradients that the ranks put in.
 - `velocity`: momentum, where the reducer and not the optimizer applies it (`Options.momentum`).
-  Under a sparse form it is this rank's own (`velocity_local`), else the same on all.
+  Under a sparse form it is this rank's own (`velocity_local`), else the same on all. What is not
+  finite in a gradient reaches the optimizer, or the loss scaler, but not the velocity.
 
 Both belong to parameters, not to buckets: checkpoints hold one tensor of the parameter's shape for
 each, summed over all ranks, so they can be loaded in a world of another size. The sum of what all
@@ -14,6 +15,7 @@ multiplied by t / s. A step that the scaler skipped was reduced but not applied:
 it goes back into the residual. The finite rest of that step's gradients stays there too, which is
 right: they are gradients of real data, and will be applied later. What is not finite is never kept.
 INT8 sends all of a gradient, so a skipped step loses that step's gradient only, as without it.
+A velocity that is everybody's is put back to what it was before that step, as an optimizer's is.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class ShardState:
     residual: torch.Tensor | None = None
     velocity: torch.Tensor | None = None
     velocity_local: bool = False
+    velocity_before: torch.Tensor | None = None  # while the step may be skipped
     keep_sent: bool = False
     sent: Sent | None = None
 
@@ -50,6 +53,23 @@ class ShardState:
         if self.residual is None:
             self.residual = torch.zeros(shard.numel(), dtype=torch.float32, device=shard.device)
         return self.residual
+
+    def with_momentum(self, gradient: torch.Tensor, momentum: float) -> torch.Tensor:
+        """The velocity with this step's `gradient` [n] in it: float32 [n], to be read only.
+
+        Where the gradient is not finite, what is returned is neither; the velocity itself is.
+        """
+        if self.velocity is None:
+            self.velocity = torch.zeros_like(gradient, dtype=torch.float32)
+        if self.keep_sent and not self.velocity_local:
+            spare, self.velocity_before = self.velocity_before, self.velocity
+            self.velocity = torch.empty_like(self.velocity) if spare is None else spare
+            torch.mul(self.velocity_before, momentum, out=self.velocity)
+        else:
+            self.velocity.mul_(momentum)
+        finite = gradient.isfinite()
+        self.velocity.add_(torch.where(finite, gradient, 0.0))
+        return torch.where(finite, self.velocity, gradient)
 
     def rescale(self, change: ScaleChange) -> None:
         """The loss scale has changed since the last exchange; see the module."""
@@ -61,6 +81,12 @@ class ShardState:
             let_go(self.sent.values)
             let_go(self.sent.places)
             self.sent = None
+        if self.velocity is not None and self.velocity_before is not None:
+            before = self.velocity_before
+            keep = _on(change.skipped, before.device)
+            if not isinstance(keep, torch.Tensor):
+                keep = torch.tensor(keep, device=before.device)
+            torch.where(keep, before, self.velocity, out=self.velocity)
         for tensor in (self.residual, self.velocity):
             if tensor is not None:
                 tensor.mul_(_on(change.factor, tensor.device))

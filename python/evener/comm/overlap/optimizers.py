@@ -63,6 +63,14 @@ def at_once(optimizer: optim.Optimizer) -> str:
     return ""
 
 
+def closure_first(optimizer: optim.Optimizer) -> bool:
+    """Whether `step(closure)` is the closure, once, and then a step.
+
+    So it is in torch's own that may be deferred; where hooks surround both, it is not.
+    """
+    return type(optimizer) in ELEMENT_WISE and not at_once(optimizer)
+
+
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(isinstance(part, torch.Tensor) for part in value)

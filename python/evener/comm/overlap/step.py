@@ -143,17 +143,25 @@ class StepOverlap:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step: deferred where it may be."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        loss = None
         if closure is not None:
-            self.finish("step(closure)")
-            return self._inner_step(closure)  # without the lock: backward may run in any thread
+            if not optimizers.closure_first(self.optimizer):
+                self.finish("step(closure)")
+                return self._inner_step(closure)
+            if self.state is State.REDUCING:
+                self.finish("step(closure) after a backward")
+            # Without the lock: backward may run in any thread.
+            with torch.enable_grad():
+                loss = closure()
         with self._lock:
             if self.state is State.REDUCING and (why := optimizers.at_once(self.optimizer)):
                 self.finish(why)
             if self.state is State.REDUCING:
                 self._defer()
-                return None
+                return loss
         self.finish("optimizer.step() twice")
-        return self._inner_step()
+        result = self._inner_step()
+        return result if closure is None else loss
 
     def _defer(self) -> None:
         self._groups = optimizers.split(self.optimizer, self._place)

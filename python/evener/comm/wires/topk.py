@@ -53,8 +53,7 @@ class SparseWire(Wire):
         ratio = ratio_at(state.steps, self.options.ratio, self.options.warmup_steps)
         gradient = shard
         if state.velocity is not None:
-            state.velocity.mul_(self.options.momentum).add_(shard)
-            gradient = state.velocity
+            gradient = state.with_momentum(shard, self.options.momentum)
         total = shard
         if shard.dtype != torch.float32:
             total = self._sum.get(shard.numel(), torch.float32, shard.device)

@@ -1,0 +1,384 @@
+"""What programs do with a DistributedDataParallel: the same bits as without Evener, on all ranks,
+with the optimizer given to accelerate() and without."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import hashlib
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from evener.ddp import AcceleratedDataParallel, accelerate, restore
+from tests import worlds
+from tests.comm import models
+
+# (model, optimizer) to the model to train with.
+Wrap = Callable[..., Any]
+Result = dict[str, torch.Tensor]
+
+
+def data(step: int, rank: int, width: int = 16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, width, generator=generator)
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Branches(nn.Module):
+    """`b` is used where it is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Layers(), Layers()
+
+    def forward(self, x: torch.Tensor, use_b: bool) -> torch.Tensor:
+        y = self.a(x)
+        return self.b(y) if use_b else y
+
+
+def plain(model: Any, optimizer: Any = None) -> Any:
+    return model
+
+
+def given_the_model(model: Any, optimizer: Any = None) -> Any:
+    return accelerate(model, bucket_bytes=2048)
+
+
+def given_both(model: Any, optimizer: Any = None) -> Any:
+    return accelerate(model, optimizer, bucket_bytes=2048)
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: int = 6) -> list[float]:
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(data(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(module: nn.Module, **more: Any) -> Result:
+    found = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return found | {name: torch.as_tensor(value) for name, value in more.items()}
+
+
+# --- the programs ---
+
+
+def unused_under_no_sync(wrap: Wrap, rank: int) -> Result:
+    """A branch is used by one rank only, in a micro-batch that is not synchronised."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(data(step, rank), rank == 0).square().mean().backward()
+        model(data(100 + step, rank), False).square().mean().backward()
+        optimizer.step()
+    return weights(model.module)
+
+
+def own_hooks(wrap: Wrap, rank: int) -> Result:
+    """The program hooks its parameters after the wrap, and changes gradients there."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+
+    def clamp(parameter: torch.Tensor) -> None:
+        parameter.grad.clamp_(-1e-3, 1e-3)  # type: ignore[union-attr]
+
+    for parameter in model.module.parameters():
+        parameter.register_post_accumulate_grad_hook(clamp)
+        parameter.register_hook(lambda gradient: 0.5 * gradient)
+    return weights(model.module, losses=train(model, optimizer, rank))
+
+
+def wrapped_again(wrap: Wrap, rank: int) -> Result:
+    """Three trainings of one module, each with a wrapper and an optimizer of its own."""
+    module, kept, losses = Layers(), [], []
+    for fold in range(3):
+        model = DistributedDataParallel(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = wrap(model, optimizer)
+        losses += train(model, optimizer, rank)
+        if fold == 0:
+            kept.append(model)  # as Accelerate does
+    return weights(module, losses=losses)
+
+
+def plain_afterwards(wrap: Wrap, rank: int) -> Result:
+    """The wrapper is dropped, and a second one, plain DDP, goes on."""
+    module = Layers()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    losses = train(model, optimizer, rank)
+    del model
+    gc.collect()
+    second = DistributedDataParallel(module)
+    losses += train(second, torch.optim.SGD(module.parameters(), lr=0.1), rank)
+    return weights(module, losses=losses)
+
+
+def plain_beside(wrap: Wrap, rank: int) -> Result:
+    """The wrapper lives on, and a second one, plain DDP, goes on; then the first again."""
+    module = Layers()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    first = wrap(DistributedDataParallel(module), optimizer)
+    losses = train(first, optimizer, rank)
+    second = DistributedDataParallel(module)
+    losses += train(second, optimizer, rank) + train(first, optimizer, rank)
+    return weights(module, losses=losses)
+
+
+def older_used_again(wrap: Wrap, rank: int) -> Result:
+    """Two wrappers of one module, used in turns."""
+    module = Layers()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    first = wrap(DistributedDataParallel(module), optimizer)
+    losses = train(first, optimizer, rank)
+    second = wrap(DistributedDataParallel(module), optimizer)
+    losses += train(second, optimizer, rank) + train(first, optimizer, rank)
+    return weights(module, losses=losses)
+
+
+class Checkpointed(nn.Module):
+    """Segments whose activations are computed again, in backwards of their own."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.segments = nn.ModuleList(Layers() for _ in range(3))
+        if shared:
+            self.segments.append(self.segments[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_(True)
+        for segment in self.segments:
+            x = checkpoint(segment, x, use_reentrant=True)
+        return x
+
+
+def reentrant(wrap: Wrap, rank: int) -> Result:
+    model = DistributedDataParallel(Checkpointed(shared=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    found = weights(model.module, losses=train(model, optimizer, rank))
+    if isinstance(model, AcceleratedDataParallel):
+        model.evener_steps.finish("")
+        assert model.evener.steps == 6, model.evener.steps
+    return found
+
+
+def reentrant_shared(wrap: Wrap, rank: int) -> Result:
+    model = DistributedDataParallel(Checkpointed(shared=True), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    return weights(model.module, losses=train(model, optimizer, rank))
+
+
+def closures(wrap: Wrap, rank: int) -> Result:
+    """Lightning's way: all of a step is in the closure."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    losses, deferred = [], 0
+    for step in range(8):
+
+        def closure(step: int = step) -> torch.Tensor:
+            loss = model(data(step, rank)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure)))
+        overlap = model.evener_steps.overlap if hasattr(model, "evener_steps") else None
+        deferred += overlap is not None and overlap.state.name == "DEFERRED"
+    if wrap is given_both:
+        assert deferred >= 4, deferred
+    return weights(model.module, losses=losses)
+
+
+class Own(DistributedDataParallel):
+    """A subclass with methods, and attributes of the module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.calls = 0
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().forward(*inputs, **kwargs)
+
+    def train_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def subclass(wrap: Wrap, rank: int) -> Result:
+    model = Own(Layers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        model.train_step(data(step, rank)).backward()
+        optimizer.step()
+    assert isinstance(model, Own)
+    assert model.calls == 6
+    assert len(model.layers) == 3
+    return weights(model.module)
+
+
+def copies(wrap: Wrap, rank: int) -> Result:
+    """Averages and copies of the wrapped model; a copy trains on as DDP."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(data(step, rank)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    made, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert type(made) is type(loaded) is DistributedDataParallel
+    losses = train(made, torch.optim.SGD(made.parameters(), lr=0.1), rank)
+    found = weights(model.module, losses=losses)
+    for name, other in {"average": average.module, "copy": made, "loaded": loaded}.items():
+        found |= {f"{name}.{key}": value for key, value in weights(other).items()}
+    return found
+
+
+def compiled(wrap: Wrap, rank: int) -> Result:
+    model = torch.compile(DistributedDataParallel(Layers()), backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    return weights(model, losses=train(model, optimizer, rank))
+
+
+@contextlib.contextmanager
+def toggled(model: Any) -> Iterator[None]:
+    """What Lightning's manual optimization does around a forward."""
+    yield
+    model.require_backward_grad_sync = True
+
+
+def frameworks(wrap: Wrap, rank: int) -> Result:
+    """Those that decide themselves which backward is synchronised."""
+    model = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    assert model._get_ddp_logging_data()["world_size"] == 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    assert model._get_ddp_logging_data()["world_size"] == 2
+    for step in range(6):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss = model(data(step, rank)).square().mean()
+        # Lightning: overrides/distributed.py; Accelerate: trigger_sync_in_backward
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([loss])
+        loss.backward()
+        optimizer.step()
+    return weights(model.module)
+
+
+def static_later(wrap: Wrap, rank: int) -> Result:
+    model = DistributedDataParallel(Branches())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model = wrap(model, optimizer)
+    model._set_static_graph()
+    for step in range(6):
+        optimizer.zero_grad()
+        model(data(step, rank), False).square().mean().backward()
+        optimizer.step()
+    return weights(model.module)
+
+
+def made_plain_again(wrap: Wrap, rank: int) -> Result:
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    losses = train(model, optimizer, rank)
+    if isinstance(model, AcceleratedDataParallel):
+        restore(model)
+    assert type(model) is DistributedDataParallel
+    return weights(model.module, losses=losses + train(model, optimizer, rank))
+
+
+PROGRAMS = (
+    unused_under_no_sync,
+    own_hooks,
+    wrapped_again,
+    plain_afterwards,
+    plain_beside,
+    older_used_again,
+    reentrant,
+    reentrant_shared,
+    closures,
+    subclass,
+    copies,
+    compiled,
+    frameworks,
+    static_later,
+    made_plain_again,
+)
+
+
+def compare(rank: int, size: int, programs: tuple[Any, ...]) -> dict[str, str]:
+    """By program and way what differs from plain DDP, or between the ranks."""
+    wrong = {}
+    for program in programs:
+        results = {}
+        for wrap in (plain, given_the_model, given_both):
+            torch.manual_seed(0)
+            try:
+                results[wrap.__name__] = found = program(wrap, rank)
+            except Exception as error:  # noqa: BLE001 - on both ranks alike, or the next one hangs
+                wrong[f"{program.__name__}, {wrap.__name__}"] = repr(error)
+                traceback.print_exc()
+                continue
+            mine = {k: v for k, v in found.items() if k != "losses"}
+            digest = hashlib.sha256(b"".join(models.raw(v) for v in mine.values())).hexdigest()
+            digests = [""] * size
+            dist.all_gather_object(digests, digest)
+            if len(set(digests)) > 1:
+                wrong[f"{program.__name__}, {wrap.__name__}"] = "ranks differ"
+        want = results.pop("plain")
+        for way, found in results.items():
+            differ = [name for name in want if not torch.equal(want[name], found[name])]
+            if differ:
+                wrong[f"{program.__name__}, {way}"] = f"{len(differ)} of {len(want)}: {differ[0]}"
+    return wrong
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_the_same_bits_as_ddp(part: int) -> None:
+    for wrong in worlds.run([1, 1], compare, PROGRAMS[part::2]):
+        assert not wrong, wrong
