@@ -14,18 +14,21 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from evener import log
 from evener.accelerated import AcceleratedDataParallel, replace_older, restore, wrap
 from evener.comm import wires
 from evener.comm.options import Algorithm, Options
-from evener.comm.overlap import StepOverlap, refusal, refuse_model
+from evener.comm.overlap import StepOverlap, innermost, refusal, refuse_model
 from evener.comm.planner.live import Planner
 from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
+from evener.log import info0
 
 __all__ = ["MODES", "AcceleratedDataParallel", "accelerate", "restore"]
 
@@ -108,6 +111,9 @@ def accelerate(
             "wrap the model first: DistributedDataParallel(model)",
         )
     _refuse_unsupported(model)
+    log.begin(dist.get_rank())
+    if optimizer is not None:
+        optimizer = innermost(optimizer)
     options = _resolve(
         mode,
         floor,
@@ -131,8 +137,11 @@ def accelerate(
         track_unused=may_be_unused,
         repeats=bool(model.static_graph),
     )
+    reducer.needs_all = not may_be_unused
     if scaler is not None:
         reducer.follow(scaler)
+    if wires.get(options.wire).feedback or wires.get(options.floor).feedback:
+        info0("what compression has not sent yet is in model.evener.state_dict(), and in no other")
     try:
         overlap = _overlap(reducer, optimizer, model.module)
         planner = _planner(reducer, mode, options, overlap)
@@ -210,6 +219,9 @@ def _refuse_unsupported(model: DistributedDataParallel) -> None:
         "mixed_precision": getattr(model, "mixed_precision", None) is not None,
         "delay_all_reduce_named_params": bool(getattr(model, "_delay_all_reduce_params", None)),
         "a communication hook": bool(getattr(model, "_comm_hooks", None)),
+        "optimizers in backward": any(
+            hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()
+        ),
         "the Python reducer of torch.compile": bool(getattr(model, "_use_python_reducer", False)),
     }
     for what, present in unsupported.items():

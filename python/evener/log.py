@@ -5,7 +5,8 @@
 
 A choice that every rank makes alike is said once: `info0` prints at `info` on rank 0 (or where no
 rank is known yet) and at `debug` on the others. Where the application has set up Python's logging,
-the records go there; otherwise they go to stderr. Nothing is read or opened at import.
+and shows them, the records go there; otherwise they go to stderr. Nothing is read or opened at
+import: a front door calls `begin`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Stderr(logging.Handler):
     """Writes `evener 3: text` to stderr, unless the application handles logging itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
+        if _make().propagate and any(_shows(h, record) for h in logging.getLogger().handlers):
             return
         who = "evener" if _rank is None else f"evener {_rank}"
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -42,6 +43,12 @@ class _Stderr(logging.Handler):
             sys.stderr.flush()
         except Exception:  # noqa: BLE001 - logging must not end a training job
             self.handleError(record)
+
+
+def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether this handler of the application's brings the record before somebody's eyes."""
+    hides = isinstance(handler, (logging.NullHandler, logging.FileHandler))
+    return not hides and handler.level <= record.levelno
 
 
 def _make() -> logging.Logger:
@@ -56,6 +63,17 @@ def _make() -> logging.Logger:
 
 
 logger = _make()
+
+
+def begin(rank: int | None = None) -> None:
+    """Speak from EVENER_LOG on, also to the application's handlers; as `rank`, where it is given.
+
+    An application that has set the level of the logger "evener" keeps it.
+    """
+    if rank is not None:
+        set_rank(rank)
+    if logger.level == logging.DEBUG:
+        logger.setLevel(settings.EVENER_LOG.get().upper())
 
 
 def set_rank(rank: int | None) -> None:

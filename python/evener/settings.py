@@ -364,7 +364,8 @@ EVENER_TIMEOUT = _real(
     "EVENER_TIMEOUT",
     300.0,
     "Seconds that a rank waits for its peers, in a collective or at start, before it reports an "
-    "error that names what it waited for.",
+    "error that names what it waited for. Not set: under DistributedDataParallel as long as its "
+    "process group waits.",
     allowed="a number of seconds above 0",
     ok=lambda value: 0 < value < float("inf"),
 )

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from evener import interfaces
-from evener.comm import rendezvous
+from evener.comm import gloo, rendezvous
 from evener.comm.ranks import Ranks
 from evener.comm.rendezvous import RendezvousError
 
@@ -195,11 +195,11 @@ def test_gloos_interface_is_chosen_where_the_hosts_name_misleads(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(interfaces, "hostname_misleads", lambda: True)
     monkeypatch.setattr(interfaces, "addresses", lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1")])
-    near = rendezvous._Entry("a", None, None, "127.0.0.1")
-    far = rendezvous._Entry("b", None, None, "10.9.0.1")
-    rendezvous._choose_gloo_interface(0, [near, near])
+    near = gloo.Place("a", "127.0.0.1")
+    far = gloo.Place("b", "10.9.0.1")
+    gloo.choose_interface(0, [near, near])
     assert os.environ["GLOO_SOCKET_IFNAME"] == ""  # one host: loopback is right
-    rendezvous._choose_gloo_interface(1, [near, near, far])
+    gloo.choose_interface(1, [near, near, far])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 

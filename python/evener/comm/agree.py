@@ -23,7 +23,8 @@ def signature(
     names: Sequence[str], parameters: Sequence[torch.Tensor], options: Options
 ) -> Signature:
     """(what, how) pairs that must be equal on all ranks, in the order of comparison."""
-    pairs = [(f"option {key}", str(value)) for key, value in asdict(options).items()]
+    said = {key: value for key, value in asdict(options).items() if key != "timeout"}
+    pairs = [(f"option {key}", str(value)) for key, value in said.items()]
     pairs.append(("number of parameters", str(len(parameters))))
     for name, parameter in zip(names, parameters, strict=True):
         shape = "x".join(map(str, parameter.shape)) or "scalar"

@@ -7,6 +7,9 @@ Groups are made once and lent: torch names a group of some ranks by the number o
 so a group made after another was destroyed can get its name, and then finds the addresses of the
 dead one in the store. What a closed reducer gives back is lent again, and all of them end with the
 default process group.
+
+Ranks collect garbage at different moments, so what a dropped reducer had is lent again only once
+all its ranks have dropped it: that is asked where the next reducer is made (`_meet_parent`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from evener import settings
 from evener.comm import gloo, sums, transport
 from evener.comm.buckets import padded
 from evener.comm.errors import CommError
@@ -189,25 +193,69 @@ def _world() -> dist.ProcessGroup:
 
 
 Key = tuple[tuple[int, ...], str, timedelta]
-# Free groups, by the default process group to which they belong.
-_FREE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Key, list[dist.ProcessGroup]]]
-_FREE = weakref.WeakKeyDictionary()
+# Which communicators of a process: their ranks, and how many of these ranks were made before.
+Serial = tuple[tuple[int, ...], int]
 
 
-def _level_counts(parent: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Make all ranks of `parent` have the same number of groups. Collective over them.
+@dataclass
+class _Pool:
+    """What belongs to one default process group, and is not in use."""
+
+    free: dict[Key, list[dist.ProcessGroup]] = field(default_factory=dict)
+    made: dict[tuple[int, ...], int] = field(default_factory=dict)
+    # Given back by this rank, not yet by all.
+    dropped: dict[Serial, Communicators] = field(default_factory=dict)
+
+
+_POOLS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
+
+
+def _pool() -> _Pool:
+    return _POOLS.setdefault(_world(), _Pool())
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank says of itself before groups are made."""
+
+    groups: int
+    made: int
+    dropped: frozenset[Serial]
+    place: gloo.Place
+
+
+def _meet_parent(parent: dist.ProcessGroup, timeout: timedelta) -> Serial:
+    """Make all ranks of `parent` ready to make groups; the number of this meeting. Collective.
 
     torch names a group that only its own ranks make by their numbers and the number of groups that
     exist in the process, and so the ranks would not meet after some of them made one without the
     others (a Horovod process set). Groups of one rank fill the difference; they connect nothing.
     """
+    pool, ranks = _pool(), tuple(dist.get_process_group_ranks(parent))
     names = dist.distributed_c10d._world.pg_names
-    counts = [0] * dist.get_world_size(parent)
-    dist.all_gather_object(counts, len(names), group=parent)
-    while len(names) < max(counts):
+    mine = _Told(len(names), pool.made.get(ranks, 0), frozenset(pool.dropped), gloo.own_place())
+    told: list[_Told] = [mine] * len(ranks)
+    dist.all_gather_object(told, mine, group=parent)
+    gloo.choose_interface(dist.get_rank(parent), [each.place for each in told])
+    by_rank = dict(zip(ranks, told, strict=True))
+    for serial in sorted(pool.dropped):
+        if all(rank in by_rank and serial in by_rank[rank].dropped for rank in serial[0]):
+            pool.dropped.pop(serial).close()
+    while len(names) < max(each.groups for each in told):
         dist.new_group(
             [dist.get_rank()], timeout=timeout, backend="gloo", use_local_synchronization=True
         )
+    pool.made[ranks] = 1 + max(each.made for each in told)
+    return ranks, pool.made[ranks]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """For how long a collective of `group` may take."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(limit := getattr(options, "_timeout", None), timedelta):
+            return limit
+    return timedelta(seconds=settings.EVENER_TIMEOUT.default)
 
 
 class Communicators:
@@ -218,20 +266,22 @@ class Communicators:
     ) -> None:
         """Collective over `parent` (default: all ranks). CommError when a rank is missing."""
         self.options, self.device = options, device
-        self.timeout = timedelta(seconds=options.timeout)
-        self.ranks = dist.get_process_group_ranks(parent or _world())
+        parent = parent or _world()
+        own = timedelta(seconds=options.timeout)
+        self.timeout = own if options.timeout else timeout_of(parent)
+        self.ranks = dist.get_process_group_ranks(parent)
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         self._lent: list[tuple[Key, dist.ProcessGroup]] = []
         self._carriers: list[tuple[object, Carrier]] = []
         gloo.settle_at_exit()
         try:
-            _level_counts(parent or _world(), self.timeout)
+            self._serial = _meet_parent(parent, self.timeout)
             self.control = self._group(tuple(range(self.size)), "gloo")
             self.hosts = self._meet()
         except RuntimeError as error:
             raise CommError(
-                f"rank {self.rank} of {self.size} waited {options.timeout:g} s for its peers "
+                f"rank {self.rank} of {self.size} waited {self.waits} for its peers "
                 f"to build a reducer: {error}",
                 "look at the log of the missing ranks; EVENER_TIMEOUT sets how long to wait",
             ) from error
@@ -239,6 +289,12 @@ class Communicators:
             levels(self.rank, self.hosts, options.algorithm, options.intra_size)
         )
         self._flat: Route | None = None
+
+    @property
+    def waits(self) -> str:
+        """For how long a rank waits for its peers, and who says so."""
+        seconds = f"{self.timeout.total_seconds():g} s"
+        return f"{seconds} (EVENER_TIMEOUT)" if self.options.timeout else f"{seconds} (its group's)"
 
     def flat(self) -> Route:
         """The one-level route, for buckets over LIGHT_HIERARCHICAL_THRESHOLD. Collective."""
@@ -260,13 +316,18 @@ class Communicators:
 
         A second call does nothing. After an error do not call it: what is in flight is unknown.
         """
-        free = _FREE.setdefault(_world(), {})
+        free = _pool().free
         for key, handle in self._lent:
             free.setdefault(key, []).append(handle)
         self._lent.clear()
         for place, carrier in self._carriers:
             transport.give_back(_world(), place, carrier)
         self._carriers.clear()
+
+    def drop(self) -> None:
+        """`close`, once all ranks have dropped them: at any moment."""
+        if self._lent and dist.is_initialized():
+            _pool().dropped[self._serial] = self
 
     def _meet(self) -> list[str]:
         """Wait for all ranks, learn their hosts."""
@@ -299,7 +360,7 @@ class Communicators:
                 outer,
                 self.control,
                 self.device,
-                self.options,
+                replace(self.options, timeout=self.timeout.total_seconds()),
                 hosts=len({self.hosts[place] for place in shape.outer}),
                 meeting=lambda: self._new(ranks, "gloo"),
             ),
@@ -310,7 +371,7 @@ class Communicators:
     def _group(self, places: tuple[int, ...], backend: str) -> Group:
         ranks = [self.ranks[place] for place in places]
         key = (tuple(ranks), backend, self.timeout)
-        free = _FREE.setdefault(_world(), {}).get(key)
+        free = _pool().free.get(key)
         handle = free.pop(0) if free else self._new(ranks, backend)
         self._lent.append((key, handle))
         return Group(handle, ranks.index(dist.get_rank()), len(ranks))

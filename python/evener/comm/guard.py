@@ -136,7 +136,7 @@ class Optimizers:
     def watch(self) -> None:
         """See which do so from now on; a hook of torch's on every optimizer, until the first check.
 
-        An optimizer with hooks is not overlapped across the step: here none was given anyway.
+        It only looks, so that steps with it can be deferred (`overlap.optimizers`).
         """
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._steps)
@@ -145,6 +145,8 @@ class Optimizers:
         groups = optimizer.param_groups
         if any(id(p) in self._parameters for group in groups for p in group["params"]):
             self.given(optimizer)
+
+    _steps.evener_observes = True  # type: ignore[attr-defined]
 
     def settle(self) -> None:
         """Look no longer. May be called twice."""

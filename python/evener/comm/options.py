@@ -34,7 +34,8 @@ class Options:
     An embedding of at least `rows_bytes` is exchanged by rows (`evener.comm.parts`); 0: none is.
     `average`: divide by the world size. `predivide`: gradients are divided by it before they are
     summed, and the sum by world size / predivide (both only where `average`). `outer`: what carries
-    the exchange between nodes (`evener.comm.transport`).
+    the exchange between nodes (`evener.comm.transport`). `timeout`: seconds that a rank waits for
+    its peers; 0: as long as the process group would.
     """
 
     algorithm: Algorithm = "auto"
@@ -55,7 +56,7 @@ class Options:
     rows_bytes: int = 0
     average: bool = True
     predivide: float = 1.0
-    timeout: float = 300.0
+    timeout: float = 0.0
     outer: str = "auto"
 
     def __post_init__(self) -> None:
@@ -100,6 +101,7 @@ class Options:
 
         default. Raises SettingError or UsageError for a value that cannot be.
         """
+        limit = settings.EVENER_TIMEOUT
         two_level, topk = settings.LIGHT_2D_ALLREDUCE, settings.LIGHT_TOPK_ALLREDUCE
         if two_level.is_set(env):
             from_env: Algorithm = "2d" if two_level.get(env) else "flat"
@@ -141,7 +143,7 @@ class Options:
             rows_bytes=settings.EVENER_ROWS_THRESHOLD.get(env),
             average=average,
             predivide=predivide,
-            timeout=settings.EVENER_TIMEOUT.get(env),
+            timeout=limit.get(env) if limit.is_set(env) else 0.0,
             outer=settings.EVENER_OUTER.get(env),
         )
 

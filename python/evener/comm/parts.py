@@ -289,7 +289,7 @@ class Parts:
             raise CommError(
                 f"rank {communicators.rank} asked its peers how many rows they have: {error}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
-                f"within EVENER_TIMEOUT={communicators.options.timeout:g} s",
+                f"within {communicators.waits}",
             ) from error
 
     def _miss(self, part: Part) -> None:

@@ -101,6 +101,8 @@ class Reducer:
         self.densified: set[int] = set()
         self.track_unused = track_unused
         self.repeats = repeats
+        # Whether it is worth a warning that a gradient does not come. Said once.
+        self.needs_all = False
         # How often each gradient comes in a backward.
         self._times = [1] * len(self.parameters)
         self._ends_in: int | None = None
@@ -374,7 +376,7 @@ class Reducer:
         """A part of this parameter's gradient has come; from where it came, not by its hook."""
         self.finish("backward while gradients or updates were on their way")
         self._began()
-        self._here[index] = True
+        self._here[index] = self._used[index] = True
         self._passes_left[index] = 0
 
     @property
@@ -387,6 +389,7 @@ class Reducer:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self._passes_left[index] = 1
+                self._used[index] = True
                 self._arrived(index, parameter)
 
     def _issue_complete(self) -> None:
@@ -495,8 +498,25 @@ class Reducer:
         with self._failing():
             self.communicators.check()
             self.parts.agree()
+        if self.needs_all and False in self._used:
+            self._warn_of_unused()
         while self._next < len(self.sequence):
             self.submit(self.sequence[self._next])
+
+    def _warn_of_unused(self) -> None:
+        self.needs_all = False
+        names = [n for n, used in zip(self.names, self._used, strict=True) if not used]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        first = self.communicators.rank == 0
+        logger.log(
+            logging.WARNING if first else logging.INFO,
+            "%s%s brought no gradient in step %d, which counts as zeros: weight decay and momentum "
+            "change them all the same. Plain DDP raises an error there; "
+            "find_unused_parameters=True leaves them alone",
+            names[0],
+            more,
+            self.steps + 1,
+        )
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
@@ -527,7 +547,7 @@ class Reducer:
             raise CommError(
                 f"rank {self.communicators.rank}: {error}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
-                f"within EVENER_TIMEOUT={self.options.timeout:g} s",
+                f"within {self.communicators.waits}",
             ) from error
 
     @property
@@ -559,8 +579,7 @@ class Reducer:
 
     def _unused(self) -> frozenset[int]:
         """Parameters that no rank used: those keep the gradient that they had."""
-        mine = [a or b for a, b in zip(self._here, self._used, strict=True)]
-        used = torch.tensor(mine, dtype=torch.int32)
+        used = torch.tensor(self._used, dtype=torch.int32)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.communicators.control.handle)
         return frozenset((used == 0).nonzero().flatten().tolist())
 
@@ -716,6 +735,8 @@ class Reducer:
     def drop(self) -> None:
         """`detach`, for whom nobody calls `close`: ranks collect garbage at different moments."""
         self.detach()
+        if not self._failed:
+            self.communicators.drop()
 
     def close(self) -> None:
         """`detach`, and give the groups to the next reducer: in the same order on all ranks."""

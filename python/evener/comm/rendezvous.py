@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from evener import interfaces, settings
+from evener import settings
 from evener.comm import abort, contact, elastic, gloo, libmpi, pmix, transport
 from evener.comm.ranks import Ranks, detect
 from evener.comm.topology import host_identity
@@ -508,7 +508,7 @@ def _check_in(ranks: Ranks, store: Any, seconds: float, deadline: float) -> Rank
             f"{_first_line(error)}",
             "look for the first error of rank 0: it ended while its peers were starting",
         ) from error
-    _choose_gloo_interface(ranks.rank, entries)
+    gloo.choose_interface(ranks.rank, [gloo.Place(each.node, each.reached) for each in entries])
     return _complete(ranks, entries)
 
 
@@ -564,35 +564,6 @@ def _complete(ranks: Ranks, entries: list[_Entry]) -> Ranks:
         cross_rank=locals_[: ranks.rank].count(mine),
         cross_size=locals_.count(mine),
     )
-
-
-def _choose_gloo_interface(rank: int, entries: list[_Entry]) -> None:
-    """Set GLOO_SOCKET_IFNAME where Gloo would listen on an address that no peer can reach.
-
-    Gloo listens where the host's name resolves to, which on many distributions is 127.0.1.1.
-    """
-    nodes = [entry.node for entry in entries]
-    if len(set(nodes)) == 1 or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
-    if not interfaces.hostname_misleads():
-        return
-    # On rank 0's node: the interface whose address the other nodes used. Elsewhere: the one that
-    # leads to rank 0.
-    far = next(entry.reached for entry in entries if entry.node != nodes[0])
-    if nodes[rank] == nodes[0]:
-        name = interfaces.interface_of(far)
-    else:
-        name = interfaces.interface_to(entries[rank].reached)
-    if not name:
-        logger.warning(
-            "%s resolves to an address that its peers cannot reach, and no interface leads to %s: "
-            "set GLOO_SOCKET_IFNAME",
-            socket.gethostname(),
-            far or "rank 0",
-        )
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
-    logger.debug("GLOO_SOCKET_IFNAME=%s: the name %s misleads", name, socket.gethostname())
 
 
 def _set_device(ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ Start reading at `step`. `guard` is how a use is noticed, `optimizers` what may 
 in which order buckets leave, `interpose` the calls of torch before which everything is finished.
 """
 
-from evener.comm.overlap.optimizers import refusal
+from evener.comm.overlap.optimizers import innermost, refusal
 from evener.comm.overlap.step import StepOverlap, refuse_model
 
-__all__ = ["StepOverlap", "refusal", "refuse_model"]
+__all__ = ["StepOverlap", "innermost", "refusal", "refuse_model"]

@@ -30,6 +30,9 @@ ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
 # A class of the user's says so of itself with `evener_elementwise = True` in its own body.
 FLAG = "evener_elementwise"
 
+# A hook of a step that changes nothing has this attribute.
+OBSERVES = "evener_observes"
+
 Group = dict[str, Any]
 NOWHERE = -1
 
@@ -50,10 +53,9 @@ def refusal(optimizer: optim.Optimizer) -> str:
 def at_once(optimizer: optim.Optimizer) -> str:
     """Why this step cannot be deferred; empty where it can."""
     if (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _torch._global_optimizer_pre_hooks
+        optimizer._optimizer_step_post_hooks
         or _torch._global_optimizer_post_hooks
+        or not all(hasattr(hook, OBSERVES) for hook in _pre_hooks(optimizer))
     ):
         return "the optimizer has step hooks"
     for group in optimizer.param_groups:
@@ -61,6 +63,25 @@ def at_once(optimizer: optim.Optimizer) -> str:
             if name != "params" and _holds_tensor(value):
                 return f"{name} is a tensor"
     return ""
+
+
+def _pre_hooks(optimizer: optim.Optimizer) -> list[Any]:
+    return [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *_torch._global_optimizer_pre_hooks.values(),
+    ]
+
+
+def observe(optimizer: optim.Optimizer) -> None:
+    """A step that is deferred begins: tell the hooks, all of which only look (`at_once`)."""
+    for hook in _pre_hooks(optimizer):
+        hook(optimizer, (), {})
+
+
+def innermost(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """Of one that frameworks have wrapped (Accelerate's, Lightning's) the one that steps."""
+    inner = getattr(optimizer, "optimizer", None)
+    return innermost(inner) if isinstance(inner, optim.Optimizer) else optimizer
 
 
 def closure_first(optimizer: optim.Optimizer) -> bool:

@@ -157,6 +157,7 @@ class StepOverlap:
             if self.state is State.REDUCING and (why := optimizers.at_once(self.optimizer)):
                 self.finish(why)
             if self.state is State.REDUCING:
+                optimizers.observe(self.optimizer)
                 self._defer()
                 return loss
         self.finish("optimizer.step() twice")
