@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
@@ -43,6 +44,7 @@ _OWN = (
     "_evener_ended",
     "_evener_expects",
     "_evener_shares",
+    "_evener_share",
     "_evener_logged",
 )
 
@@ -58,6 +60,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
     _evener_ended: bool  # another wrapper of its parameters was accelerated
     _evener_expects: bool  # a forward was to be synchronised, and its backward is to come
     _evener_shares: bool  # a plain DDP has its parameters too, and reduces what is its own
+    _evener_share: float  # of an average over all ranks, for one over those with inputs
     _evener_logged: dict[str, Any]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -65,9 +68,12 @@ class AcceleratedDataParallel(DistributedDataParallel):
         if self._evener_ended:
             return self._forward_as_before(*inputs, **kwargs)
         self._forward_began()
-        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling() or self._compiled())
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        # Behind those: a rank that has joined takes part in them first.
+        self.evener_steps.forward_began(compiled=torch.compiler.is_compiling() or self._compiled())
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
@@ -81,6 +87,12 @@ class AcceleratedDataParallel(DistributedDataParallel):
 
     @_disable_dynamo
     def _forward_began(self) -> None:
+        # First of all: a rank that has joined waits for this before it takes part in anything.
+        work = Join.notify_join_context(self)
+        self._evener_share = 1.0
+        if work is not None and not self._divide_by_initial_world_size:
+            with_input = float(work.get_future().wait()[0].item())
+            self._evener_share = self.evener.communicators.size / with_input
         if torch.is_grad_enabled() and not self._evener_expects:
             self.evener.active = self.require_backward_grad_sync
 
@@ -107,7 +119,11 @@ class AcceleratedDataParallel(DistributedDataParallel):
     def backward_ended(self) -> None:
         """Of a backward that brought gradients."""
         self._evener_expects = False
-        self.evener_steps.backward_ended()
+        self.evener_steps.backward_ended(at_once=self._evener_share != 1.0)
+        if self._evener_share != 1.0:
+            for parameter in self.evener.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._evener_share)
         # Else a backward that went round the model's forward is reduced as well.
         self.evener.active = not self._evener_shares
 
@@ -127,12 +143,10 @@ class AcceleratedDataParallel(DistributedDataParallel):
             return False
         return any(map(lookups.compiled_in_place, self._evener_modules))
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Uneven inputs are not supported yet."""
-        raise UsageError(
-            "DistributedDataParallel.join() does not work after evener.ddp.accelerate()",
-            "give every rank the same number of batches (DistributedSampler does)",
-        )
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """As DDP's: what a rank does that has no more inputs, while others have."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Joined(self)
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> None:
         """Evener's reducer takes the place of communication hooks."""
@@ -189,6 +203,28 @@ class AcceleratedDataParallel(DistributedDataParallel):
 def _blank(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
     """For pickle, which gives it its state."""
     return kind.__new__(kind)
+
+
+class _Joined(JoinHook):
+    """This rank's inputs are used up: it brings nothing to the steps of the others."""
+
+    def __init__(self, model: AcceleratedDataParallel) -> None:
+        super().__init__()
+        self._model = model
+
+    def main_hook(self) -> None:
+        """One forward and backward of the others, in the order in which they communicate."""
+        model = self._model
+        model._check_and_sync_module_buffers()
+        syncs = model._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        model.require_forward_param_sync = syncs
+        if syncs:
+            model.evener_steps.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined: who came last has taken every step."""
+        self._model.evener_steps.finish("join()")
+        self._model._sync_final_model(is_last_joiner)
 
 
 class _Begins:
@@ -254,6 +290,7 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
         _evener_ended=False,
         _evener_expects=False,
         _evener_shares=False,
+        _evener_share=1.0,
         _evener_logged=logged,
     )
     this = weakref.ref(accelerated)

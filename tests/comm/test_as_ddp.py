@@ -321,6 +321,44 @@ def static_later(wrap: Wrap, rank: int) -> Result:
     return weights(model.module)
 
 
+def uneven(wrap: Wrap, rank: int) -> Result:
+    """Ranks with more inputs than others; what they do afterwards is together again."""
+    model = DistributedDataParallel(nn.Sequential(Layers(), nn.BatchNorm1d(16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for epoch in range(3):
+        with model.join():
+            for step in range(3 + 4 * (rank if epoch < 2 else 1 - rank)):
+                optimizer.zero_grad()
+                if step == 4:
+                    with model.no_sync():
+                        model(data(50 + step, rank)).square().mean().backward()
+                model(data(10 * epoch + step, rank)).abs().mean().backward()
+                optimizer.step()
+    return weights(model.module)
+
+
+def uneven_average(wrap: Wrap, rank: int) -> Result:
+    """The average over those that have inputs: here over one of two."""
+    model = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    with model.join(divide_by_initial_world_size=False):
+        train(model, optimizer, rank, 3 + 4 * rank)
+    return weights(model.module)
+
+
+def early_end(wrap: Wrap, rank: int) -> Result:
+    """All stop where one has no more inputs."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    stops = pytest.raises(RuntimeError, match="exhausted")
+    with stops, model.join(throw_on_early_termination=True):
+        train(model, optimizer, rank, 5 + rank)
+    return weights(model.module)
+
+
 def made_plain_again(wrap: Wrap, rank: int) -> Result:
     model = DistributedDataParallel(Layers())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -347,6 +385,9 @@ PROGRAMS = (
     compiled,
     frameworks,
     static_later,
+    uneven,
+    uneven_average,
+    early_end,
     made_plain_again,
 )
 

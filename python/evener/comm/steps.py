@@ -96,8 +96,29 @@ class Steps:
         if self._recorder is not None:
             self._recorder.mark("forward_ended")
 
-    def backward_ended(self) -> None:
-        """A backward that brought gradients has ended: reduce what is missing, bring it in."""
+    def shadow(self) -> None:
+        """A step of the other ranks, to which this one brings nothing: it has no more inputs."""
+        self.finish("join()")
+        self.reducer.active = True
+        with torch.enable_grad():
+            self.forward_began(compiled=False)
+            self.finish("join()")
+            if self.overlap is not None:
+                self.overlap.forward_ended()
+        for parameter in self.reducer.parameters:
+            parameter.grad = None  # of its own last step
+        self.reducer.flush()
+        self.reducer.holds = False
+        self.reducer.apply()
+        if self._recorder is not None:  # without the other marks: it tells nothing
+            self._recorder.mark("landed")
+        self._count += 1
+
+    def backward_ended(self, at_once: bool = False) -> None:
+        """A backward that brought gradients has ended: reduce what is missing, bring it in.
+
+        `at_once`: nothing is left on its way.
+        """
         self.reducer.flush()
         self.reducer.holds = False
         recorder = self._recorder
@@ -106,7 +127,7 @@ class Steps:
         if self.overlap is None:
             self.reducer.apply()
         else:
-            self.overlap.backward_ended(at_once=recorder is not None)
+            self.overlap.backward_ended(at_once=at_once or recorder is not None)
         if recorder is not None:
             recorder.mark("landed")
         self._count += 1
