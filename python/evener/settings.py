@@ -217,6 +217,14 @@ EVENER_ROWS_THRESHOLD = _size(
     "The gradient of an embedding of at least this many bytes crosses the network as the rows that "
     "were looked up, where that is less (evener.ddp.accelerate). 0: never.",
 )
+EVENER_TRIAL_STEPS = _number(
+    _COMM,
+    "EVENER_TRIAL_STEPS",
+    3,
+    "Steps for which a planner tries its choice, DDP's own way and the next best ones, each twice "
+    "at most, before it keeps the fastest. 0: it keeps its choice untried.",
+    high=100,
+)
 LIGHT_TOPK_ALLREDUCE = _flag(
     _COMM,
     "LIGHT_TOPK_ALLREDUCE",

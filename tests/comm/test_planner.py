@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm import steps, wires
+from evener.comm.exchange import Exchange
 from evener.comm.planner import choose, live
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Curve, Link, of_network, paper_forms
@@ -427,6 +429,7 @@ def planned(
         overlap=True,
         measure=None if probe else fake,
         watch_every=4,
+        trial_steps=0,
     )
     model.evener_steps.planner = planner
     with heard() as said:
@@ -590,6 +593,105 @@ def test_a_warm_up_is_not_another_network() -> None:
     for began in worlds.run([1, 1], warms_up, env=ALL):
         # The eighth ends in the ninth forward, which begins before that.
         assert began == [False] * 9 + [True] * 3
+
+
+def tried(
+    rank: int, size: int, clips: bool, mode: str, slow: str
+) -> tuple[bytes, list[str], dict[str, Any]]:
+    """Trains while its ways are tried; those whose name begins as `slow` sleep in each exchange."""
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = accelerate(
+        DistributedDataParallel(net), optimizer, bucket_bytes=20_000, mode=mode, **FLOORS[mode]
+    )
+    reducer, planner, overlap = model.evener, model.evener_steps.planner, model.evener_steps.overlap
+    run = Exchange.run
+
+    def late(exchange: Exchange, shard: torch.Tensor, step: Any) -> None:
+        window = None if planner._trial is None else planner._trial.window
+        if window is not None and planner._trial.ways[window.way].name.startswith(slow):
+            time.sleep(0.004)
+        run(exchange, shard, step)
+
+    Exchange.run = late  # type: ignore[method-assign]
+    try:
+        with heard() as said:
+            for step in range(70):
+                torch.manual_seed(10 * step + rank)
+                optimizer.zero_grad()
+                model(torch.randn(4, 64)).square().mean().backward()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+    finally:
+        Exchange.run = run  # type: ignore[method-assign]
+    model.evener_steps.finish("")
+    assert planner.kept is not None, "the trial has ended"
+    found = {
+        "kept": planner.kept.name,
+        "ways": sorted(planner.tried),
+        "overlaps": overlap.wanted,
+        "forms": [exchange.wire.name for exchange in reducer.exchanges],
+        "expected": planner.decision.step_ms == planner.tried[planner.kept.name][1],
+        "own": planner.own_ms is not None,
+        "looked": planner.looked_at,
+    }
+    weights = models.raw(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    reducer.close()
+    return weights, said.lines, found
+
+
+FLOORS: dict[str, dict[str, str]] = {"exact": {}, "auto": {"floor": "int8"}}
+
+
+def test_what_is_slower_is_not_kept() -> None:
+    """The planner's own ways sleep: DDP's own stays, or torch's hook's, on all ranks alike."""
+    ranks = worlds.run([1, 1], tried, False, "auto", "planned")
+    (weights, said, found), (others, quiet, same) = ranks
+    assert weights == others and found == same
+    assert not found["kept"].startswith("planned") and found["expected"] and found["own"]
+    assert len(found["ways"]) >= 3
+    told = [line for line in said if line.startswith("plan: kept")]
+    assert len(told) == 1 and found["kept"] in told[0] and "tried: " in told[0]
+    assert not [line for line in quiet if line.startswith("plan:")]
+
+
+def test_clipping_is_planned_for() -> None:
+    """Nothing outlasts the step, nothing is expected to, and the log says what looks."""
+    (weights, said, found), (others, _, same) = worlds.run([1, 1], tried, True, "exact", "none")
+    assert weights == others and found["kept"] == same["kept"]
+    assert "clip_grad" in found["looked"] and not found["overlaps"]
+    assert set(found["forms"]) == {"exact"}
+    assert not [line for line in said if "is interrupted" in line]
+    assert any("plan: no overlap across the step" in line for line in said)
+
+
+def trials_change_nothing(rank: int, size: int) -> list[bytes]:
+    """With exact forms alone: the same bits whichever way is taken when."""
+    weights = []
+    for trial_steps in (0, 2):
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        model = accelerate(DistributedDataParallel(net), optimizer, bucket_bytes=20_000)
+        planner = Planner(model.evener, overlap=True, trial_steps=trial_steps)
+        model.evener_steps.planner, model.evener_steps._wanted = planner, True
+        for step in range(30):
+            torch.manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+        model.evener_steps.finish("")
+        assert (planner.kept is not None) == bool(trial_steps)
+        weights.append(models.raw(torch.cat([p.detach().flatten() for p in net.parameters()])))
+        model.evener.close()
+    return weights
+
+
+def test_a_trial_of_exact_ways_changes_no_bit() -> None:
+    (plain_one, tried_one), (plain_two, tried_two) = worlds.run([1, 1], trials_change_nothing)
+    assert plain_one == tried_one == plain_two == tried_two
 
 
 def in_one_node(rank: int, size: int) -> bool:

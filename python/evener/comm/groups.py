@@ -289,6 +289,7 @@ class Communicators:
             levels(self.rank, self.hosts, options.algorithm, options.intra_size)
         )
         self._flat: Route | None = None
+        self._library: Route | None = None
 
     @property
     def waits(self) -> str:
@@ -304,6 +305,21 @@ class Communicators:
                 self._route(levels(self.rank, self.hosts, "flat")) if one_level else self.route
             )
         return self._flat
+
+    def library(self) -> Route:
+        """The one-level route over the collective library alone, as DDP's own reducer takes it.
+
+        Collective, as `flat` is.
+        """
+        if self._library is None:
+            route = self.flat()
+            if route.outer.transport is not None:
+                name = "nccl" if self.device.type == "cuda" else "gloo"
+                carrier = transport.Carrier(name, "as DDP's own reducer does")
+                outer = replace(route.outer, transport=None)
+                route = replace(route, outer=outer, carrier=carrier)
+            self._library = route
+        return self._library
 
     def check(self) -> None:
         """Raise CommError when the network below a transport has failed."""

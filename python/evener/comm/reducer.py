@@ -172,14 +172,15 @@ class Reducer:
     def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
         """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
 
-        Between steps only, and the same on every rank. "flat" or "2d"; a form of `wires.names()`.
+        Between steps only, and the same on every rank. "flat", "2d", or "own", which is the
+        collective library alone as DDP's own reducer takes it; a form of `wires.names()`.
         """
         self._choices = tuple(choices)
         before = self.exchanges
         moves = any(
             exchange.state.residual is not None or exchange.state.velocity is not None
             for exchange in before
-            if exchange.route is not self._route_of(exchange.bucket)
+            if exchange.route.levels != self._route_of(exchange.bucket).levels
         )
         state = checkpoint.collect(self) if moves else None
         self._make_exchanges()
@@ -188,6 +189,9 @@ class Reducer:
         else:
             for exchange, same in zip(self.exchanges, before, strict=True):
                 exchange.state = same.state
+        # Those that no bucket uses any more hold scratch memory.
+        used = {id(exchange.wire) for exchange in self.exchanges}
+        self._wires = {key: wire for key, wire in self._wires.items() if id(wire) in used}
         self.resequence(sequence)
 
     def permitted(self, index: int, form: str) -> bool:
@@ -211,7 +215,10 @@ class Reducer:
     def _route_of(self, bucket: Bucket) -> Route:
         if bucket.by_rows:
             return self.communicators.flat()
-        if self._choices is not None and self._choices[bucket.index][0] == "flat":
+        algorithm = "" if self._choices is None else self._choices[bucket.index][0]
+        if algorithm == "own":
+            return self.communicators.library()
+        if algorithm == "flat":
             return self.communicators.flat()
         if bucket.bytes > self.options.two_level_max_bytes:
             return self.communicators.flat()

@@ -145,7 +145,7 @@ class Steps:
             if self._path and self.reducer.communicators.rank == 0:
                 profile.save(Path(self._path))
         if self.planner is not None:
-            self.planner.decide(profile)
+            self.planner.decide(profile, self.overlap)
         elif self.overlap is not None:
             order = None if profile is None else _order(profile)
             control = self.reducer.communicators.control.handle

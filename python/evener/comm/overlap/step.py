@@ -4,6 +4,7 @@
     tracing    a forward is observed once: which buckets it needs, and in what order
     reducing   backward has ended, reductions are on their way, `step()` has not been called
     deferred   `step()` was called: buckets are updated as they land
+    watched    everything has landed; whether something looks at it before `step()` is noticed
 
 While reducing, whatever looks at a gradient or a parameter (clipping, GradScaler, a norm that is
 logged) makes the step an ordinary one: everything is waited for. While deferred, the first use of a
@@ -46,6 +47,7 @@ class State(Enum):
     TRACING = 1
     REDUCING = 2
     DEFERRED = 3
+    WATCHED = 4
 
 
 class StepOverlap:
@@ -63,6 +65,11 @@ class StepOverlap:
         self.device = reducer.device
         self.state = State.IDLE
         self.off = ""  # why steps are not deferred any more, where they are not
+        self.wanted = True  # False: not for now, because a planner found it slower
+        # Steps that could not be deferred, because something looked at their results before
+        # `step()`; what did so in the last one.
+        self.interrupted = 0
+        self.looked_at = ""
         self._lock = threading.RLock()
         self._recorder: Recorder | None = None
         self._layout: Any = None
@@ -118,7 +125,7 @@ class StepOverlap:
 
     def forward_begins(self) -> None:
         """A forward that will be differentiated begins."""
-        if self.state is State.REDUCING:
+        if self.state in (State.REDUCING, State.WATCHED):
             self.finish("forward between backward and step")
 
     def forward_ended(self) -> None:
@@ -130,8 +137,12 @@ class StepOverlap:
         """All gradients came and were submitted. `at_once`: take an ordinary step."""
         with self._lock:
             capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
-            if at_once or self.off or self.reducer.ends_together or capturing:
+            if at_once or self.off or self.reducer.ends_together or capturing or not self.wanted:
                 self.reducer.apply()
+                if at_once and not (self.off or capturing):
+                    self._look_at_layout()
+                    self.state = State.WATCHED
+                    self._arm(self._members)
                 return
             self.reducer.defer()
             if self._stream is not None:
@@ -154,8 +165,12 @@ class StepOverlap:
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            if self.state is State.REDUCING and (why := optimizers.at_once(self.optimizer)):
+            waits = self.state in (State.REDUCING, State.WATCHED)
+            if waits and (why := optimizers.at_once(self.optimizer)):
                 self.finish(why)
+            if self.state is State.WATCHED:  # nothing has looked
+                self._disarm(self._members)
+                self.state = State.IDLE
             if self.state is State.REDUCING:
                 optimizers.observe(self.optimizer)
                 self._defer()
@@ -225,7 +240,7 @@ class StepOverlap:
         with self._lock:
             if self.state is State.DEFERRED and not set_to_none:
                 self.finish("zero_grad(set_to_none=False)")
-            elif self.state is State.REDUCING:
+            elif self.state in (State.REDUCING, State.WATCHED):
                 self.finish("zero_grad() between backward and step")
         for parameter in parameters:
             if set_to_none:
@@ -253,9 +268,13 @@ class StepOverlap:
                 self._updated = None
             if self.state is State.IDLE:
                 return
-            if reason and self.state is not State.TRACING:
+            watched = self.state is State.WATCHED
+            if reason and (watched or self.state is State.REDUCING):
+                self.interrupted += 1
+                self.looked_at = reason
+            if reason and not watched and self.state is not State.TRACING:
                 self._tell(reason)
-            if self.state is State.TRACING:
+            if watched or self.state is State.TRACING:
                 self._disarm(self._members)
                 self.state = State.IDLE
             elif self.state is State.REDUCING:
@@ -314,7 +333,7 @@ class StepOverlap:
     def used(self, parameters: Sequence[Pending], function: Callable[..., Any]) -> None:
         """A pending parameter is used."""
         with self._lock:
-            if self.state is State.REDUCING:
+            if self.state in (State.REDUCING, State.WATCHED):
                 self.finish(f"between backward and step, {_name(function)} in {_caller()}")
             for parameter in parameters:
                 unit = self._place[id(parameter)]

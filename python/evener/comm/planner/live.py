@@ -1,34 +1,49 @@
-"""The planner in a running job: probe, decide on rank 0, tell all, compare, decide again.
+"""The planner in a running job: probe, decide on rank 0, tell all, try, compare, decide again.
 
 Each reducer has one; where a form was asked for, only with overlap across the step. Then the form
 stays, and what is decided is the order in which buckets leave, and whether embeddings are taken
 apart.
 
-After the profiled step it probes the network (once, about a second), rank 0
-chooses, and every rank takes over the same decision. Then, every `WATCH_EVERY` steps, one step's
-exchanges between nodes are timed and rank 0 logs what was predicted beside what was measured. Where
-they are apart by more than `DRIFT` in two of these in a row, the network is not the one that was
-probed, and everything is done again; from then on the first measurement after a decision is what
-later ones are held against, so that a model of the network that is wrong here is not asked forever.
+After the profiled step it probes the network (once, about a second), rank 0 chooses, and every rank
+takes over the same decision. What was chosen is then tried beside DDP's own way and the next best
+ones, a few steps each (`trial`, `ways`), and the fastest stays. What is expected from there on is
+what was measured.
+
+Then, every `WATCH_EVERY` steps, one step's exchanges between nodes are timed and rank 0 logs what
+was predicted beside what was measured. Where they are apart by more than `DRIFT` in two of these in
+a row, the network is not the one that was probed, and everything is done again; from then on the
+first measurement after a decision is what later ones are held against, so that a model of the
+network that is wrong here is not asked forever. Where only steps have become slower, the ways are
+tried again.
+
+Whether something looks at gradients between backward and step (clipping, unscaling, a norm that is
+logged) is seen in the profiled steps: then no step can outlast it, and none is planned to.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from evener import settings
 from evener.comm import wires
+from evener.comm.overlap import StepOverlap
 from evener.comm.planner import choose, probe
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs
 from evener.comm.planner.sequence import first_sequence
 from evener.comm.planner.simulate import play
-from evener.comm.profile import Recorder, StepProfile
+from evener.comm.planner.trial import FAR, SETTLE, Trial, Watch, Way
+from evener.comm.planner.ways import describe, harshness, same, ways
+from evener.comm.profile import Clock, Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
 logger = logging.getLogger("evener.comm")
@@ -37,6 +52,12 @@ WATCH_EVERY = 50
 # Measured over predicted time of the exchanges, or the other way round.
 DRIFT = 1.5
 _STRIKES = 2
+# Steps in a row whose times are looked at, every `WATCH_EVERY`.
+_WATCHED = 8
+# Of the profiled steps, in so many something must look between backward and step.
+_LOOKED = 2
+# A step that is shorter than computing was said to be, by more than this, says how long that is.
+_SHORTER = 0.97
 
 Measure = Callable[[StepProfile], Costs]
 
@@ -51,9 +72,14 @@ class Planner:
         overlap: bool,
         measure: Measure | None = None,
         watch_every: int = WATCH_EVERY,
+        trial_steps: int | None = None,
     ) -> None:
-        """`measure`: in place of the probe, for tests; collective as the probe is."""
+        """`measure`: in place of the probe, for tests; collective as the probe is.
+
+        `trial_steps`: in each window of a trial, 0: nothing is tried; None: EVENER_TRIAL_STEPS.
+        """
         self.reducer, self.overlap = reducer, overlap
+        self._may_overlap = overlap
         # The form that was asked for; None where one is to be chosen.
         wire = reducer.options.wire
         self.forced = None if wire == "exact" else wire
@@ -76,21 +102,47 @@ class Planner:
         self._decisions = 0
         self._first: float | None = None
         self._watch: Recorder | None = None
+        # What was tried since the decision: by name the way, and milliseconds of a step.
+        self.tried: dict[str, tuple[Way, float]] = {}
+        self.kept: Way | None = None
+        self.looked_at = ""
+        if trial_steps is None:
+            trial_steps = settings.EVENER_TRIAL_STEPS.get()
+        self._trial_steps = trial_steps
+        self._trial: Trial | None = None
+        self._turn = 0
+        self._clock = Clock(reducer.device)
+        self._marks: list[Any] = []
+        self._slower: Watch | None = None
+        self._profile: StepProfile | None = None
+        self._corrected = False
+        self._overlap: StepOverlap | None = None
+        self._interrupted = 0
 
-    def decide(self, profile: StepProfile | None) -> None:
-        """Collective. Rank 0's profile counts; where it has none, all stays as it is."""
+    @property
+    def own_ms(self) -> float | None:
+        """Milliseconds of a step the way DDP takes it, where that was tried."""
+        return next((ms for way, ms in self.tried.values() if way.own), None)
+
+    def decide(self, profile: StepProfile | None, overlap: StepOverlap | None = None) -> None:
+        """Collective. Rank 0's profile counts; where it has none, all stays as it is.
+
+        `overlap`: what defers steps, where there is something.
+        """
         control = self.reducer.communicators.control.handle
         box: list[Any] = [profile]
         dist.broadcast_object_list(box, group=control, group_src=0)
         if box[0] is None:
             return
         agreed: StepProfile = box[0]
+        self._overlap = overlap
+        self._look(overlap)
         self.costs = self._measure(agreed)
-        box = [None, False]
+        box = [None, None]
         if self.reducer.communicators.rank == 0:
             made, whole = self._apart_or_whole(agreed, self.costs)
             agreed = whole or agreed
-            box = [made, whole is not None]
+            box = [made, whole]
             alone = self.forms if self.forced is None else ("exact",)
             self.forced_ms = {
                 form: self._choose(agreed, self.costs, [form]).step_ms for form in alone
@@ -98,8 +150,9 @@ class Planner:
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.decision = box[0]
         assert self.decision is not None
-        if box[1]:
+        if box[1] is not None:
             self.reducer.parts.leave_whole()
+            agreed = box[1]
         if self.forced is None:
             self.reducer.adopt(
                 [(choice.algorithm, choice.form) for choice in self.decision.choices],
@@ -109,11 +162,43 @@ class Planner:
             self.reducer.resequence(self.decision.sequence)
         for exchange, choice in zip(self.reducer.exchanges, self.decision.choices, strict=True):
             exchange.predicted_ms = choice.stages_ms[1]
-        self._strikes = self._steps = 0
-        self._since = self._first = None
         self._decisions += 1
         if self.reducer.communicators.rank == 0:
             self._log(agreed)
+        self._restart()
+        self._profile, self._corrected = agreed, False
+        self.tried, self.kept, self._slower, self._trial = {}, None, None, None
+        if self._trial_steps and self._tries:
+            planned = self.decision
+            found = self._from_first(lambda: self._ways(planned, agreed))
+            self._try(found)
+            self._turn = -1  # `step_begins` is still to be called for the step that begins
+
+    def _restart(self) -> None:
+        """Watch from here on."""
+        self._strikes = self._steps = 0
+        self._since = self._first = None
+        self._watch = self.reducer.recorder = None
+
+    def _look(self, overlap: StepOverlap | None) -> None:
+        """Agree on whether a step can outlast itself: not where something looks at its results."""
+        if overlap is None:
+            return
+        seen = _LOOKED if overlap.off else overlap.interrupted - self._interrupted
+        looked = torch.tensor([seen], dtype=torch.int64)
+        control = self.reducer.communicators.control.handle
+        dist.all_reduce(looked, dist.ReduceOp.MAX, group=control)
+        self._interrupted = overlap.interrupted
+        self.overlap, self.looked_at = self._may_overlap, ""
+        if int(looked.item()) < _LOOKED or not self.overlap:
+            return
+        self.overlap = False
+        self.looked_at = overlap.off or overlap.looked_at or "on another rank"
+        if self.reducer.communicators.rank == 0:
+            logger.info(
+                "plan: no overlap across the step, its results are needed before it ends: %s",
+                self.looked_at,
+            )
 
     def _apart_or_whole(
         self, profile: StepProfile, costs: Costs
@@ -158,11 +243,163 @@ class Planner:
             made, (min(sizes), max(sizes)), flat=options.algorithm != "2d"
         )
 
+    # --- trying ---
+
+    @property
+    def _tries(self) -> bool:
+        """Whether there is anything to choose from."""
+        return self.forced is None and self.reducer.communicators.route.levels.nodes > 1
+
+    def _from_first(self, make: Callable[[], list[Way]]) -> list[Way]:
+        """What rank 0 makes. Collective: costs differ in their last digits from rank to rank."""
+        box: list[Any] = [make() if self.reducer.communicators.rank == 0 else None]
+        control = self.reducer.communicators.control.handle
+        dist.broadcast_object_list(box, group=control, group_src=0)
+        found: list[Way] = box[0]
+        return found
+
+    def _ways(self, planned: Decision, profile: StepProfile) -> list[Way]:
+        assert self.costs is not None
+        route = self.reducer.communicators.route
+        alone = route.outer.transport is None and not route.levels.two_level
+        return ways(
+            planned,
+            profile,
+            self.costs,
+            self.forms,
+            overlap=self.overlap,
+            algorithm=self.reducer.options.algorithm,
+            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
+            library="2d" if alone else "own",
+        )
+
+    def _try(self, found: Sequence[Way]) -> None:
+        """Begin a trial of these, between steps."""
+        self._trial = Trial(found, self._trial_steps)
+        self._take(found[0])
+
+    def _take(self, way: Way) -> None:
+        """From the step that begins now on this way; everything that was on its way comes in."""
+        self.reducer.finish("")
+        made = way.decision
+        self.reducer.adopt([(c.algorithm, c.form) for c in made.choices], made.sequence)
+        for exchange, choice in zip(self.reducer.exchanges, made.choices, strict=True):
+            exchange.predicted_ms = choice.stages_ms[1]
+        if self._overlap is not None:
+            self._overlap.wanted = made.overlap
+        self.decision = made
+        self._turn, self._marks = 0, []
+
+    def _tried(self, trial: Trial) -> None:
+        """A step of a trial begins; the one before it has ended."""
+        window = trial.window
+        assert window is not None
+        self._turn += 1
+        if self._turn < SETTLE:
+            return
+        self._marks.append(self._clock.mark())
+        if len(self._marks) <= window.steps:
+            return
+        trial.took(self._agreed(self._times()))
+        if trial.window is not None:
+            following = trial.ways[trial.window.way]
+            if following.decision is not self.decision:
+                self._take(following)
+            else:
+                self._turn, self._marks = 0, []
+            return
+        self._trial = None
+        self._keep(trial)
+
+    def _times(self) -> list[float]:
+        """Milliseconds between the marks, which this takes away."""
+        marks, self._marks = self._marks, []
+        if self._clock.gpu:
+            marks[-1].synchronize()
+        return [self._clock.ms(a, b) for a, b in itertools.pairwise(marks)]
+
+    def _agreed(self, times: list[float]) -> list[float]:
+        """Of each the slowest rank's, in units that all ranks read alike."""
+        slowest = torch.tensor(times, dtype=torch.float64)
+        control = self.reducer.communicators.control.handle
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)
+        return [float(ms) for ms in slowest.tolist()]
+
+    def _keep(self, trial: Trial) -> None:
+        """The trial is over: keep the fastest; where computing takes less than thought, go on."""
+        result = trial.result
+        self.tried |= {way.name: (way, ms) for way, ms in zip(trial.ways, result.ms, strict=True)}
+        kept, took = trial.ways[result.kept], result.ms[result.kept]
+        if (again := self._corrected_ways(kept, took)) is not None:
+            self._try(again)
+            return
+        if kept.decision is not self.decision:
+            self._take(kept)
+        assert self._profile is not None
+        compute = min(self._profile.compute_ms, took)
+        self.kept = kept
+        self.decision = dataclasses.replace(kept.decision, step_ms=took, compute_ms=compute)
+        if self._slower is None:
+            self._slower = Watch(took)
+        else:
+            self._slower.tried(took)
+        self._restart()
+        if self.reducer.communicators.rank == 0:
+            self._log_trial(kept, took, compute)
+
+    def _corrected_ways(self, kept: Way, took: float) -> list[Way] | None:
+        """What to try once more, where a step was shorter than its computing was said to be."""
+        profile = self._profile
+        assert profile is not None and self.costs is not None
+        if self._corrected or took >= _SHORTER * profile.compute_ms:
+            return None
+        self._corrected = True
+        said, costs = profile.compute_ms, self.costs
+        self._profile = profile = _calibrated(profile, kept.decision, took)
+        found = self._from_first(
+            lambda: [Way("planned again", self._choose(profile, costs, self.forms))]
+        )
+        planned = found[0]
+        planned = dataclasses.replace(planned, harsh=harshness(planned.decision, self.forms))
+        if self.reducer.communicators.rank == 0:
+            logger.info(
+                "plan: computing takes %.1f ms and not %.1f ms, for a step took %.1f ms: planning "
+                "again",
+                profile.compute_ms,
+                said,
+                took,
+            )
+        if same(planned.decision, kept.decision):
+            return None
+        measured = dataclasses.replace(kept.decision, step_ms=took)
+        return [planned, dataclasses.replace(kept, decision=measured)]
+
+    def _log_trial(self, kept: Way, took: float, compute: float) -> None:
+        others = ", ".join(
+            f"{way.name} {ms:.1f} ms"
+            for way, ms in sorted(self.tried.values(), key=lambda tried: tried[1])
+            if way.name != kept.name
+        )
+        shown = took - compute
+        state = "hidden" if shown <= choose.TOLERANCE * compute else f"{shown:.1f} ms exposed"
+        logger.info(
+            "plan: kept %s (%s): step %.1f ms measured, compute %.1f ms, communication %s%s",
+            kept.name,
+            describe(kept.decision),
+            took,
+            compute,
+            state,
+            f"; tried: {others}" if others else "",
+        )
+
     # --- watching ---
 
     def step_begins(self) -> bool:
         """Once a step, between steps. Collective now and then; True: the network has changed."""
         if self.decision is None or self.reducer.steps < self.reducer.options.warmup_steps:
+            return False
+        if self._trial is not None:
+            self._tried(self._trial)
             return False
         self._steps += 1
         place = self._steps % self._every
@@ -170,6 +407,10 @@ class Planner:
             self._watch = self.reducer.recorder = Recorder(self.reducer.device)
         elif place == 2 and self._watch is not None:
             self.reducer.recorder = None
+        if 2 <= place <= 2 + _WATCHED and self._slower is not None:
+            if place == 2:
+                self._marks = []
+            self._marks.append(self._clock.mark())
         elif place == 0 and self._watch is not None:
             return self._compare(self._watch)
         return False
@@ -189,10 +430,15 @@ class Planner:
         self._since = now
         if self._first is None:
             self._first = measured
-        held = expected if self._decisions == 1 else self._first
+        # What was predicted is of the planner's own ways; another's first measurement counts.
+        modelled = self.kept is None or self.kept.name.startswith("planned")
+        held = expected if self._decisions == 1 and modelled else self._first
         apart = max(measured / held, held / max(measured, 1e-9)) if held else 1.0
         self._strikes = self._strikes + 1 if apart > DRIFT else 0
-        box: list[Any] = [self._strikes >= _STRIKES]
+        slower = False
+        if self._slower is not None and len(self._marks) > 2:
+            slower = self._slower.look(statistics.median(self._times()))
+        box: list[Any] = [self._strikes >= _STRIKES, slower]
         rank = self.reducer.communicators.rank
         dist.broadcast_object_list(
             box, group=self.reducer.communicators.control.handle, group_src=0
@@ -205,7 +451,22 @@ class Planner:
                 self.decision.step_ms,
                 measured,
                 expected,
-                "; the network has changed, planning again" if box[0] else "",
+                "; the network has changed, planning again"
+                if box[0]
+                else "; steps have become slower, the ways are tried again"
+                if box[1]
+                else "",
+            )
+        if box[0] and self._overlap is not None:
+            self._interrupted = self._overlap.interrupted
+        elif box[1] and self.kept is not None:
+            least = min(ms for _, ms in self.tried.values())
+            self._try(
+                [
+                    dataclasses.replace(way, decision=dataclasses.replace(way.decision, step_ms=ms))
+                    for way, ms in self.tried.values()
+                    if ms <= FAR * least
+                ]
             )
         return bool(box[0])
 
@@ -240,6 +501,20 @@ class Planner:
             )
         for line in table(profile, made):
             logger.info("plan: %s", line)
+
+
+def _calibrated(profile: StepProfile, made: Decision, took: float) -> StepProfile:
+    """The step whose computing takes so long that with this decision it is played in `took`."""
+    stages = [choice.stages_ms for choice in made.choices]
+    losses = [choice.loss for choice in made.choices]
+    low, high = 0.05 * took, min(took, profile.compute_ms)
+    for _ in range(30):
+        tried = profile.scaled((low + high) / 2)
+        if play(tried, stages, made.sequence, made.overlap, losses).step_ms > took:
+            high = tried.compute_ms
+        else:
+            low = tried.compute_ms
+    return profile.scaled(low)
 
 
 def as_complete(profile: StepProfile, made: Decision) -> float:

@@ -1,0 +1,645 @@
+"""Twenty models beside DDP, torch's hooks and PowerSGD: is Evener's planner ever slower?
+
+    python benchmarks/zoo.py                              # 25, 10 and 1 Gb/s, all models
+    python benchmarks/zoo.py --rates 25 --budget-s 540    # what fits into nine minutes, then again:
+    python benchmarks/zoo.py --rates 25 --budget-s 540    # goes on where it stopped
+    python benchmarks/zoo.py --models gpt2,swin_b --rates 10 --columns ddp,fp16,int8
+    python benchmarks/zoo.py --tiny --device cpu --rates 0.1
+    python benchmarks/zoo.py --show                       # the table of what is in the file
+
+Two simulated nodes of one GPU each (`evener lab`), links of so many Gb/s. One process a rank and
+rate trains all models, a model after another; all columns of a model live side by side and take
+their steps in turn, so that a slow minute of the machine falls on every column. A step's time is
+from its start to the next one's start, so that what a step leaves for the next forward counts; the
+median over all rounds, of the slower rank. Evener's columns first take the steps in which the
+planner measures and tries (`settle_steps` in the file).
+
+At the end of a column the parameters of both ranks are compared bit for bit: one that has not
+reduced its gradients fails. Results are written after each model; models that are in the file
+already are left out (--again measures them again).
+
+Needs 2 GPUs (or --device cpu), the rights that `evener lab` needs, torchvision, timm, transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("ddp", "fp16", "bf16", "powersgd", "int8", "topk", "lowrank")
+TITLES = {
+    "ddp": "DDP",
+    "fp16": "fp16 hook",
+    "bf16": "bf16 hook",
+    "powersgd": "PowerSGD",
+    "int8": "Evener, floor INT8",
+    "topk": "floor top-k",
+    "lowrank": "floor low-rank",
+}
+# What each of Evener's floors is held against.
+BESIDE = {
+    "int8": ("ddp", "fp16", "bf16"),
+    "topk": ("ddp", "fp16", "bf16", "powersgd"),
+    "lowrank": ("ddp", "fp16", "bf16", "powersgd"),
+}
+_MARK = "ZOO "
+_MOST_SETTLING = 120
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker is told."""
+
+    models: list[str]
+    columns: list[str]
+    rate: float
+    device: str
+    tiny: bool
+    seconds: float
+    rounds: int
+    most_steps: int
+    until: float  # time.time() after which no model is begun
+    batch: int
+    threads: int
+
+
+# --- in the nodes ---
+
+
+def worker(settings: Settings) -> None:
+    """One rank: all models, one after another; rank 0 prints a line of JSON for each."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    os.environ.setdefault("EVENER_GUARD_STEPS", "0")  # one check in so few steps would count
+    gpu = settings.device == "cuda"
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    else:
+        torch.set_num_threads(settings.threads)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
+    control = dist.new_group(backend="gloo")
+
+    def say(kind: str, **what: Any) -> None:
+        if rank == 0:
+            print(_MARK + json.dumps({"kind": kind, **what}), flush=True)
+
+    if rank == 0:
+        import evener.log  # noqa: F401 - the planner's lines
+    for name in settings.models:
+        go = [time.time() < settings.until]
+        dist.broadcast_object_list(go, src=0, group=control)
+        if not go[0]:
+            break
+        say("begins", model=name)
+        say("row", row=Measurement(name, settings, control).run())
+    if gpu:
+        torch.cuda.synchronize()
+    dist.barrier(group=control)
+    sys.stdout.flush()
+    os._exit(0)  # groups of NCCL's take seconds to end, and nothing is left to say
+
+
+class Column:
+    """One way to combine a model's gradients, in training."""
+
+    def __init__(self, name: str, module: Any, batch: Any, entry: Any, settings: Settings) -> None:
+        import torch
+
+        self.name, self.batch, self.entry = name, batch, entry
+        self.device = settings.device
+        self.module = module = copy.deepcopy(module)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        kind = getattr(torch.optim, entry.optimizer)
+        self.optimizer = kind(self.parameters, lr=1e-3 if entry.optimizer == "AdamW" else 0.01)
+        self.model = self._wrapped()
+        self.steps: list[float] = []
+        self.settle_steps = 0
+        self.error = ""
+
+    def _wrapped(self) -> Any:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        from torch.nn.parallel import DistributedDataParallel
+
+        import evener.ddp
+
+        wrapped = DistributedDataParallel(self.module)
+        if self.name in ("fp16", "bf16"):
+            wrapped.register_comm_hook(None, getattr(default_hooks, f"{self.name}_compress_hook"))
+        elif self.name == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+            state = powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
+        elif self.name != "ddp":
+            return evener.ddp.accelerate(wrapped, self.optimizer, mode="auto", floor=self.name)
+        return wrapped
+
+    def step(self) -> None:
+        """One of training."""
+        import torch
+
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.entry.amp):
+            loss = self.model(*self.batch)
+        loss.backward()
+        if self.entry.clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.entry.clip)
+        self.optimizer.step()
+
+    def finish(self) -> None:
+        """Bring in what a step has left for the next forward."""
+        if (left := getattr(self.model, "evener_steps", None)) is not None:
+            left.finish("")
+
+    @property
+    def planner(self) -> Any:
+        """Evener's, or None."""
+        return getattr(getattr(self.model, "evener_steps", None), "planner", None)
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is measured from here on is what training goes on with."""
+        return self.planner is None or self.planner.kept is not None
+
+    def checksum(self) -> str:
+        """Of all parameters."""
+        import torch
+
+        digest = hashlib.blake2b(digest_size=16)
+        for parameter in self.parameters:
+            raw = parameter.detach().contiguous().view(-1).view(torch.uint8)
+            digest.update(raw.cpu().numpy().data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Give everything back."""
+        if (reducer := getattr(self.model, "evener", None)) is not None:
+            if self.model.evener_steps.overlap is not None:
+                self.model.evener_steps.overlap.detach()
+            reducer.close()
+
+
+class Measurement:
+    """All columns of one model at one rate."""
+
+    def __init__(self, name: str, settings: Settings, control: Any) -> None:
+        self.name, self.settings, self.control = name, settings, control
+        self.gpu = settings.device == "cuda"
+
+    def run(self) -> dict[str, Any]:
+        """The row. Collective; what fails on all ranks alike is in it."""
+        import torch
+        from zoo_models import ZOO
+
+        began, settings = time.perf_counter(), self.settings
+        entry = ZOO[self.name]
+        row: dict[str, Any] = {"model": self.name, "rate": settings.rate, "cells": {}}
+        torch.manual_seed(1)
+        try:
+            with torch.device(settings.device):
+                module = entry.make(settings.tiny)
+        except Exception as error:  # noqa: BLE001 - the other models go on
+            return {**row, "error": f"{type(error).__name__}: {error}"[:500]}
+        torch.manual_seed(100 + int(os.environ["RANK"]))
+        size = settings.batch or (8 if settings.tiny else entry.batch)
+        batch = tuple(part.to(settings.device) for part in entry.data(settings.tiny, size))
+        row["batch"] = size
+        row["gradient_bytes"] = sum(
+            p.numel() * p.element_size() for p in module.parameters() if p.requires_grad
+        )
+        row["parameters"] = sum(p.requires_grad for p in module.parameters())
+        columns: list[Column] = []
+        for name in settings.columns:
+            make = partial(Column, name, module, batch, entry, settings)
+            made = self._guarded(name, row, make)
+            if made is not None:
+                columns.append(made)
+        del module, make
+        row["built_s"] = round(time.perf_counter() - began, 2)
+        columns = [c for c in columns if self._guarded(c.name, row, partial(self._settle, c))]
+        row["settled_s"] = round(time.perf_counter() - began, 2)
+        counts = {c.name: self._count(c) for c in columns}
+        for turn in range(settings.rounds):
+            for column in columns if turn % 2 == 0 else columns[::-1]:
+                column.steps += self._timed(column, counts[column.name])
+        for column in columns:
+            row["cells"][column.name] = self._cell(column)
+        for column in columns:
+            column.close()
+        del columns
+        if self.gpu:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        row["took_s"] = round(time.perf_counter() - began, 2)
+        return row
+
+    def _guarded(self, name: str, row: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """What `call` gives; None where it failed on a rank, which is then in the row."""
+        import torch.distributed as dist
+
+        error, found = "", None
+        try:
+            found = call()
+        except Exception as raised:  # noqa: BLE001 - the other columns go on
+            traceback.print_exc()
+            error = f"{type(raised).__name__}: {raised}"[:500]
+        errors: list[Any] = [None, None]
+        dist.all_gather_object(errors, error, group=self.control)
+        if any(errors):
+            row["cells"][name] = {"error": next(e for e in errors if e)}
+            return None
+        return found
+
+    def _settle(self, column: Column) -> bool:
+        """Warm up: caches, DDP's second layout of buckets, the planner's measuring and trying."""
+        if column.planner is None:
+            began = time.perf_counter()
+            for done in range(1, 5):
+                column.step()
+                self._wait()
+                if done >= 3 and self._agreed(time.perf_counter() - began) > done:
+                    break  # a second each: the host's clock differs, so rank 0's counts
+            column.settle_steps = done
+            return True
+        while not column.settled:  # nothing waits for the device here: the steps are being timed
+            column.step()
+            column.settle_steps += 1
+            if column.settle_steps == _MOST_SETTLING:
+                raise RuntimeError(f"nothing was decided in {_MOST_SETTLING} steps")
+        return True
+
+    def _count(self, column: Column) -> int:
+        """How many steps fill the time that a round has."""
+        times = self._timed(column, 1)
+        column.steps = []
+        return max(
+            2, min(self.settings.most_steps, math.ceil(1e3 * self.settings.seconds / times[0]))
+        )
+
+    def _timed(self, column: Column, steps: int) -> list[float]:
+        """Milliseconds of `steps` steps after one that does not count; the slower rank's."""
+        import torch
+        import torch.distributed as dist
+
+        self._wait()
+        dist.barrier(group=self.control)
+        column.step()
+        marks = []
+        for _ in range(steps):
+            marks.append(self._mark())
+            column.step()
+        marks.append(self._mark())
+        column.finish()
+        self._wait()
+        if self.gpu:
+            times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+        else:
+            times = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.control)
+        return [round(ms, 4) for ms in slowest.tolist()]
+
+    def _mark(self) -> Any:
+        import torch
+
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _wait(self) -> None:
+        import torch
+
+        if self.gpu:
+            torch.cuda.synchronize()
+
+    def _agreed(self, value: float) -> float:
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return float(box[0])
+
+    def _cell(self, column: Column) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        sums: list[Any] = [None, None]
+        dist.all_gather_object(sums, column.checksum(), group=self.control)
+        cell: dict[str, Any] = {
+            "step_ms": round(statistics.median(column.steps), 3),
+            "steps_ms": column.steps,
+            "settle_steps": column.settle_steps,
+        }
+        if sums[0] != sums[1]:
+            cell["error"] = "the ranks' parameters differ"
+        if (planner := column.planner) is not None:
+            made = planner.decision
+            cell["plan"] = {
+                "kept": planner.kept.name,
+                "expected_ms": round(made.step_ms, 3),
+                "compute_ms": round(made.compute_ms, 3),
+                "hidden": made.hidden,
+                "overlap": made.overlap,
+                "forms": [f"{choice.algorithm} {choice.form}" for choice in made.choices],
+                "looked_at": planner.looked_at,
+                "carrier": column.model.evener.communicators.route.carrier.to_json(),
+                "tried": {
+                    name: {"ms": round(ms, 3), "modelled_ms": round(way.decision.step_ms, 3)}
+                    for name, (way, ms) in planner.tried.items()
+                },
+            }
+        return cell
+
+
+# --- outside of them ---
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What this ran on."""
+    import torch
+
+    versions = {}
+    for package in ("torch", "torchvision", "timm", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = ""
+    found: dict[str, Any] = {
+        "versions": versions,
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+    }
+    if device == "cuda":
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+class Kept:
+    """The results' file: rows by model and rate, in the order in which they came."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record: dict[str, Any] = {"schema": "evener.zoo/1", "runs": [], "rows": []}
+        if path.exists():
+            self.record = json.loads(path.read_text(encoding="utf-8"))
+
+    def has(self, model: str, rate: float, columns: list[str]) -> bool:
+        """Whether nothing is left to measure."""
+        return any(
+            row["model"] == model and row["rate"] == rate and set(columns) <= set(row["cells"])
+            for row in self.record["rows"]
+        )
+
+    def add(self, row: dict[str, Any]) -> None:
+        """In place of an older one of that model and rate."""
+        same = (row["model"], row["rate"])
+        self.record["rows"] = [
+            *(old for old in self.record["rows"] if (old["model"], old["rate"]) != same),
+            row,
+        ]
+        self.write()
+
+    def write(self) -> None:
+        """All or nothing."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        part.replace(self.path)
+
+
+def at_rate(settings: Settings, kept: Kept, timeout: float) -> list[str]:
+    """Train `settings.models` in one lab; returns the models of which no row came."""
+    from evener.lab import Lab, Spec
+
+    left, begun = list(settings.models), [""]
+
+    def on_line(rank: int, node: str, stream: str, line: str) -> None:
+        if not line.startswith(_MARK):
+            shown = "plan:" in line or "Error" in line or "error" in line
+            if shown or os.environ.get("ZOO_VERBOSE"):
+                print(f"    [{rank}@{node} {stream}] {line.rstrip()[:400]}", flush=True)
+            return
+        told = json.loads(line.removeprefix(_MARK))
+        if told["kind"] == "begins":
+            begun[0] = told["model"]
+        else:
+            row = told["row"]
+            left.remove(row["model"])
+            begun[0] = ""
+            kept.add(row)
+            print(said(row), flush=True)
+
+    rate = f"{settings.rate:g}gbit" if settings.rate >= 1 else f"{1000 * settings.rate:g}mbit"
+    env = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"), "EVENER_LOG": "info"}
+    with Lab(Spec.parse(f"2x1@{rate}")) as lab:
+        argv = [sys.executable, __file__, "--worker", json.dumps(asdict(settings))]
+        result = lab.launch(argv, env=env, timeout=timeout, on_line=on_line)
+    if result.status and begun[0]:
+        left.remove(begun[0])
+        kept.add(
+            {
+                "model": begun[0],
+                "rate": settings.rate,
+                "cells": {},
+                "error": f"the job ended with status {result.status}",
+            }
+        )
+        print(f"  {begun[0]}: the job ended with status {result.status}", flush=True)
+    return left
+
+
+def said(row: dict[str, Any]) -> str:
+    """One line about a row."""
+    cells = ", ".join(
+        f"{name} {cell['error'][:60] if 'error' in cell else str(cell['step_ms']) + ' ms'}"
+        for name, cell in row["cells"].items()
+    )
+    return f"  {row['model']} at {row['rate']:g} Gb/s ({row.get('took_s', 0)} s): " + (
+        row.get("error") or cells
+    )
+
+
+def step(row: dict[str, Any], column: str) -> float | None:
+    """Milliseconds; None where it failed or was not measured."""
+    cell = row["cells"].get(column, {})
+    return None if "error" in cell else cell.get("step_ms")
+
+
+def against(row: dict[str, Any], column: str) -> float | None:
+    """How many times as fast as the best of what it is held against."""
+    own = step(row, column)
+    others = [ms for name in BESIDE[column] if (ms := step(row, name)) is not None]
+    return min(others) / own if own and others else None
+
+
+def mean(ratios: list[float]) -> float:
+    """Geometric; nan where there is none."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: samples/s a rank, ratios, and what was expected."""
+    lines = []
+    floors = [name for name in BESIDE if any(name in row["cells"] for row in rows)]
+    columns = [name for name in COLUMNS if any(name in row["cells"] for row in rows)]
+    for rate in sorted({row["rate"] for row in rows}, reverse=True):
+        here = [row for row in rows if row["rate"] == rate]
+        heads = [
+            f"{rate:g} Gb/s, samples/s a rank",
+            "MB",
+            *(TITLES[name] for name in columns),
+            *(f"{name} / best" for name in floors),
+            "kept",
+            "expected / measured",
+        ]
+        lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        for row in here:
+            if row.get("error"):
+                lines.append(f"| {row['model']} | failed: {row['error'][:80]} |")
+                continue
+            shown = [row["model"], f"{row['gradient_bytes'] / 1e6:.0f}"]
+            for name in columns:
+                ms = step(row, name)
+                shown.append("failed" if ms is None else f"{1e3 * row['batch'] / ms:,.0f}")
+            for name in floors:
+                ratio = against(row, name)
+                shown.append("" if ratio is None else f"{ratio:.3f}")
+            plans = [row["cells"].get(name, {}).get("plan") for name in floors]
+            shown.append("; ".join(plan["kept"] for plan in plans if plan))
+            shown.append(
+                "; ".join(
+                    f"{plan['expected_ms'] / ms:.2f}"
+                    for name, plan in zip(floors, plans, strict=True)
+                    if plan and (ms := step(row, name))
+                )
+            )
+            lines.append("| " + " | ".join(shown) + " |")
+        for name in floors:
+            ratios = [ratio for row in here if (ratio := against(row, name))]
+            plain = [
+                min(others) / own
+                for row in here
+                if (own := step(row, name))
+                and (others := [ms for n in ("ddp", "fp16") if (ms := step(row, n))])
+            ]
+            held = [
+                abs(plan["expected_ms"] / ms - 1) <= 0.1
+                for row in here
+                if (ms := step(row, name)) and (plan := row["cells"][name].get("plan"))
+            ]
+            hidden = [
+                row["model"]
+                for row in here
+                if (ms := step(row, name))
+                and (plan := row["cells"][name].get("plan"))
+                and plan["hidden"]
+                and ms > 1.1 * plan["compute_ms"]
+            ]
+            lines.append("")
+            lines.append(
+                f"{TITLES[name]}: {sum(r >= 0.98 for r in ratios)} of {len(ratios)} rows at least "
+                f"0.98 of the best of {', '.join(BESIDE[name])}; geometric mean {mean(ratios):.3f},"
+                f" against the best of DDP and fp16 {mean(plain):.3f}; expected within 10% in "
+                f"{sum(held)} of {len(held)}"
+                + (f"; said to be hidden and was not: {', '.join(hidden)}" if hidden else "")
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """All rates, as far as the budget goes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", help="separated by commas; default: all twenty")
+    parser.add_argument("--rates", default="25,10,1", help="Gb/s of a node's link")
+    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models, for CPUs")
+    parser.add_argument("--batch", type=int, default=0, help="samples a rank, for all models")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of steps, a column and round")
+    parser.add_argument("--rounds", type=int, default=3, help="of all columns, in turn")
+    parser.add_argument("--most-steps", type=int, default=15, help="in a column and round")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank, on CPUs")
+    parser.add_argument("--budget-s", type=float, default=0, help="begin no model after so long")
+    parser.add_argument("--again", action="store_true", help="also what is in the file")
+    parser.add_argument("--show", action="store_true", help="measure nothing, print the table")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/zoo.json"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(Settings(**json.loads(given.worker)))
+        return 0
+    kept = Kept(given.json)
+    if given.show:
+        print(table(kept.record["rows"]))
+        return 0
+    from zoo_models import ZOO
+
+    from evener.comm import wires
+
+    models = given.models.split(",") if given.models else list(ZOO)
+    columns = [
+        name
+        for name in given.columns.split(",")
+        if not (name == "lowrank" and name not in wires.names())
+        # The hook mixes up its collectives over Gloo where there are several buckets.
+        and not (name == "powersgd" and given.device == "cpu")
+    ]
+    for name in (*models, *columns):
+        if name not in ZOO and name not in COLUMNS:
+            print(f"error: there is no {name}\nfix: choose from {', '.join([*ZOO, *COLUMNS])}")
+            return 2
+    began = time.time()
+    until = began + given.budget_s if given.budget_s else began + 1e9
+    kept.record["runs"].append(
+        {
+            "command": " ".join(["python", "benchmarks/zoo.py", *sys.argv[1:]]),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": machine(given.device),
+        }
+    )
+    for rate in [float(text) for text in given.rates.split(",")]:
+        left = [m for m in models if given.again or not kept.has(m, rate, columns)]
+        for _ in range(3):  # a model that ends the job is noted, and the others go on
+            if not left or time.time() >= until:
+                break
+            print(f"{rate:g} Gb/s: {', '.join(left)}", flush=True)
+            settings = Settings(
+                left, columns, rate, given.device, given.tiny, given.seconds, given.rounds,
+                given.most_steps, until, given.batch, given.threads,
+            )  # fmt: skip
+            timeout = max(60.0, until - time.time() + 45) if given.budget_s else 7200.0
+            left = at_rate(settings, kept, timeout)
+    kept.write()
+    print()
+    print(table(kept.record["rows"]))
+    print(f"{time.time() - began:.0f} s; {kept.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

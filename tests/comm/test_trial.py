@@ -1,0 +1,182 @@
+"""Trials of ways to take a step: what is kept, with injected times and no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.comm.planner.choose import Choice, Decision, choose
+from evener.comm.planner.costs import Curve
+from evener.comm.planner.trial import EQUAL, MOST_EQUAL, NEAR, Result, Trial, Watch, Way
+from evener.comm.planner.ways import ways
+from tests.comm.test_planner import RESNET, VGG, down_to, network
+
+
+def way(number: int, predicted: float, harsh: int = 0, overlap: bool = False) -> Way:
+    choice = Choice("2d", "exact", (0.0, 1.0, 0.0))
+    decision = Decision((choice,), (0,), overlap, 10.0, predicted, 20.0)
+    return Way(f"way {number}", decision, harsh)
+
+
+def everything(bucket: int, form: str) -> bool:
+    del bucket, form
+    return True
+
+
+def drive(trial: Trial, times: list[float], noise: float = 0.0, seed: int = 0) -> Result:
+    """Runs it to its end; `times[n]` is what a step of way n takes."""
+    dice, windows = random.Random(seed), 0
+    while (window := trial.window) is not None:
+        windows += 1
+        assert windows <= 100 and window.steps >= 1
+        trial.took(
+            [times[window.way] * (1 + noise * dice.uniform(-1, 1)) for _ in range(window.steps)]
+        )
+    return trial.result
+
+
+WAYS = st.lists(
+    st.tuples(
+        st.floats(1.0, 1000.0),  # what it takes
+        st.floats(1.0, 1000.0),  # what was predicted
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(WAYS, st.integers(1, 4), st.integers(1, 3), st.floats(0.0, 0.004), st.integers(0, 99))
+def test_never_slower_than_the_best_that_was_tried(
+    made: list[tuple[float, float, int]], steps: int, rounds: int, noise: float, seed: int
+) -> None:
+    """Whatever was predicted: what is kept is as fast as the fastest, to the noise."""
+    times = [took for took, _, _ in made]
+    trial = Trial([way(n, said, harsh) for n, (_, said, harsh) in enumerate(made)], steps, rounds)
+    result = drive(trial, times, noise, seed)
+    assert times[result.kept] <= min(times) * (1 + EQUAL) * (1 + 5 * noise)
+    assert all(trial.samples), "every way was tried"
+    assert result.ms == tuple(statistics.median(samples) for samples in trial.samples)
+
+
+@given(WAYS, st.integers(1, 4), st.integers(1, 3))
+def test_all_ranks_come_to_the_same(
+    made: list[tuple[float, float, int]], steps: int, rounds: int
+) -> None:
+    times = [took for took, _, _ in made]
+    found = [way(n, said, harsh) for n, (_, said, harsh) in enumerate(made)]
+    assert drive(Trial(found, steps, rounds), times) == drive(Trial(found, steps, rounds), times)
+
+
+@given(WAYS)
+def test_of_equals_the_mildest_is_kept(made: list[tuple[float, float, int]]) -> None:
+    times = [took for took, _, _ in made]
+    harsh = [harsh for _, _, harsh in made]
+    result = drive(Trial([way(n, 1.0, h) for n, h in enumerate(harsh)], 3), times)
+    equal = [n for n, took in enumerate(times) if took <= (1 + EQUAL) * min(times)]
+    assert harsh[result.kept] == min(harsh[n] for n in equal)
+
+
+def test_a_lossy_form_must_win_by_more_than_the_noise() -> None:
+    """A model of a few KB: exact and FP16 take the same, and 10% is noise."""
+    for seed in range(200):
+        trial = Trial([way(0, 1.0, harsh=1), way(1, 1.0)], 3)
+        result = drive(trial, [1.0, 1.0], noise=0.02, seed=seed)
+        best = min(result.ms)
+        assert result.kept == 1 or result.ms[1] > (1 + EQUAL) * best
+    assert drive(Trial([way(0, 1.0, harsh=1), way(1, 1.0)], 3), [1.0, 1.1]).kept == 0
+    # Samples that scatter say how much is noise, up to a limit.
+    trial = Trial([way(0, 1.0, harsh=1), way(1, 1.0)], 3, rounds=1)
+    trial.took([0.90, 1.00, 1.20])
+    trial.took([0.95, 1.03, 1.15])
+    assert trial.result.kept == 1 and MOST_EQUAL > 0.03
+
+
+def test_what_cannot_win_costs_one_step() -> None:
+    trial = Trial([way(0, 10.0), way(1, 100.0), way(2, 11.0)], 3)
+    counts = []
+    while (window := trial.window) is not None:
+        counts.append((window.way, window.steps))
+        trial.took([[10.0, 100.0, 20.0][window.way]] * window.steps)
+    assert counts == [(0, 3), (1, 1), (2, 3)], "nobody is near the best: one round"
+    trial = Trial([way(0, 10.0), way(1, 10.0), way(2, 10.0)], 2)
+    order = []
+    while (window := trial.window) is not None:
+        order.append(window.way)
+        trial.took([[10.0, 30.0, 10.0 * (NEAR - 0.01)][window.way]] * 2)
+    assert order == [0, 1, 2, 2, 0]
+
+
+def test_a_trial_is_refused_what_it_did_not_ask_for() -> None:
+    trial = Trial([way(0, 1.0)], 3)
+    with pytest.raises(ValueError, match="2 times for 3 steps"):
+        trial.took([1.0, 1.0])
+    with pytest.raises(ValueError, match="0 ways"):
+        Trial([], 3)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=5, max_size=300))
+def test_a_watch_asks_less_and_less(found: list[float]) -> None:
+    watch, asked = Watch(1.0), []
+    for place, ms in enumerate(found):
+        if watch.look(ms):
+            asked.append(place)
+            watch.tried(ms)
+    assert all(found[place] > 1.15 * min(1.0, found[place]) or place for place in asked)
+    # Two strikes each, and the pauses double.
+    apart = [b - a for a, b in itertools.pairwise(asked)]
+    pauses = [min(64, 2**n) + 2 for n in range(len(apart))]
+    assert all(gap >= least for gap, least in zip(apart, pauses, strict=True))
+
+
+def test_a_watch_wants_two_in_a_row() -> None:
+    watch = Watch(100.0)
+    assert [watch.look(ms) for ms in (114, 116, 100, 116, 114, 116, 116)] == [False] * 6 + [True]
+
+
+def test_the_ways_are_those_that_win_where_the_model_is_wrong() -> None:
+    for profile in (VGG, RESNET):
+        for gbit in (1, 10, 25, 400):
+            for floor in ("exact", "fp16", "int8", "topk"):
+                forms = down_to(floor)
+                arguments = {"overlap": True, "algorithm": "auto", "allowed": everything}
+                costs = network(gbit, 2, 1)
+                planned = choose(profile, costs, forms, overlap=True)
+                found = ways(planned, profile, costs, forms, **arguments)  # type: ignore[arg-type]
+                assert found[0].decision is planned
+                assert [w.own for w in found].count(True) == 1
+                sent = {c.form for w in found for c in w.decision.choices}
+                assert sent <= set(forms), "below the floor"
+                assert forms[-1] in sent
+                assert any(not w.decision.overlap for w in found)
+                kinds = [
+                    (w.decision.overlap, w.decision.sequence, str(w.decision.choices))
+                    for w in found
+                ]
+                assert len(set(kinds)) == len(kinds)
+    # Where the library is what carries all anyway, DDP's own way differs by the overlap alone.
+    costs = dataclasses.replace(network(400, 2, 1), flat=None)
+    planned = choose(RESNET, costs, ["exact"])
+    same = ways(
+        planned, RESNET, costs, ["exact"], overlap=False, algorithm="auto",
+        allowed=everything, library="2d",
+    )  # fmt: skip
+    assert len(same) == 1 and same[0].own
+
+
+def test_a_step_shorter_than_its_computing_corrects_it() -> None:
+    from evener.comm.planner.live import _calibrated
+
+    costs = network(10, 2, 1)
+    real = choose(VGG, costs, ["int8"], overlap=True)
+    inflated = VGG.scaled(3 * VGG.compute_ms)
+    found = _calibrated(inflated, real, real.step_ms)
+    again = choose(found, costs, ["int8"], overlap=True)
+    assert again.step_ms == pytest.approx(real.step_ms, rel=0.02)
+    assert Curve(()).points == ()
