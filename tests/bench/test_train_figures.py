@@ -142,6 +142,19 @@ def test_an_update_that_is_not_ddps_has_no_figure() -> None:
     assert fp16 is not None and fp16.runs[0].distance == pytest.approx(0.001 / 3.77, rel=0.01)
 
 
+def test_later_updates_are_compared_too() -> None:
+    """A form with error feedback sends its first step exactly; and no update is no update."""
+    rates = {"plain": [1000.0], "ddp": [400.0], "topk": [500.0], "ddp-powersgd": [600.0]}
+    nothing = guard.encode([0.0] * 4)
+    right = {"update": UPDATE, "later": UPDATE}
+    for column in ("topk", "ddp-powersgd"):
+        taken = made(rates, change={"ddp": right, column: {**right, "later": nothing}})
+        assert [run.column for run in taken.failures] == [column]
+        assert "its next 6 updates are 1 from DDP's" in taken.failures[0].reason
+    taken = made(rates, change={"ddp": right, "topk": {**right, "later": NEARLY}})
+    assert not taken.failures
+
+
 def test_a_failed_run_keeps_its_reason_and_the_others_their_figures() -> None:
     todo = plan.make(
         plan.Options(repeats=1), nodes=2, slots=1, rows=["all"], columns=columns.parse("ddp,exact")
@@ -213,6 +226,7 @@ def test_the_schema_is_stable() -> None:
         "column",
         "distance",
         "equal",
+        "later",
         "nccl",
         "ranks",
         "rate",

@@ -70,6 +70,7 @@ def test_two_processes_measure_prove_and_write(tmp_path: Path) -> None:
     ddp, exact = taken.runs[1:]
     assert ddp.ranks[0]["checksum"] == ddp.ranks[1]["checksum"]
     assert exact.distance is not None and exact.distance < 1e-5
+    assert exact.later is not None and exact.later < 1e-5
     assert taken.environment == {"EVENER_NET": "off", "NCCL_ALGO": "Ring"}
     assert "hidden" not in shown.stdout
     assert page.read_text().startswith("<!doctype html>")

@@ -218,7 +218,8 @@ def train(ctx: click.Context, /, **given: Any) -> None:
 
     Rows are numbers of ranks, columns ways to combine gradients; every cell is run in fresh
     processes, repeats are interleaved, medians are shown with their spread. A column whose ranks
-    do not end with equal parameters, or whose first update is not DDP's, fails and shows no figure.
+    do not end with equal parameters, or whose first updates are not DDP's, fails and shows no
+    figure.
 
     The ranks are simulated nodes (--lab), the ranks of the launcher that started it (torchrun,
     mpirun, evener launch; or --hosts), or processes of this machine. NCCL keeps the network that

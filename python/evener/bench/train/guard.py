@@ -4,10 +4,14 @@ A column that skips the synchronisation would be the fastest of all. Two checks,
 
 * At the end the parameters of all ranks of a group are equal bit for bit. Each rank trains on data
   of its own, so this cannot happen by itself.
-* The first update of the parameters is near DDP's from the same start and the same data. Updates
-  are far too large to send around, so each run keeps a count sketch of its update (Charikar, Chen,
-  Farach-Colton 2002: every entry is added to one of `SKETCH` sums with a random sign, the same in
-  all runs). It is linear, and keeps L2 lengths and distances within a few per cent.
+* The first update of the parameters, and what the next steps do together, are near DDP's from the
+  same start and the same data. Forms with error feedback send their first step exactly, so only the
+  later ones tell; what such a form has not sent yet, which it knows, is counted as applied. So each
+  form must bring all of DDP's update: nothing that leaves out a part of it passes, least of all a
+  column that does not update anything. Updates are far too large to send around, so each run keeps
+  a count sketch of its updates (Charikar, Chen, Farach-Colton 2002: every entry is added to one of
+  `SKETCH` sums with a random sign, the same in all runs). It is linear, and keeps L2 lengths and
+  distances within a few per cent.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import struct
 from collections.abc import Sequence
 
 SKETCH = 1024
+# Steps after the first one that are compared: forms are planned within them.
+LATER = 6
 
 
 def encode(sums: Sequence[float]) -> str:

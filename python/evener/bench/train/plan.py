@@ -148,7 +148,7 @@ def plural(count: int, word: str) -> str:
 
 
 def reference_column(plan: Plan) -> str | None:
-    """The column whose first update the others are compared with, if it is there."""
+    """The column whose updates the others are compared with, if it is there."""
     return REFERENCE if any(column.name == REFERENCE for column in plan.columns) else None
 
 

@@ -48,6 +48,7 @@ class RunResult:
     reason: str = ""
     tail: list[str] = field(default_factory=list)
     distance: float | None = None
+    later: float | None = None
     equal: bool | None = None
     sent_bytes_per_step: float | None = None
     seconds: float = 0.0
@@ -305,28 +306,40 @@ def _guard(
         if problem:
             taken.reason = f"does not synchronise: {problem}"
             return
-    update = groups[0][0].get("update")
-    reference = _reference_update(results, taken, reference_column(plan))
-    if update is None or reference is None:
-        return
-    taken.distance = guard.distance(update, reference)
-    allowed = plan.column(taken.column).tolerance
+    allowed, reference = plan.column(taken.column).tolerance, reference_column(plan)
+    taken.distance = _distance(results, taken, groups[0][0], reference, "update")
+    taken.later = _distance(results, taken, groups[0][0], reference, "later")
     if results.settings["device"] == "cuda":
         allowed = max(allowed, _GPU_TOLERANCE)
-    if not taken.distance <= allowed:
-        taken.reason = (
-            f"wrong result: its first update is {taken.distance:.3g} from DDP's, "
-            f"relative to that one's length; {allowed:g} is allowed"
-        )
+    for what, distance in (
+        ("first update is", taken.distance),
+        (f"next {guard.LATER} updates are", taken.later),
+    ):
+        if distance is not None and not distance <= allowed:
+            taken.reason = (
+                f"wrong result: its {what} {distance:.3g} from DDP's, "
+                f"relative to their length; {allowed:g} is allowed"
+            )
+            return
 
 
-def _reference_update(results: Results, taken: RunResult, reference: str | None) -> str | None:
-    """DDP's first update in this row; of the first repeat, so that DDP is compared with itself."""
+def _distance(
+    results: Results, taken: RunResult, rank: dict[str, Any], reference: str | None, key: str
+) -> float | None:
+    """From DDP's; None where there is nothing to compare."""
+    mine, theirs = rank.get(key), _reference_update(results, taken, reference, key)
+    return None if mine is None or theirs is None else guard.distance(mine, theirs)
+
+
+def _reference_update(
+    results: Results, taken: RunResult, reference: str | None, key: str
+) -> str | None:
+    """DDP's updates in this row; of the first repeat, so that DDP is compared with itself."""
     if taken.column == PLAIN.name:
         reference = PLAIN.name
     for run in results.runs:
         if run.row == taken.row and run.column == reference and run.ranks:
-            update: str | None = run.ranks[0].get("update")
+            update: str | None = run.ranks[0].get(key)
             return update
     return None
 

@@ -18,10 +18,11 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -168,11 +169,19 @@ class _Run:
         before = self._sketch() if task.rank == 0 and task.group == 0 else None
         self._step()
         first_loss = self.loss.item()
-        update = None
+        update = later = None
         if before is not None:
-            update = guard.encode((self._sketch() - before).tolist())
-            del before
+            first = self._sketch()
+            update = guard.encode((first - before).tolist())
         self._phase("first step")
+        for _ in range(guard.LATER):
+            self._step()
+        owed = self._owed()
+        if before is not None:
+            later = guard.encode((self._sketch(owed) - first).tolist())
+            del before, first
+        del owed
+        self._phase("compared steps")
         steps = self._warm_up()
         self._phase("warmup")
         self._barrier("start", self.everyone, task.everyone)
@@ -205,6 +214,7 @@ class _Run:
             "last_loss": last_loss if math.isfinite(last_loss) else str(last_loss),
             "checksum": self._checksum(),
             "update": update,
+            "later": later,
             "sent_bytes": sent if task.slot == 0 else None,
             "gradient_bytes": sum(
                 p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
@@ -323,14 +333,30 @@ class _Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _sketch(self) -> torch.Tensor:
-        """float64[guard.SKETCH] on the CPU: the parameters' count sketch, see guard.py."""
+    def _owed(self) -> dict[int, torch.Tensor]:
+        """By the parameter's id what Evener has not sent yet. Collective over the group."""
+        self._wait_for_device()
+        reducer = getattr(self.model, "evener", None)
+        if reducer is None:
+            return {}
+        residual = reducer.state_dict()["residual"]
+        named = zip(reducer.names, reducer.parameters, strict=True)
+        return {id(p): residual[name] for name, p in named if name in residual}
+
+    def _sketch(self, owed: Mapping[int, torch.Tensor] = MappingProxyType({})) -> torch.Tensor:
+        """float64[guard.SKETCH] on the CPU: the parameters' count sketch, see guard.py.
+
+        `owed`: by the parameter's id gradients that are counted as applied.
+        """
         self._wait_for_device()
         sums = torch.zeros(guard.SKETCH, dtype=torch.float64, device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.options.seed)
         piece = guard.SKETCH * 4096
         for parameter in self.parameters:
-            for values in parameter.detach().reshape(-1).split(piece):
+            whole = parameter.detach()
+            if id(parameter) in owed:
+                whole = whole - self.options.lr * owed[id(parameter)].to(self.device)
+            for values in whole.reshape(-1).split(piece):
                 signs = torch.randint(
                     0, 2, values.shape, generator=generator, device=self.device, dtype=torch.int8
                 )
