@@ -22,6 +22,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from evener import programs
 from evener.errors import UsageError
 from evener.lab import directory, enter, show, wire
 from evener.lab.errors import LabError
@@ -59,6 +60,8 @@ class _Order:
         Files under /tmp that `command` names are there in the nodes.
         """
         events = self.events
+        if command and (said := programs.prefer_own(command, os.environ)):
+            _say(said)
         network = adopt(os.environ)  # the nodes inherit it
         named = [word for word in command if len(word) < 4096 and Path(word).exists()]
         for number in (signal.SIGTERM, signal.SIGHUP):

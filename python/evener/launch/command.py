@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
-from evener import interfaces, settings
+from evener import interfaces, programs, settings
 from evener.errors import UsageError
-from evener.launch import door, placed, probe
+from evener.launch import batch, door, placed, probe
 from evener.launch.discovery import Cooldown, Pool, Script
 from evener.launch.elastic import Discovery, ElasticJob, Fixed, Limits
 from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
@@ -30,9 +30,6 @@ from evener.launch.plan import (
     torchrun,
 )
 from evener.net.plugin import adopt, has_gpus
-
-# Variables by which a batch system tells mpirun which hosts it may use.
-_BATCH = {"SLURM_JOB_ID": "Slurm", "PBS_NODEFILE": "PBS", "LSB_DJOB_HOSTFILE": "LSF"}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -184,8 +181,13 @@ def launch(
     placement = placed.by_map(map_file, ranks) if map_file else None
     if placement:
         given = placed.hosts(placement)
-    batch = next((name for variable, name in _BATCH.items() if os.environ.get(variable)), "")
+    system = batch.system(os.environ)
     elastic = host_discovery_script is not None or least is not None or most is not None
+    use_batch = given is None and bool(system) and engine != "torchrun" and not elastic
+    use_batch = use_batch and (engine == "mpirun" or bool(shutil.which("mpirun")))
+    theirs = batch.hosts(os.environ) if given is None and not use_batch else []
+    if len(theirs) > 1:  # one host's job may have more ranks than tasks
+        given = theirs
     if given is None and ranks is None and not elastic:
         raise UsageError("neither -np nor hosts were given", "say how many ranks: -np 4")
     set_env, forward = _variables(env)
@@ -203,6 +205,8 @@ def launch(
         binding=None if binding_args is None else tuple(shlex.split(binding_args)),
     )
     environment = dict(os.environ)
+    if said := programs.prefer_own(command, environment):
+        click.echo(f"evener launch: {said}", err=True)
     notes: list[str] = []
     if map_file and placement:
         host_env, kept = placed.environments(placement, {**os.environ, **set_env})
@@ -243,16 +247,16 @@ def launch(
             "--reset-limit, --blacklist-cooldown-range and --elastic-timeout are for elastic jobs",
             "give --min-np or --host-discovery-script too, or leave them out",
         )
-    use_batch = given is None and bool(batch) and engine != "torchrun"
-    use_batch = use_batch and (engine == "mpirun" or bool(shutil.which("mpirun")))
     filled = place(given or [Host("localhost", ranks or 1)], ranks)
     local = {host.name for host in filled if is_local(host.name)}
     remote = [host for host in filled if host.name not in local]
     if engine is None:
-        engine, why = _choose(use_batch, batch, remote, wishes)
+        engine, why = _choose(use_batch, system, remote, wishes)
+        if given is not None and given is theirs:
+            why += f"; the hosts are {system}'s"
     else:
         why = "asked for"
-    if local and shutil.which(command[0]) is None:
+    if local and shutil.which(command[0], path=environment.get("PATH")) is None:
         raise UsageError(
             f"there is no command {command[0]!r}",
             f"write `python {command[0]}`" if command[0].endswith(".py") else "check its name",
@@ -374,9 +378,9 @@ def _elastic(
     ElasticJob(discovery, limits, Pool(cooldown), wishes, environment, output, verbose).run()
 
 
-def _choose(use_batch: bool, batch: str, remote: list[Host], wishes: Wishes) -> tuple[str, str]:
+def _choose(use_batch: bool, system: str, remote: list[Host], wishes: Wishes) -> tuple[str, str]:
     if use_batch:
-        return "mpirun", f"inside a {batch} job, whose hosts mpirun knows"
+        return "mpirun", f"inside a {system} job, whose hosts mpirun knows"
     if not remote:
         return "torchrun", "all ranks on this host"
     return "torchrun", f"over {wishes.rsh[0]}"

@@ -24,6 +24,7 @@ from evener import interfaces, settings
 from evener.errors import EvenerError
 from evener.horovod.common import pickling
 from evener.horovod.runner import channel
+from evener.launch import batch
 from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts
 
 
@@ -160,7 +161,7 @@ def run(
     if hostfile is not None:
         named = parse_hostfile(Path(hostfile))
     elif host_discovery_script is None:
-        named = parse_hosts(hosts or "localhost")
+        named = parse_hosts(hosts) if hosts else batch.hosts(os.environ) or [Host("localhost", 1)]
     exchange = _Exchange(_work(func, args, kwargs or {}), listening_addresses(named, nics))
     try:
         status = _call(command, {**os.environ, settings.EVENER_RUN.name: exchange.address()})
