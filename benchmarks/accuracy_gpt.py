@@ -126,7 +126,7 @@ def forms(model: Any) -> dict[str, float]:
 def checks(folder: str) -> list[dict[str, Any]]:
     """What this process's guard has written to `folder`: a row a compressed bucket and check."""
     found = []
-    for path in Path(folder).glob(f"guard-{os.getpid()}*.csv"):
+    for path in Path(folder).glob(f"guard-*-{os.getpid()}*.csv"):
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 kept = {name: row[name] for name in ("bucket", "form", "falls_to")}

@@ -16,6 +16,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
     "horovodrun": ("evener.horovod.runner.launch:horovodrun", "`launch` with Horovod's options."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
+    "stats": ("evener.stats.command:stats", "What a running job's pillars do, from its records."),
     "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
     "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),

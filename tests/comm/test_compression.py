@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -480,18 +482,20 @@ def two_at_once(rank: int, size: int) -> tuple[int, set[str], set[str]]:
     other.reducer.close()
     run.reducer.close()
     directory = Path(settings.EVENER_STATS_DIR.get())
-    found = {path.name for path in directory.glob(f"*-{os.getpid()}*")}
+    mine = f"*-r{rank}-{os.getpid()}*"  # ranks are threads of one process, or processes
+    found = {path.name for path in directory.glob(mine)}
     last = Run(rank, "topk")
     last.step(0)
     last.reducer.close()
-    return os.getpid(), found, {path.name for path in directory.glob(f"*-{os.getpid()}*")}
+    return os.getpid(), found, {path.name for path in directory.glob(mine)}
 
 
 def test_two_reducers_of_a_process_write_files_of_their_own(tmp_path: Path) -> None:
     found = worlds.run([1, 1], two_at_once, env={"EVENER_STATS_DIR": str(tmp_path)})
     for rank, (pid, names, later) in enumerate(found):
-        want = {f"comm-{pid}.json", f"comm-{pid}-2.json"}
-        want |= {f"guard-{pid}.csv", f"guard-{pid}-2.csv"} if rank == 0 else set()
+        who = f"{re.sub('[^A-Za-z0-9-]', '_', socket.gethostname())}-r{rank}-{pid}"
+        want = {f"comm-{who}.json", f"comm-{who}-2.json"}
+        want |= {f"guard-{who}.csv", f"guard-{who}-2.csv"} if rank == 0 else set()
         assert names == want == later
 
 

@@ -238,6 +238,7 @@ def test_torch_all_reduces_across_nodes(lab: Lab) -> None:
     assert result.ok, lines
     assert [line for line in lines if line == "10000.0"] == ["10000.0"] * 4
     assert sum(lab.traffic().values()) - before > 4000  # it crossed the network
+    assert not [line for line in lines if "c10d" in line or "cannot be retrieved" in line]
 
 
 def test_a_lab_that_is_closed_says_so() -> None:

@@ -96,7 +96,7 @@ def test_no_address_is_given_twice(spec: Spec) -> None:
     assert all(0 < int(part) + 1 <= 256 for a in addresses for part in a.split("."))
     devices = [uplink.spine_device for uplink in uplinks]
     assert max(map(len, devices)) <= 15  # the kernel's limit
-    assert plan.hosts().count("\n") == 2 + spec.nodes * (1 + spec.nics)
+    assert plan.hosts().count("\n") == 2 + spec.nodes * (1 + 2 * spec.nics)
 
 
 def test_a_shallow_queue_gets_packets_that_fit() -> None:

@@ -177,7 +177,8 @@ def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
     assert [row["state"] for row in told] == ["live", "ended", "ended", "ended"]
     text = run(net, ["stats", str(tmp_path), "--prometheus"]).output
     assert 'evener_net_path_sent_bytes_total{host="no\\"de",pid="7"' in text
-    assert 'evener_net_path_live{host="no\\"de",pid="7",port="20001"} 1' in text
+    same = 'rank="3",peer="10.0.0.2:5 (abc)",nic="eth0",port="20001"'
+    assert f'evener_net_path_live{{host="no\\"de",pid="7",{same}}} 1' in text
     assert 'evener_net_nic_sent_bytes_total{host="no\\"de",pid="7",rank="3",nic="eth0"} 4' in text
     shown = run(net, ["stats", str(tmp_path)]).output
     assert "eth0:20001" in shown and "20002" not in shown

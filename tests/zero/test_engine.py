@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from evener import zero
+from evener import records, zero
 from evener.errors import EvenerError, UsageError
+from evener.stats import show
 from evener.zero.chunk import Chunk
 
 from .models import Model, Plain, batches, loss_of
@@ -439,3 +441,22 @@ def test_activations_on_the_host_change_no_bit(tied: bool, monkeypatch: pytest.M
     # One place for each block, taken in every step again.
     assert [len(free) for free in engine._passes._offload._free.values()] == [4]
     engine.close()
+
+
+@pytest.mark.parametrize("budget", [None, {"gpu": "1GB", "host": "4GB"}])
+def test_a_step_is_recorded(
+    budget: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENER_STATS_DIR", str(tmp_path))
+    monkeypatch.setattr("evener.records.EVERY", 0.0)
+    engine = start(Model(), **({"evener": {"budget": budget}} if budget else {}))
+    for tokens in batches(3):
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+    engine.close()
+    (record,) = records.read(tmp_path)
+    assert (record["rank"], record["zero"]["steps"], record["zero"]["skipped"]) == (0, 3, 0)
+    assert record["zero"]["step_ms"] > 0
+    host = record["zero"]["tiers"][1]
+    assert 0 <= host["used"] <= host["peak"] <= host["bytes"]
+    assert list(show.parts([record]))

@@ -39,6 +39,10 @@ fn first_set(names: &[&str]) -> String {
         .map_or("null".into(), |rank| rank.to_string())
 }
 
+fn rank() -> String {
+    first_set(&["RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"])
+}
+
 /// A path, with fields of its own behind the others.
 fn of_path(path: &PathReport, state: &str, more: &str) -> String {
     format!(
@@ -95,7 +99,7 @@ pub fn json(shared: &Shared) -> String {
     let time = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(0.0, |time| time.as_secs_f64());
-    let rank = first_set(&["RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"]);
+    let rank = rank();
     let _ = write!(
         out,
         "{{\"version\":1,\"pid\":{},\"rank\":{rank},\"host\":{},\"time\":{time:.3},\"net\":{{",
@@ -143,7 +147,8 @@ pub fn json(shared: &Shared) -> String {
     out
 }
 
-/// Writes `directory/net-<host>-<pid>.json`: nodes may share the directory, and process ids.
+/// Writes `directory/net-<host>-r<rank>-<pid>.json` (without `r<rank>-` where no launcher said it):
+/// nodes may share the directory, and process ids.
 ///
 /// # Errors
 /// The directory cannot be made or written.
@@ -151,7 +156,11 @@ pub fn write(shared: &Shared, directory: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     let host = host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
     let label = shared.config.label;
-    let name = format!("net-{host}-{}{label}.json", std::process::id());
+    let rank = match rank().as_str() {
+        "null" => String::new(),
+        rank => format!("r{rank}-"),
+    };
+    let name = format!("net-{host}-{rank}{}{label}.json", std::process::id());
     let part = directory.join(format!(".{name}.part"));
     std::fs::write(&part, json(shared))?;
     std::fs::rename(&part, directory.join(name))

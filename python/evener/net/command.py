@@ -11,6 +11,7 @@ from evener import settings
 from evener.errors import UsageError
 from evener.net import install, show, stats
 from evener.net.plugin import environment, plugin_path
+from evener.net.prometheus import text as prometheus_text
 
 _PREFIX = click.option(
     "--prefix",
@@ -80,7 +81,7 @@ def show_stats(directory: Path | None, as_json: bool, prometheus: bool, ended: b
         click.echo(json.dumps(rows + gone, indent=2))
         return
     if prometheus:
-        click.echo(stats.prometheus(records), nl=False)
+        click.echo(prometheus_text(records), nl=False)
         return
     from rich.console import Console
 

@@ -33,6 +33,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from evener.errors import EvenerError
+from evener.records import StatsFile
 from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device
@@ -103,6 +104,8 @@ class Engine:
         self.param_groups: list[dict[str, Any]] = []
         self.spans = offload.spans if offload else Spans(device)
         self._norm: torch.Tensor | None = None
+        self._stats = StatsFile.open("zero", self.rank)
+        self._stats_last = (0, time.monotonic())
         self._step_began = 0.0
         self._closed = False
         self._lanes = Lanes(
@@ -225,6 +228,8 @@ class Engine:
         self._loading.close()
         self._lanes.close()
         self.device.unlimit()
+        if self._stats:
+            self._stats.close()
 
     @property
     def threads(self) -> int:
@@ -286,7 +291,34 @@ class Engine:
             self.spans.add("step", "steps", f"step {self.global_steps}", self._step_began, now)
             self._step_began = now
         self._loading.ahead()
+        if self._stats and self._stats.due:
+            self._write_stats(self._stats)
         return True
+
+    def _write_stats(self, file: StatsFile) -> None:
+        """docs/reference/records.md."""
+        before, then = self._stats_last
+        now = time.monotonic()
+        self._stats_last = (self.global_steps, now)
+        total, used, peak = self.store.host.usage()
+        budget = self.plan.budget if self.plan else None
+        file.write(
+            {
+                "steps": self.global_steps,
+                "skipped": self.skipped_steps,
+                "step_ms": 1e3 * (now - then) / (self.global_steps - before),
+                "tiers": [
+                    {
+                        "name": "gpu",
+                        "bytes": budget.gpu if budget else None,
+                        "used": None,
+                        "peak": self.device.peak_bytes(),
+                    },
+                    {"name": "host", "bytes": total, "used": used, "peak": peak},
+                ],
+                "updated": self.updated,
+            }
+        )
 
     def _scale(self, norm: torch.Tensor) -> float | None:
         """What gradients are multiplied by: unscaled and clipped. None: the step is skipped."""
