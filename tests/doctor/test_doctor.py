@@ -1,6 +1,7 @@
 """The checklist: a machine made of files, this machine, and a peer on loopback."""
 
 import json
+import shutil
 import socket
 import threading
 from contextlib import suppress
@@ -11,7 +12,9 @@ from click.testing import CliRunner
 
 from evener.doctor import Line, examine, kernel, nccl, nics, peer
 from evener.doctor.command import doctor
+from evener.doctor.line import exit_status
 from evener.doctor.peer import Server, examine_peer, flows, paths, per_flow_cap, rate
+from evener.net.choice import Machine
 
 
 def machine(root: Path, **files: str) -> Path:
@@ -78,7 +81,8 @@ def test_congestion_control(control: str, queue: str, state: str, tmp_path: Path
 
 def test_io_uring(tmp_path: Path) -> None:
     root = machine(tmp_path, proc__sys__kernel__io_uring_disabled="2")
-    assert [line.state for line in kernel.io_uring(root)] == ["bad"]
+    (line,) = kernel.io_uring(root)
+    assert line.state == "info" and "nothing today" in line.gain
 
 
 def test_a_plugin_that_is_none(tmp_path: Path) -> None:
@@ -100,7 +104,9 @@ def test_this_machine() -> None:
     found = examine()
     assert {line.subject for line in found} == {"gpu", "nccl", "nics", "kernel"}
     assert all(line.found for line in found)
-    assert all(line.fix or "cannot be told" in line.found for line in found if line.state == "bad")
+    assert all(line.fix for line in found if line.state == "bad")
+    # What a tuning gains, and what happens without a fix of what is broken.
+    assert all(line.gain for line in found if line.state == "bad" and line.severity == "slow")
 
 
 def test_text_and_json() -> None:
@@ -110,7 +116,9 @@ def test_text_and_json() -> None:
     shown = CliRunner().invoke(doctor, ["--json"])
     document = json.loads(shown.output)
     assert document["good"] == (shown.exit_code == 0)
-    assert set(document["lines"][0]) == {"subject", "name", "state", "found", "fix"}
+    keys = {"subject", "name", "state", "found", "fix", "gain", "severity"}
+    assert set(document["lines"][0]) == keys
+    assert document["status"] == shown.exit_code
 
 
 @pytest.fixture
@@ -225,3 +233,109 @@ def test_the_server_takes_a_limited_number_of_strangers(monkeypatch: pytest.Monk
         stranger.close()
     thread.join(20)
     server.close()
+
+
+# --- verdicts ---
+
+
+def line(state: str, severity: str = "slow") -> Line:
+    return Line("nics", "eth0", state, "found", "fix", "gain", severity)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ([], 0),
+        ([line("good"), line("info")], 0),
+        ([line("good", "broken")], 0),
+        ([line("bad")], 1),
+        ([line("bad"), line("bad", "broken")], 2),
+    ],
+)
+def test_the_exit_status_is_the_worst_line(lines: list[Line], status: int) -> None:
+    assert exit_status(lines) == status
+
+
+def test_a_line_says_what_its_fix_gains() -> None:
+    assert line("bad").text().splitlines() == [
+        "[ ] eth0: found", "      fix: fix", "      gain: gain"
+    ]  # fmt: skip
+    assert line("bad", "broken").text().startswith("[!] ")
+    assert line("good").text() == "[x] eth0: found"
+
+
+def test_gains_follow_from_what_was_found(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        proc__sys__net__ipv4__tcp_rmem="4096 131072 1250000",
+        sys__class__net__eth0__operstate="up",
+        sys__class__net__eth0__speed="100000",
+        sys__class__net__eth0__mtu="1500",
+    )
+    (buffer,) = kernel.buffers(root)
+    assert "beyond 10.0 Gb/s at a round trip of 1 ms" in buffer.gain  # 1.25 MB in 1 ms
+    (card,) = nics.ethernet(root)
+    # 1448 of 1538 bytes, 8948 of 9038.
+    assert card.gain == "99% of the rate are data, 94% now; 6 times fewer packets"
+
+
+@pytest.mark.parametrize(
+    ("env", "has", "state", "said"),
+    [
+        ({"EVENER_NET": "on"}, Machine(0, 2), "good", "EVENER_NET=on"),
+        ({"EVENER_NET": "off"}, Machine(4, 64), "info", "EVENER_NET=off"),
+        ({}, Machine(0, 64), "info", "no NVIDIA GPU"),
+        ({}, Machine(4, 8), "info", "a rank has 2 processors, and the plug-in wants 16"),
+        ({}, Machine(4, 64, ("mlx5_0",)), "info", "this machine has mlx5_0"),
+        ({}, Machine(4, 64), "good", "EVENER_NET=auto"),
+        ({"NCCL_NET": "Socket"}, Machine(4, 64), "info", "NCCL_NET=Socket is set"),
+    ],
+)
+def test_it_says_whether_jobs_here_get_the_plug_in_and_why(
+    env: dict[str, str], has: Machine, state: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("EVENER_NET", "NCCL_NET", "NCCL_NET_PLUGIN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda _: has))
+    (found,) = nccl.choice(Path("/"))
+    assert found.state == state
+    assert said in found.found
+
+
+# As OpenSSH 9.2 says it.
+SAID = {
+    "ssh: Could not resolve hostname gpu9: Name or service not known": ("does not resolve", "DNS"),
+    "me@gpu9: Permission denied (publickey,password).": ("accepts no key", "ssh-copy-id gpu9"),
+    "No ED25519 host key is known for gpu9 and ...\nHost key verification failed.": (
+        "is not known here",
+        "ssh-keyscan",
+    ),
+    "ssh: connect to host gpu9 port 22: Connection refused": ("no sshd listens", "start sshd"),
+    "ssh: connect to host gpu9 port 22: Connection timed out": ("does not answer", "firewall"),
+    "ssh: connect to host gpu9 port 22: No route to host": ("does not answer", "ping gpu9"),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_a_name_that_does_not_resolve_is_not_a_missing_key(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "ssh"
+    program.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 255\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (found,) = examine_peer("gpu9")
+    assert (found.state, found.severity) == ("bad", "broken")
+    problem, fix = SAID[said]
+    assert problem in found.found and fix in found.fix
+    assert ("ssh-copy-id" in found.fix) == ("denied" in said)
+    done = CliRunner().invoke(doctor, ["--peer", "gpu9"])
+    assert done.exit_code == 2
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="no ssh (package openssh-client)")
+def test_the_real_ssh_and_a_name_that_is_none() -> None:
+    (found,) = examine_peer("no-such-host.invalid")
+    assert found.found == "the name no-such-host.invalid does not resolve"

@@ -22,20 +22,20 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def doctor(peers: tuple[str, ...], port: int | None, serve: float | None, as_json: bool) -> None:
-    """Check this machine and its network; a fix for each line that is not checked off.
+    """Check this machine and its network; a fix for what is not checked off, and its gain.
 
-    [x] is good, [ ] is not and says what to do, [-] is good to know. With --peer also ssh, the rate
-    of one flow and of several, and the number of paths to another host.
+    [x] is good, [ ] makes jobs slower, [!] makes them fail, [-] is good to know. With --peer also
+    ssh, the rate of one flow and of several, and the number of paths to another host.
 
     \b
-    Exit status: 0 all checked off, 1 something is not.
+    Exit status: 0 nothing to fix, 1 jobs run slower than they could, 2 jobs fail.
 
     \b
     Examples:
       evener doctor
       evener doctor --peer node-b
     """
-    from evener.doctor.line import examine
+    from evener.doctor.line import examine, exit_status
     from evener.doctor.peer import Server, examine_peer
 
     if serve is not None:
@@ -50,7 +50,12 @@ def doctor(peers: tuple[str, ...], port: int | None, serve: float | None, as_jso
         lines += examine_peer(peer, port or 0)
     bad = [line for line in lines if line.state == "bad"]
     if as_json:
-        document = {"version": 1, "good": not bad, "lines": [line.document() for line in lines]}
+        document = {
+            "version": 1,
+            "good": not bad,
+            "status": exit_status(lines),
+            "lines": [line.document() for line in lines],
+        }
         click.echo(json.dumps(document, indent=2))
     else:
         subject = ""
@@ -60,5 +65,7 @@ def doctor(peers: tuple[str, ...], port: int | None, serve: float | None, as_jso
                 click.secho(f"\n{subject}", bold=True)
             click.echo(line.text())
         checked = sum(line.state == "good" for line in lines)
-        click.echo(f"\n{checked} checked off, {len(bad)} to fix")
-    sys.exit(1 if bad else 0)
+        broken = sum(line.severity == "broken" for line in bad)
+        slow = len(bad) - broken
+        click.echo(f"\n{checked} checked off, {broken} that make jobs fail, {slow} that slow them")
+    sys.exit(exit_status(lines))

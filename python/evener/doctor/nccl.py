@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evener.doctor.line import Line
+from evener.net.plugin import adopt, as_given
 
 NAME = "libnccl-net-evener.so"
 VERSIONS = range(5, 13)
+_SOCKETS = "NCCL takes its sockets in its place, which use one path"
 
 
 def library(_: Path) -> Iterator[Line]:
@@ -22,6 +24,16 @@ def library(_: Path) -> Iterator[Line]:
         return
     version = ".".join(map(str, torch.cuda.nccl.version()))
     yield Line("nccl", "NCCL", "good", version)
+
+
+def choice(_: Path) -> Iterator[Line]:
+    """Whether a job on this machine gets Evener's plug-in, and why."""
+    env = as_given()
+    said = adopt(env)
+    if env.get("NCCL_NET_PLUGIN", "").endswith(NAME):
+        yield Line("nccl", "network of jobs here", "good", said)
+    else:
+        yield Line("nccl", "network of jobs here", "info", said)
 
 
 def plugin(_: Path) -> Iterator[Line]:
@@ -38,6 +50,8 @@ def plugin(_: Path) -> Iterator[Line]:
             "bad",
             f"{NAME} is not in {package}",
             "install evener from a wheel: it carries the plug-in",
+            "1.6 times NCCL's sockets over one path of 25 Gb/s, 2.2 times over four hidden ones "
+            "(docs/benchmarks/network.md)",
         )
     for path in found:
         yield examine_plugin(path)
@@ -49,6 +63,7 @@ def plugin(_: Path) -> Iterator[Line]:
                 "bad",
                 f"{name} is not there: NCCL uses its sockets",
                 "unset it, or run `evener net env`",
+                "the network that was asked for",
             )
     if asked and asked not in ("evener", "none") and NAME not in asked:
         yield Line("nccl", "NCCL_NET_PLUGIN", "info", f"{asked}: not Evener's plug-in")
@@ -60,10 +75,12 @@ def examine_plugin(path: Path) -> Line:
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        return Line("nccl", name, "bad", f"cannot be loaded: {error}", f"ldd {path}")
+        return Line("nccl", name, "bad", f"cannot be loaded: {error}", f"ldd {path}", _SOCKETS)
     versions = [v for v in VERSIONS if hasattr(loaded, f"ncclNetPlugin_v{v}")]
     if not versions:
-        return Line("nccl", name, "bad", "exports no ncclNetPlugin_v5 to v12", "install it anew")
+        return Line(
+            "nccl", name, "bad", "exports no ncclNetPlugin_v5 to v12", "install it anew", _SOCKETS
+        )
     shown = "interface " + ", ".join(f"v{v}" for v in versions)
     taken = [v for v in versions if v in accepted()]
     if not accepted():
@@ -76,6 +93,7 @@ def examine_plugin(path: Path) -> Line:
             f"{shown}; NCCL {_version()} takes v{min(accepted())} to v{max(accepted())}: it would "
             "use sockets",
             "install a plug-in and an NCCL that fit",
+            _SOCKETS,
         )
     return Line("nccl", name, "good", f"{shown}; NCCL {_version()} takes v{max(taken)}")
 
@@ -108,4 +126,4 @@ def _version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-CHECKS = (library, plugin)
+CHECKS = (library, plugin, choice)

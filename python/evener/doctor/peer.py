@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 from evener.doctor.line import Line
 from evener.errors import EvenerError
+from evener.launch.ssh import cause
 
 _CHUNK = 1 << 20
 _SECONDS = 1.0
@@ -118,6 +119,7 @@ def flows(host: str, port: int) -> Iterator[Line]:
             "bad",
             str(error),
             "open the port in the firewall, or give --port one that is open",
+            severity="broken",
         )
         return
     shown = ", ".join(f"{n}: {r * 8 / 1e9:.2f}" for n, r in rates.items())
@@ -136,6 +138,7 @@ def flows(host: str, port: int) -> Iterator[Line]:
             f"Gb/s by number of flows: {shown}; one flow gets 1/{gain:.1f} of what {best} get",
             "use several flows: Evener's net does; NCCL's sockets need NCCL_SOCKET_NTHREADS=4 "
             "NCCL_NSOCKS_PERTHREAD=4",
+            f"{gain:.1f} times the rate between these hosts, as just measured",
         )
     else:
         yield Line("peer", "flows", "good", f"Gb/s by number of flows: {shown}")
@@ -217,18 +220,24 @@ def _offender(probe: socket.socket) -> str | None:
     return None
 
 
+def broken(host: str, found: str, fix: str) -> Line:
+    """ssh does not work."""
+    return Line("peer", f"ssh {host}", "bad", found, fix, severity="broken")
+
+
 def ssh(host: str) -> Line:
     """Whether a command runs there without a question."""
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, "true"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except FileNotFoundError:
-        return Line("peer", "ssh", "bad", "no ssh here", "apt-get install openssh-client")
+        return broken(host, "no ssh here", "apt-get install openssh-client")
     except subprocess.TimeoutExpired:
-        return Line("peer", f"ssh {host}", "bad", "no answer in 20 s", "check name and firewall")
+        return broken(host, "no answer in 20 s", "check the name and the firewall")
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        return Line("peer", f"ssh {host}", "bad", reason, f"ssh-copy-id {host}")
+        why = cause(done.stderr, host) or (reason, f"make `{' '.join(command)}` work")
+        return broken(host, *why)
     return Line("peer", f"ssh {host}", "good", "runs commands without a question")
 
 
@@ -251,7 +260,8 @@ def examine_peer(host: str, port: int = 0) -> list[Line]:
         lines += flows(host, port)
         lines += paths(host)
     except EvenerError as error:
-        lines.append(Line("peer", f"evener on {host}", "bad", error.problem, error.fix))
+        name = f"evener on {host}"
+        lines.append(Line("peer", name, "bad", error.problem, error.fix, severity="broken"))
     finally:
         if remote is not None:
             remote.kill()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from evener import interfaces
 from evener.errors import EvenerError
+from evener.launch import ssh
 from evener.launch.hosts import Host
 
 
@@ -92,6 +93,8 @@ def _ask(host: Host, rsh: tuple[str, ...], cwd: Path, timeout: float) -> HostFac
             f"host {host.name} has no folder {cwd}: {said}",
             "put the job's folder on all hosts at the same path, or on a shared file system",
         )
+    if why := ssh.cause(done.stderr, host.name):
+        return HostError(f"host {host.name} cannot be reached: {why[0]} ({said})", why[1])
     return HostError(
         f"host {host.name} cannot be reached by {shlex.join(rsh)}: {said}",
         f"make `{shlex.join([*rsh, host.name, 'true'])}` work without a password first",

@@ -110,6 +110,11 @@ def at_import() -> None:
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
+def as_given() -> dict[str, str]:
+    """The process's environment without what `at_import` has set."""
+    return {name: v for name, v in os.environ.items() if _imported.get(name) != v}
+
+
 def withdraw() -> None:
     """Take back what `at_import` has set: for commands that decide for each job they start."""
     for name, value in _imported.items():
