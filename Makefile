@@ -54,7 +54,7 @@ setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need
 
 # 6.4 MB of gradients over 300 Mb/s: on two cores the network costs what it costs VGG16 on fast GPUs
 # over 25 Gb/s. docs/benchmarks/demo.md has the arithmetic.
-DEMO_NET := --sizes 65536 --seconds 1
+DEMO_NET := --sizes 65536 --seconds 1 --repeats 3
 demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster, show what the network costs
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \
 		--columns ddp,horovod,exact,fp16,topk --seconds 1.5 --warmup 2 \

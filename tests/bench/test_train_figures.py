@@ -102,7 +102,9 @@ def test_terminal_table() -> None:
         table.show(made(FIXED), console)
     text = captured.get()
     assert "\x1b" not in text
-    assert "vgg16 (16.0 MB of gradients), batch 8 a GPU, TF32, simulated cluster 2x2@25gbit" in text
+    assert (
+        "vgg16 (16.0 MB of gradients), batch 8 per GPU, TF32, simulated cluster 2x2@25gbit" in text
+    )
     assert re.search(r"2 nodes x 2: 4 GPUs +│ +400 +40% +│ +920 +93%", text)
     assert re.search(r"390–410 +39–41% +│ +900–940 +90–93%", text)
     assert re.search(r"times DDP +│ +1\.00 +│ +2\.30", text)
@@ -112,7 +114,7 @@ def test_terminal_table() -> None:
 def test_markdown() -> None:
     text = markdown.render(made(FIXED))
     lines = text.splitlines()
-    assert "| images/s a GPU | DDP | Evener top-k |" in lines
+    assert "| images/s per GPU | DDP | Evener top-k |" in lines
     assert "| 1 GPU, plain PyTorch | 1,000<br><sub>990–1,010</sub> |  |" in lines
     assert (
         "| 2 nodes x 2: 4 GPUs | 400 (40%)<br><sub>390–410, 39–41%</sub> "

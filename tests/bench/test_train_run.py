@@ -96,7 +96,7 @@ def test_it_takes_the_ranks_of_a_launcher(tmp_path: Path) -> None:
     taken = results.Results.from_json(json.loads(path.read_text()))
     assert taken.complete
     assert taken.cluster == {"kind": "ranks", "nodes": 1, "slots": 2}
-    assert shown.stdout.count("images/s a process") == 1, "only rank 0 shows the table"
+    assert shown.stdout.count("images/s per process") == 1, "only rank 0 shows the table"
 
 
 @pytest.mark.mpi

@@ -69,10 +69,10 @@ def test_text_is_counted_in_sequences_and_tokens() -> None:
     assert taken.settings["trace"] == "", "no trace was asked for"
     assert taken.settings["gradient_bytes"] == 4 * models.TEXT["gpt-tiny"].parameters
     drawn = table.grid(taken)
-    assert drawn.unit == "sequences/s a process"
+    assert drawn.unit == "sequences/s per process"
     labels = [label for label, _ in drawn.extras]
     assert "sequences/s in total" in labels and "tokens/s in total" in labels
-    assert "sequences/s a process" in shown.stderr
+    assert "sequences/s per process" in shown.stderr
     assert "sequences_per_second_per_rank" in json.loads(shown.stdout)["cells"][0]
 
 

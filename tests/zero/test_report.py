@@ -14,6 +14,7 @@ from evener import zero
 from evener.errors import UsageError
 from evener.zero.command import zero_group
 from evener.zero.spans import Span, covered, summary
+from tests import pages
 from tests.zero.models import Model, batches, loss_of
 from tests.zero.test_engine import configuration
 
@@ -69,6 +70,8 @@ def test_a_recording_and_its_page(tmp_path: Path) -> None:
     assert "were predicted" in page and "layers.3/0" in page and "<svg" in page
     # It needs no network: no address in it.
     assert not re.search(r"https?://|src=|@import", page)
+    for width in pages.WIDTHS if pages.browser() else ():
+        assert pages.lay_out(page, width, tmp_path)["cut"] == []
     engine.close()
     path.write_text("{}")
     with pytest.raises(UsageError, match="no recording"):

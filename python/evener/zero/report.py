@@ -131,7 +131,7 @@ def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
 
 
 def _predicted(record: dict[str, Any]) -> str:
@@ -203,6 +203,8 @@ def _timeline(spans: list[Span]) -> str:
         x = _LEFT + (_WIDTH - _LEFT) * tick / 10
         label = f"{(end - begin) * tick / 10 * 1000:.0f} ms"
         out.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{bottom}"/>')
+        if tick == 9:
+            continue  # the last one's label stands to its left
         anchor = "end" if tick == 10 else "start"
         out.append(f'<text x="{x:.0f}" y="{bottom + 16}" text-anchor="{anchor}">{label}</text>')
     out.append("</svg></div>")
@@ -248,6 +250,10 @@ td:first-child, th:first-child { text-align: left; } th { border-bottom: 1px sol
 .scroll { overflow-x: auto; } svg { width: 100%; min-width: 760px; display: block; }
 svg text { font: 12px system-ui, sans-serif; } svg line { stroke: #e3e7eb; }
 .key { display: inline-block; width: 12px; height: 12px; margin: 0 5px 0 12px; }
-.bar { display: flex; height: 26px; } .bar i { border-right: 1px solid #fff; min-width: 1px; }
+.bar { display: flex; height: 26px; overflow: hidden; }
+.bar i { border-right: 1px solid #fff; min-width: 1px; }
+@media (max-width: 30rem) {
+  table { font-size: .8rem; } td, th { padding-right: 6px; } h1 { font-size: 1.3rem; }
+}
 .accelerator { background: #1f5fa8; } .host { background: #d69400; }
 </style></head><body><main>"""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import click
 
+from evener.bench import busy
 from evener.bench.net import drive
 from evener.bench.net.drive import Job, Rows
 from evener.errors import UsageError
@@ -62,6 +64,13 @@ def _streams_name(count: int) -> str:
 )
 @click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True)
 @click.option(
+    "--repeats",
+    type=click.IntRange(1, 99),
+    default=1,
+    show_default=True,
+    help="Measure each transport so many times, in turns; the medians count.",
+)
+@click.option(
     "--plugin",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Another NCCL net plug-in (interface version 11). Default: Evener's.",
@@ -76,6 +85,7 @@ def net(
     depth: int,
     streams: str,
     seconds: float,
+    repeats: int,
     plugin: Path | None,
     verify: bool,
     json_path: Path | None,
@@ -101,42 +111,65 @@ def net(
     base = Job("", comms, depth, sizes, seconds, verify, pattern)
     jobs = {_streams_name(int(one)): dataclasses.replace(base, streams=int(one)) for one in counts}
     jobs[path.stem] = dataclasses.replace(base, plugin=str(path))
-    results: dict[str, Rows] = {}
     spec = Spec.parse(lab_spec) if lab_spec else None
     if spec is not None and spec.world_size != 2:
         raise UsageError(f"--lab {lab_spec} has {spec.world_size} slots", "two: 2x1@...")
-    for name, job in jobs.items():
-        click.echo(f"measuring {name} ...", err=True)
-        if spec is None:
-            results[name] = drive.local(job, timeout)
-        else:
-            with Lab(spec) as lab:
-                results[name] = drive.in_lab(lab, job, timeout)
-    _print(results, pattern)
+    taken: dict[str, list[Rows]] = {name: [] for name in jobs}
+    seen = []
+    for repeat in range(repeats):
+        for name, job in jobs.items():
+            which = f" ({repeat + 1} of {repeats})" if repeats > 1 else ""
+            click.echo(f"measuring {name}{which} ...", err=True)
+            seen.append(busy.others())
+            if spec is None:
+                taken[name].append(drive.local(job, timeout))
+            else:
+                with Lab(spec) as lab:
+                    taken[name].append(drive.in_lab(lab, job, timeout))
+    results = {name: drive.medians(samples) for name, samples in taken.items()}
+    _print(results, pattern, repeats)
+    if said := busy.warning(seen, len(os.sched_getaffinity(0))):
+        click.echo(f"note: {said}")
     if json_path:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"lab": str(spec) if spec else None, "job": base.text(), "results": results}
+        record = {
+            "lab": str(spec) if spec else None,
+            "job": base.text(),
+            "repeats": repeats,
+            "others": seen,
+            "results": results,
+        }
         json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         click.echo(str(json_path))
 
 
-def _print(results: dict[str, Rows], pattern: str) -> None:
+def _print(results: dict[str, Rows], pattern: str, repeats: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     ring = pattern == "ring"
     table = Table("all-reduce" if ring else "message", "transport")
     rate, time = ("GB/s", "ms") if ring else ("Gb/s each way", "us")
-    for name in (rate, "ratio", time, "cpu s/GB", "stall ms", *([] if ring else ["fairness"])):
+    spread = ["least to most"] if repeats > 1 else []
+    for name in (
+        rate,
+        *spread,
+        "ratio",
+        time,
+        "cpu s/GB",
+        "stall ms",
+        *([] if ring else ["fairness"]),
+    ):
         table.add_column(name, justify="right")
-    names = list(results)
+    names, scale = list(results), (1 if ring else 8) / 1e9
     for place, first in enumerate(results[names[0]]):
         for name in names:
             row = results[name][place]
             table.add_row(
                 _show_size(row["size"]) if name == names[0] else "",
                 name,
-                f"{row['bandwidth'] * (1 if ring else 8) / 1e9:.2f}",
+                f"{row['bandwidth'] * scale:.2f}",
+                *([f"{row['least'] * scale:.2f} to {row['most'] * scale:.2f}"] if spread else []),
                 f"{row['bandwidth'] / first['bandwidth']:.2f}",
                 f"{row['latency_us'] / 1e3:.2f}" if ring else f"{row['latency_us']:.0f}",
                 f"{row['cpu_per_gb']:.2f}",

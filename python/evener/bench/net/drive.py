@@ -76,6 +76,16 @@ def merge(lines: list[str]) -> Rows:
     return rows
 
 
+def medians(samples: list[Rows]) -> Rows:
+    """Of each size the run of median bandwidth, with the `least` and `most` of all runs."""
+    rows = []
+    for same in zip(*samples, strict=True):
+        ordered = sorted(same, key=lambda row: row["bandwidth"])
+        least, most = ordered[0]["bandwidth"], ordered[-1]["bandwidth"]
+        rows.append({**ordered[(len(ordered) - 1) // 2], "least": least, "most": most})
+    return rows
+
+
 def in_lab(lab: Lab, job: Job, timeout: float, faults: list[str] | None = None) -> Rows:
     """Measure between the two nodes of a lab. Raises BenchError."""
     lines: list[str] = []

@@ -15,6 +15,7 @@ from evener.bench.train.plan import Row
 from evener.bench.train.progress import duration
 from evener.bench.train.results import Results
 from evener.bench.train.table import grid, number, share
+from evener.bench.train.verdict import verdict
 
 _BAR_HEIGHT = 46
 
@@ -57,6 +58,7 @@ def render(results: Results) -> str:
     text: str = environment.from_string(source).render(
         results=results,
         grid=grid(results),
+        verdict=verdict(results),
         charts=_charts(results),
         one=_one(results),
         took=duration(results.duration_s),

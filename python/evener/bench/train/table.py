@@ -50,7 +50,7 @@ def grid(results: Results) -> Grid:
     """The table of `results`."""
     made = Grid(
         title=title(results),
-        unit=f"{results.sample}s/s a {results.device_word}",
+        unit=f"{results.sample}s/s per {results.device_word}",
         heads=tuple(column.title for column in results.columns),
     )
     for row in results.rows:
@@ -72,7 +72,7 @@ def title(results: Results) -> str:
     gradient = settings.get("gradient_bytes")
     size = f" ({megabytes(gradient)} MB of gradients)" if gradient else ""
     return (
-        f"{settings['model']}{size}, batch {settings['batch_size']} a {results.device_word}, "
+        f"{settings['model']}{size}, batch {settings['batch_size']} per {results.device_word}, "
         f"{precision}, {cluster(results)}"
     )
 
@@ -188,6 +188,12 @@ def _notes(made: Grid, results: Results) -> None:
         if cell.nccl and cell.row == results.rows[-1]:
             chosen[cell.column] = cell.nccl
     made.notes += [f"NCCL under {name}: {words}" for name, words in chosen.items()]
+    load, cores = results.machine.get("load"), results.machine.get("cores")
+    if load and cores and load > 0.5 * cores and results.device_word == "process":
+        made.notes.append(
+            f"The machine was busy when this began ({load:g} of {cores} processors): figures are "
+            "lower and spread more. Run it again when the machine is idle."
+        )
     made.notes += results.notes
     seen: dict[str, None] = {}
     for run in results.failures:
