@@ -103,6 +103,7 @@ lint: $(STAMPS)/native
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python scripts/docs.py --check
+	$(BIN)/python scripts/check_imports.py
 
 format: $(STAMPS)/deps ## rustfmt and ruff
 	cargo fmt --all

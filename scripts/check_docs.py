@@ -29,6 +29,12 @@ FOR_DOING = (
     "docs/troubleshooting",
 )
 
+# "Two streams a communicator" is idiom; "two streams per communicator" is clear.
+_COUNTED = (
+    "bytes?|steps?|ranks?|streams?|cards?|slots?|rows?|buckets?|GPUs|processes|[KMGkm]i?B|ms|us"
+)
+_EACH = "step|rank|node|host|GPU|parameter|communicator|bucket|card|call|GB|process|server|slot"
+
 # What is written > what to write. Case does not matter.
 WORDS: dict[str, str] = {
     r"somebody": "name who: you, a user, the planner",
@@ -39,9 +45,8 @@ WORDS: dict[str, str] = {
     r"wire forms?": "form",
     r"form(s)? on the wire": "form",
     r"on the wire": "between nodes, or on the network",
-    r"(images|samples|sequences|tokens)/s a \w+": "images/s per GPU",
-    r"(bytes|steps|ranks|GPUs|streams|cards|slots) a (step|rank|node|host|GPU|parameter)": "per",
-    r"(stream|row|bucket|card) a (communicator|bucket|GPU|host|rank)": "per",
+    r"(images|samples|sequences|tokens)/s an? \w+": "per, as in: images/s per GPU",
+    rf"({_COUNTED}) an? ({_EACH})": "per",
     r"shall": "must, or the plain verb",
     r"whilst|thereof|thereby|therein|wherein|heretofore": "a plain word",
 }

@@ -238,7 +238,7 @@ def train(ctx: click.Context, /, **given: Any) -> None:
     # The peers are measured as they are without Evener; and all columns on the same network.
     os.environ.setdefault(settings.EVENER_NET.name, "off")
     if given["hosts"]:
-        _start_on_hosts(ctx, given["hosts"])
+        _start_on_hosts(ctx, given["hosts"], given["dry_run"])
     for path in (given["json_path"], given["html_path"]):
         if path and path != "-":
             files.require_writable(path)
@@ -422,8 +422,11 @@ def _gradients(parameters: int) -> str:
     return f"{table.megabytes(4 * parameters)} MB" if parameters else ""
 
 
-def _start_on_hosts(ctx: click.Context, hosts: str) -> None:
-    """Become `evener launch -H hosts` of this very command without --hosts. Does not return."""
+def _start_on_hosts(ctx: click.Context, hosts: str, dry_run: bool) -> None:
+    """Become `evener launch -H hosts` of this very command without --hosts. Does not return.
+
+    A dry run is one of the launcher's, which asks no host anything.
+    """
     arguments: list[str] = []
     skip = False
     for argument in ctx.meta.get("evener.arguments", []):
@@ -442,5 +445,5 @@ def _start_on_hosts(ctx: click.Context, hosts: str) -> None:
             )
         slots += int(count)
     program = [sys.executable, "-m", "evener"]
-    argv = [*program, "launch", "-np", str(slots), "-H", hosts]
+    argv = [*program, "launch", *["--dry-run"] * dry_run, "-np", str(slots), "-H", hosts]
     os.execv(sys.executable, [*argv, *program, "bench", "train", *arguments])

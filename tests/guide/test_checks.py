@@ -1,0 +1,97 @@
+"""The checks of pages and imports find what they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.guide.blocks import ROOT
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+DOCS = "docs"  # apart from the rest of a path, or the check would look for these pages here
+GOOD = "# Home\n\nSee [there](guide/there.md#a-place-twice-1).\n"
+THERE = "# There\n\n## A place twice\n\n## A place: twice\n\nBack [home](../README.md).\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "said"),
+    [
+        (f"{DOCS}/guide/there.md", THERE, None),
+        (f"{DOCS}/guide/there.md", THERE + "[x](lost.md)\n", "lost.md leads nowhere"),
+        (f"{DOCS}/README.md", GOOD.replace("-1)", "-2)"), "no heading for #a-place-twice-2"),
+        (f"{DOCS}/guide/alone.md", "# Alone\n", "no page links to it"),
+        (f"{DOCS}/guide/there.md", THERE + "word " * 41 + ".\n", "a sentence of 41 words"),
+        (f"{DOCS}/guide/there.md", THERE + "word " * 40 + ".\n", None),
+        (f"{DOCS}/guide/there.md", THERE + "- word\n" * 41, None),
+        (f"{DOCS}/guide/there.md", THERE + "\n" * 400, "lines, 400 at most"),
+        (f"{DOCS}/guide/there.md", THERE + "Two streams a communicator.\n", "write per"),
+        ("code.py", f"# {DOCS}/gone.md\n", f"{DOCS}/gone.md is not there"),
+    ],
+)
+def test_pages(
+    page: str, text: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    for name, content in {
+        f"{DOCS}/README.md": GOOD,
+        f"{DOCS}/guide/there.md": THERE,
+        page: text,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    check = script("check_docs")
+    pages = check.tracked("*.md")
+    problems = [*check.check_links(pages), *(p for page in pages for p in check.check_text(page))]
+    if said is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1 and said in problems[0], problems
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"comm/a.py": "from evener.errors import E\n"}, None),
+        ({"comm/a.py": "from evener.launch import x\n"}, "pillar comm imports verb launch"),
+        ({"comm/a.py": "def f():\n    import evener.ddp\n"}, "pillar comm imports door ddp"),
+        (
+            {
+                "comm/a.py": "from evener.comm import b\n",
+                "comm/b.py": "from evener.comm.a import x\n",
+            },
+            "circle: evener.comm.a > evener.comm.b > evener.comm.a",
+        ),
+        (
+            {
+                "comm/a.py": "from evener.comm import b\n",
+                "comm/b.py": "def f():\n    from evener.comm.a import x\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_imports(
+    files: dict[str, str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = script("check_imports")
+    monkeypatch.setattr(check, "KNOWN", {})
+    for name, content in {"__init__.py": "", "comm/__init__.py": "", **files}.items():
+        path = tmp_path / "evener" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    known = check.modules(tmp_path / "evener")
+    problems = [*check.directions(known), *check.circles(known)]
+    assert [said in p for p in problems] == ([True] if said else []), problems

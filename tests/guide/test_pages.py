@@ -1,0 +1,144 @@
+"""Every command that the guide shows runs: see `blocks` for what the marks of a block mean."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from evener import lab
+from evener.cli import evener
+from tests.guide.blocks import MARKS, PAGES, ROOT, Block, blocks, commands, evener_words
+
+NO_LAB = lab.unavailable()
+RUN = {page: [b for b in blocks(page) if b.mark in ("run", "checkout", "mpi")] for page in PAGES}
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def shell(block: Block, folder: Path) -> None:
+    """Run a block as a reader would who has activated the environment; its output on failure."""
+    environment = dict(os.environ)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    if os.geteuid() == 0:  # mpirun wants to be told
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    argv = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
+    done = subprocess.run(
+        argv,
+        input=block.text,
+        cwd=ROOT if block.mark == "checkout" else folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, f"{block}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if RUN[p]], ids=lambda p: p.stem)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    skipped = []
+    for block in blocks(page):
+        if block.mark == "file":
+            (tmp_path / block.argument).write_text(block.text + "\n", encoding="utf-8")
+        elif block in RUN[page]:
+            if NO_LAB and "lab" in block.text:
+                skipped.append(f"{block} wants a lab: {NO_LAB}")
+            elif block.mark == "mpi" and not shutil.which("mpirun"):
+                skipped.append(f"{block} wants mpirun (package openmpi-bin)")
+            else:
+                shell(block, tmp_path)
+    if len(skipped) == len(RUN[page]):
+        pytest.skip("; ".join(skipped))
+
+
+def parsed(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that `words` name, and what is left for it."""
+    command: click.Command = evener
+    while isinstance(command, click.Group) and words:
+        name, *words = words
+        found = command.get_command(click.Context(command), name)
+        if found is None:
+            raise click.UsageError(f"no such command: {name}")
+        command = found
+    return command, words
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that commands of the guide name."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "examples/asterfusion/map.yaml", tmp_path / "map.yaml")
+    for name in ("nccl.*.log", "step.json", "steps.json", "train.py", "hosts.sh"):
+        (tmp_path / name).touch(0o755)
+    for name in ("DIR", "stats"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in ALL if b.language == "sh" and b.mark in ("cluster", "run")], ids=str
+)
+def test_evener_takes_the_command_line(
+    block: Block, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    # What may not be reached by a dry run: any other host.
+    monkeypatch.setenv("PATH", f"{desk}:{os.environ['PATH']}")
+    (desk / "ssh").write_text("#!/bin/sh\necho reached >> ssh.log\nexit 1\n")
+    (desk / "ssh").chmod(0o755)
+
+    def execv(program: str, argv: list[str]) -> None:
+        """In place of becoming the launcher: only for a dry run of it."""
+        assert "--dry-run" in argv[: argv.index("-np")]
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    for words in commands(block.text):
+        given = evener_words(words)
+        if given is None:
+            continue
+        given = [word.replace("/shared/stats", "stats") for word in given]
+        command, rest = parsed(given)
+        command.make_context(command.name, list(rest))
+        names = [name for parameter in command.params for name in parameter.opts]
+        if "--dry-run" in names and block.mark == "cluster":
+            done = CliRunner().invoke(command, ["--dry-run", *rest])
+            assert done.exit_code == 0, f"{block}: {words}\n{done.output}\n{done.exception!r}"
+    assert not (desk / "ssh.log").exists(), f"{block}: a dry run asked another host"
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.language == "python"], ids=str)
+def test_pieces_of_scripts_name_what_there_is(block: Block) -> None:
+    compile(block.text, str(block), "exec")
+    for name in re.findall(r"\bevener(?:\.[a-z_]+)+", block.text):
+        parts = name.split(".")
+        found = importlib.import_module("evener")
+        for part in parts[1:]:
+            if not hasattr(found, part):
+                importlib.import_module(f"{found.__name__}.{part}")
+            found = getattr(found, part)
+
+
+def test_every_block_says_what_is_done_with_it() -> None:
+    for block in ALL:
+        assert block.mark in MARKS, f"{block}: {block.mark!r} is none of {MARKS}"
+        assert block.mark != "skip" or block.argument, f"{block}: skipped without a reason"
+        assert block.language != "sh" or block.mark != "piece", f"{block}: mark it: {MARKS}"
+        if not block.language:
+            named = re.search(r"^(evener|mpirun|torchrun|python|make) ", block.text, re.MULTILINE)
+            assert not named, f"{block}: commands in a fence without a language"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for block in ALL:
+        for target in re.findall(r"^make ([a-z-]+)", block.text, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{block}: make {target}"
