@@ -18,7 +18,7 @@ ROOT = Path("python/evener")
 
 # A package may import its own level's packages only where USES says so, and all levels below.
 LEVELS = [
-    ("cli", {"cli", "__main__"}),
+    ("cli", {"cli", "about", "__main__"}),
     ("verb", {"launch", "bench", "lab", "analyze", "doctor", "place", "plan"}),
     ("door", {"ddp", "horovod"}),
     ("pillar", {"comm", "zero", "net", "fabric"}),

@@ -5,6 +5,9 @@ set -eu
 rm -rf dist
 # Panic messages name source files: by their place in the project, not on this machine.
 export RUSTFLAGS="--remap-path-prefix=$PWD=. --remap-path-prefix=${CARGO_HOME:-$HOME/.cargo}=cargo --remap-path-prefix=$HOME=home"
+# `evener --version` says it.
+EVENER_BUILD=$(git describe --always --dirty --abbrev=12 2>/dev/null || true)
+export EVENER_BUILD
 target="$(uname -m)-unknown-linux-gnu"
 cargo zigbuild --quiet --release --locked -p evener-nccl --target "$target.2.28"
 mkdir -p python/evener/lib
@@ -21,6 +24,9 @@ python -m venv "$clean/venv"
 uv pip install --quiet --python "$clean/venv/bin/python" -c constraints.txt "$wheel"
 cd "$clean"
 env -i PATH=/usr/bin:/bin HOME="$clean" "$clean/venv/bin/evener" --version
+if [ -n "$EVENER_BUILD" ]; then
+    "$clean/venv/bin/evener" --version | grep -q "commit $EVENER_BUILD"
+fi
 env -i PATH=/usr/bin:/bin HOME="$clean" "$clean/venv/bin/python" - <<'PY'
 import torch
 from evener import _kernels

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 
+def build() -> tuple[str, str]: ...
 def topk_with_feedback(
     gradient: int, residual: int, elements: int, values: int, indices: int, k: int
 ) -> None: ...

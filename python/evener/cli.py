@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from evener import __version__, settings
+from evener import settings
 from evener._click import LazyGroup, run
 from evener.net import plugin
 
@@ -34,8 +34,23 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
+def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from evener import about  # not at the top: --help and completion do without it
+
+        click.echo(about.describe())
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, lazy=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="evener")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Version, build, plug-in, Python and torch; then exit.",
+)
 def evener() -> None:
     """Fast distributed training on ordinary networks and ordinary memory.
 

@@ -143,10 +143,24 @@ fn net_bench(
     Ok(runs.into_iter().map(row).collect())
 }
 
+/// The commit that a wheel was built from (scripts/wheel.sh says it; empty in a checkout), and
+/// whether it was built with optimizations.
+#[pyfunction]
+fn build() -> (&'static str, &'static str) {
+    let profile = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
+    (option_env!("EVENER_BUILD").unwrap_or(""), profile)
+}
+
 #[pymodule]
 mod _native {
     #[pymodule_export]
     use super::arena::HostArena;
+    #[pymodule_export]
+    use super::build;
     #[pymodule_export]
     use super::compress::{
         cast_narrow, cast_widen, chunks_add, chunks_select, int8_dequantize_sum, int8_quantize,
