@@ -20,7 +20,7 @@ ROOT = Path("python/evener")
 LEVELS = [
     ("cli", {"cli", "about", "__main__"}),
     ("verb", {"launch", "bench", "lab", "analyze", "doctor", "place", "plan"}),
-    ("door", {"ddp", "horovod"}),
+    ("door", {"ddp", "fsdp", "horovod"}),
     ("pillar", {"comm", "zero", "net", "fabric"}),
     ("base", {"settings", "errors", "log", "interfaces", "_click", "_kernels", "_optimizers"}),
     ("native", {"_native"}),
