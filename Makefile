@@ -17,7 +17,7 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom tsan miri soak-net test-rust test-python lint format docs wheel clean preflight \
+.PHONY: help setup demo test loom tsan miri soak-net test-rust test-python lint format docs wheel image clean preflight \
         constraints upstream-horovod wild
 
 help: ## this list
@@ -115,6 +115,9 @@ docs: $(STAMPS)/native ## write the pages that are made from the code
 
 wheel: $(STAMPS)/deps ## dist/*.whl, checked: glibc 2.28, all parts in it, works where there is no cargo
 	scripts/wheel.sh
+
+image: wheel ## dist/evener-image.tar: an OCI image with Debian, Open MPI, sshd and the wheel
+	scripts/image.sh
 
 constraints: $(STAMPS)/venv ## pin the newest versions that fit
 	$(BIN)/python scripts/requirements.py dev build | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 \

@@ -125,7 +125,7 @@ def check_links(pages: list[Path]) -> Iterator[str]:
             there = Path(*_normal(page.parent / path)) if path else page
             if path and there != page:
                 reached.add(there)
-            if not there.exists():
+            if target == "#" or not there.exists():
                 yield f"{page}:{number}: {target} leads nowhere"
             elif anchor and anchor not in known.get(there, set()):
                 yield f"{page}:{number}: {there} has no heading for #{anchor}"
