@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import signal
 import subprocess
@@ -161,7 +162,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoint.find(tmp_path) == path
-    assert checkpoint.find(tmp_path) != zero.save_checkpoint(engine, tmp_path).with_name("x")
+    # With room again the next one is written, and is then the last.
+    again = zero.save_checkpoint(engine, tmp_path)
+    assert again != path and checkpoint.find(tmp_path) == again
     assert not list(tmp_path.glob(".*"))
     engine.close()
 
@@ -302,4 +305,97 @@ def test_a_model_of_transformers_goes_there_and_back(tmp_path: Path) -> None:
     want = engine(input_ids=tokens, labels=tokens).loss.item()
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert back(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(want, rel=1e-6)
+    engine.close()
+
+
+def test_latest_says_what_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Back to an earlier step, saved there again, it is that one, and not the highest number."""
+    torch.manual_seed(0)
+    engine = start(Model())
+    train(engine, batches(1))
+    early = zero.save_checkpoint(engine, tmp_path)
+    train(engine, batches(2))
+    late = zero.save_checkpoint(engine, tmp_path)
+    zero.load_checkpoint(engine, early)
+    train(engine, batches(1, seed=9))
+    branch = zero.save_checkpoint(engine, tmp_path)
+    assert branch.name == "step-00000002" and late.name == "step-00000003"
+    zero.load_checkpoint(engine, tmp_path)
+    assert engine.global_steps == 2
+    # A mark that names nothing is said, and the highest whole one taken.
+    (tmp_path / "latest").write_text("step-00000007")
+    with caplog.at_level("WARNING", "evener.zero"):
+        assert checkpoint.find(tmp_path) == late
+    assert "step-00000007" in caplog.text
+    engine.close()
+
+
+def test_a_step_that_is_saved_again_is_never_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the new one is whole and `latest` names it, the old one is there."""
+    torch.manual_seed(0)
+    engine = start(Model())
+    train(engine, batches(1))
+    first = zero.save_checkpoint(engine, tmp_path, extra="first")
+    seen: list[bool] = []
+    finish = checkpoint._finish
+
+    def watched(meta: Any, work: Path, final: Path) -> None:
+        finish(meta, work, final)
+        seen.append((first / "meta.json").exists())
+
+    monkeypatch.setattr(checkpoint, "_finish", watched)
+    second = zero.save_checkpoint(engine, tmp_path, extra="second")
+    assert seen == [True] and second != first and not first.exists()
+    third = zero.save_checkpoint(engine, tmp_path, extra="third")
+    assert [path.name for path in tmp_path.glob("step-*")] == [third.name]
+    assert zero.load_checkpoint(engine, tmp_path) == "third"
+    assert engine.global_steps == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("resident", [set(), {"layers.1/0"}])
+def test_the_optimizer_s_state_goes_to_torch_and_back(resident: set[str]) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    engine, optimizer, _, scheduler = zero.initialize(
+        model=model,
+        config=configuration(gradient_clipping=0),
+        resident=resident,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    )
+    train(engine, batches(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    want = train(engine, batches(3, seed=5))
+    end = {name: value.clone() for name, value in weights(engine).items()}
+    # torch's AdamW takes it as its own.
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1.0)
+    theirs.load_state_dict(copy.deepcopy(state))
+    first = theirs.state[plain.embed.weight]
+    assert first["step"] == 3 and first["exp_avg"].shape == plain.embed.weight.shape
+    assert theirs.param_groups[0]["lr"] == state["param_groups"][0]["lr"]
+    # And back: into the groups that the scheduler has.
+    group = optimizer.param_groups[0]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0] is group is engine.param_groups[0]
+    assert group["lr"] == state["param_groups"][0]["lr"]
+    assert all(chunk.steps == [3] * len(chunk.steps) for chunk in engine.chunks())
+    rate = group["lr"]
+    scheduler.step()
+    scheduler.step()
+    assert engine.param_groups[0]["lr"] != rate
+    other = torch.optim.SGD(Model(width=16).parameters(), lr=0.1)
+    before = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(UsageError, match="has 3 elements"):
+        optimizer.load_state_dict(state)
+    bad = other.state_dict()
+    bad["param_groups"][0]["params"].pop()
+    with pytest.raises(UsageError, match="load the state of this model"):
+        optimizer.load_state_dict(bad)
+    after = optimizer.state_dict()
+    assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+    assert want and end
     engine.close()

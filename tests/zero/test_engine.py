@@ -460,3 +460,53 @@ def test_a_step_is_recorded(
     host = record["zero"]["tiers"][1]
     assert 0 <= host["used"] <= host["peak"] <= host["bytes"]
     assert list(show.parts([record]))
+
+
+class Branches(nn.Module):
+    """Two experts in one chunk, of which a batch may use one; a third that can be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({n: nn.Linear(8, 8) for n in "abc"})])
+        self.layers[0].forward = self.route  # type: ignore[method-assign]
+        self.which = "ab"
+
+    def route(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.which + "c":
+            x = x + self.layers[0][name](x).tanh()
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize("resident", [set(), {"layers.0/0"}])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_parameter_without_a_gradient_does_not_move(resident: set[str], kind: str) -> None:
+    """Its moments and its step stay too: what a plain loop does, bit for bit."""
+    torch.manual_seed(0)
+    model = Branches()
+    plain = copy.deepcopy(model)
+    plain.layers[0].forward = plain.route  # type: ignore[method-assign]
+    values = {"lr": 1e-2, "weight_decay": 0.1}
+    if kind == "SGD":
+        values["momentum"] = 0.9
+    expected = getattr(torch.optim, kind)(plain.parameters(), **values)
+    engine = start(model, resident, optimizer={"type": kind, "params": values}, gradient_clipping=0)
+    for step, which in enumerate(["ab", "a", "a", "b", "ab", "ab"]):
+        model.which = plain.which = which
+        if step == 3:  # frozen halfway
+            for m in (model, plain):
+                m.layers[0]["c"].requires_grad_(False)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        expected.zero_grad()
+        plain(x).square().mean().backward()
+        expected.step()
+    got = weights(engine)
+    for name, want in plain.named_parameters():
+        torch.testing.assert_close(got[name], want, rtol=1e-6, atol=1e-7)
+    steps = [s for chunk in engine.chunks() for s in chunk.steps]
+    assert sorted(steps) == [3, 3, 4, 4, 5, 5]
+    engine.close()

@@ -15,7 +15,7 @@ from evener import zero
 from evener.zero.ranks import join, meet
 from tests import worlds
 from tests.zero.models import Model, batches, loss_of
-from tests.zero.test_engine import configuration, start, weights
+from tests.zero.test_engine import Branches, configuration, start, weights
 
 CASES: list[tuple[int, int, set[str]]] = [
     (1, 1, set()),
@@ -181,3 +181,34 @@ def test_on_a_gpu(resident: set[str], checkpointing: bool) -> None:
         engine.close()
     for other in ends[1:]:
         assert all(torch.equal(ends[0][name], other[name]) for name in other)
+
+
+def branching(rank: int, _size: int) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """In the first step one rank uses branch b; in the second nobody does."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Branches()
+    engine = start(model)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    found = {}
+    for which in ("ab" if rank else "a", "a"):
+        model.which = which
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        found[which[-1]] = gathered(engine)["layers.0.b.weight"].clone()
+    steps = {
+        p.name: s for c in engine.chunks() for p, s in zip(c.group.pieces, c.steps, strict=True)
+    }
+    engine.close()
+    return found, steps
+
+
+def test_what_one_rank_used_moves_on_all_and_what_none_used_on_none() -> None:
+    (mine, steps), (theirs, others) = worlds.run([2], branching)
+    assert steps == others
+    assert {name[9]: steps[name] for name in steps} == {"a": 2, "b": 1, "c": 2}
+    first, second = theirs["b"], theirs["a"]
+    assert torch.equal(first, second)  # the second step has left it alone
+    assert torch.equal(mine["a"], second)
+    torch.manual_seed(0)
+    assert not torch.equal(first, Branches().layers[0]["b"].weight)

@@ -68,6 +68,13 @@ def test_a_recording_and_its_page(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     page = path.with_suffix(".html").read_text()
     assert "were predicted" in page and "layers.3/0" in page and "<svg" in page
+    # A folder that is missing is made; what cannot be written is said, without a traceback.
+    there = tmp_path / "new" / "page.html"
+    assert CliRunner().invoke(zero_group, ["report", str(path), "-o", str(there)]).exit_code == 0
+    assert there.read_text() == page
+    (tmp_path / "file").touch()
+    inside = ["report", str(path), "-o", str(tmp_path / "file" / "page.html")]
+    assert isinstance(CliRunner().invoke(zero_group, inside).exception, UsageError)
     # It needs no network: no address in it.
     assert not re.search(r"https?://|src=|@import", page)
     for width in pages.WIDTHS if pages.browser() else ():

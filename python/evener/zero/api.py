@@ -14,7 +14,7 @@ from torch import nn
 from evener.errors import EvenerError, UsageError
 from evener.zero import budget as budgets
 from evener.zero import device as devices
-from evener.zero import schedule, shapes, tensors
+from evener.zero import moments, schedule, shapes, tensors
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
@@ -127,7 +127,12 @@ def plan(
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """The engine's optimizer with torch's face: groups, `step`, `zero_grad`, schedulers."""
+    """The engine's optimizer with torch's face: groups, `step`, `zero_grad`, schedulers.
+
+    `state_dict` and `load_state_dict` hold what torch's optimizer of that name holds, so one
+    process may hand its states to torch.optim.AdamW and back (`evener.zero.moments`). They copy all
+    moments at once: `save_checkpoint` is what needs no room, and keeps the float32 weights too.
+    """
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, engine.rule.values())
@@ -141,6 +146,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UsageError("a closure was given", "call backward() before step()")
         self.engine.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, and each parameter's step and moments: copies on the CPU, in their own dtype.
+        With several ranks the part that this rank holds, flat, with its `range`."""
+        self.engine.drain()
+        state = super().state_dict()
+        state["state"] = moments.collect(self.engine, self.param_groups)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, into the groups that exist: schedulers keep theirs.
+        Raises UsageError, with nothing changed, where it is of another model or number of ranks."""
+        self.engine.drain()
+        moments.install(self.engine, self.param_groups, state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients leave the parameters as they come: there is nothing to clear after a step."""

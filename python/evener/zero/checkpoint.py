@@ -4,8 +4,10 @@
 moments are entries of their own, flat, in the pieces that the ranks hold, so another number of
 ranks and another budget read them. A checkpoint is written into a folder with a name of its own,
 synced, and renamed when it is whole; then `latest` is replaced. Whatever kills the job in between,
-the last whole checkpoint stays the last. The sizes of all files are in `meta.json`: a file that was
-cut short is found before anything is loaded.
+the last whole checkpoint stays the last: a step that is saved again gets a new folder, and the old
+one goes when `latest` names the new one. `latest` says what is loaded: after going back to an
+earlier step that need not be the highest number. The sizes of all files are in `meta.json`: a file
+that was cut short is found before anything is loaded.
 
 A checkpoint may be written while training goes on (`wait=False`), from the states where they are: a
 thread reads chunk after chunk in the order in which the next step updates them, and the step's
@@ -21,6 +23,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import threading
 from collections import Counter
@@ -175,10 +178,11 @@ class Save:
     """A checkpoint on its way: `wait` for it, `result` for its path or what went wrong."""
 
     def __init__(self, engine: Engine, folder: Path, extra: Any) -> None:
-        name = f"step-{engine.global_steps:08d}"
+        self._before = [p for p in folder.glob("step-*") if _order(p)[0] == engine.global_steps]
+        self._group: dist.ProcessGroup | None = _group(engine)
+        name = self._name(engine.global_steps)
         self.final, self._work = folder / name, folder / f".{name}.writing"
         self._rank, self._world = engine.rank, engine.world
-        self._group: dist.ProcessGroup | None = _group(engine)
         self._error: BaseException | None = None
         self.told = False
         """Whether somebody has asked for the result."""
@@ -189,6 +193,14 @@ class Save:
         self._device = engine.device
         self._thread = threading.Thread(target=self._run, name="evener-save", daemon=True)
         self._thread.start()
+
+    def _name(self, step: int) -> str:
+        """One that is free: rank 0 has looked, for a shared folder may look older to others."""
+        again = max((_order(path)[1] for path in self._before), default=0) + 1
+        box = [f"step-{step:08d}" + (f"-{again}" if self._before else "")]
+        if self._group is not None:
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
 
     def wait(self) -> None:
         """Until it is written, or has failed."""
@@ -256,6 +268,8 @@ class Save:
         self._barrier()
         if self._rank == 0:
             _finish(self._meta, work, self.final)
+            for old in self._before:
+                shutil.rmtree(old)
         self._barrier()
 
 
@@ -309,7 +323,7 @@ def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
         "micro_steps": engine.micro_steps,
         "ranks": engine.world,
         "kind": engine.rule.kind,
-        "chunk_steps": {c.group.name: c.steps for c in engine.chunks()},
+        "chunk_steps": {c.group.name: list(c.steps) for c in engine.chunks()},
         "groups": [
             {k: v for k, v in group.items() if k != "params"} for group in engine.param_groups
         ],
@@ -324,8 +338,6 @@ def _finish(meta: dict[str, Any], work: Path, final: Path) -> None:
     (work / "meta.json").write_text(json.dumps(meta, indent=1, default=str), encoding="utf-8")
     _sync(work / "meta.json")
     _sync(work)
-    if final.exists():
-        shutil.rmtree(final)
     work.rename(final)
     mark = final.parent / ".latest.writing"
     mark.write_text(final.name, encoding="utf-8")
@@ -335,9 +347,30 @@ def _finish(meta: dict[str, Any], work: Path, final: Path) -> None:
 
 
 def find(folder: str | Path) -> Path | None:
-    """The last whole checkpoint below `folder`, None where there is none."""
-    whole = sorted(p for p in Path(folder).glob("step-*") if (p / "meta.json").exists())
-    return whole[-1] if whole else None
+    """The checkpoint below `folder` that was written last, None where there is none.
+
+    `latest` names it. Where it names none that is whole, it is that of the highest step, and the
+    log says so.
+    """
+    folder = Path(folder)
+    whole = [p for p in folder.glob("step-*") if (p / "meta.json").exists()]
+    mark = folder / "latest"
+    named = mark.read_text(encoding="utf-8").strip() if mark.is_file() else ""
+    for path in whole:
+        if path.name == named:
+            return path
+    highest = max(whole, key=_order, default=None)
+    if named and highest is not None:
+        logger.warning(
+            "%s names %s, which is not there or not whole: %s is taken", mark, named, highest.name
+        )
+    return highest
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """(step, how often it was saved before) of a checkpoint's folder; (-1, 0) for another name."""
+    found = re.fullmatch(r"step-(\d+)(?:-(\d+))?", path.name)
+    return (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
 
 
 def load(engine: Engine, path: str | Path) -> Any:
@@ -367,7 +400,9 @@ def load(engine: Engine, path: str | Path) -> Any:
             f"checkpoint {path} cannot be loaded: {error}", "load an earlier one"
         ) from error
     for chunk in engine.chunks():
-        chunk.steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
+        steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
+        # One number for all of a chunk's parameters: written before each had its own.
+        chunk.steps = list(steps) if isinstance(steps, list) else [steps] * len(chunk.steps)
         _refresh(chunk)
     engine.global_steps, engine.skipped_steps = meta["step"], meta["skipped"]
     engine.micro_steps = meta["micro_steps"]

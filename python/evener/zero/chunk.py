@@ -20,6 +20,15 @@ from evener.zero.hyper import States
 from evener.zero.units import Group
 
 
+@dataclass(frozen=True)
+class Run:
+    """Elements [begin, end) of a rank's share that take their `step`-th optimizer step."""
+
+    begin: int
+    end: int
+    step: int
+
+
 @dataclass
 class Chunk:
     """See the head of this file. `index`: its place in the model, and its random stream."""
@@ -40,7 +49,10 @@ class Chunk:
     """`gradient` holds something since the last step."""
     touched: bool = False
     norms: torch.Tensor | None = None
-    steps: int = 0
+    given: set[int] = field(default_factory=set)
+    """Places of the parameters that have had a gradient since the last step, on this rank."""
+    steps: list[int] = field(default_factory=list)
+    """Optimizer steps of each parameter: one without a gradient takes none, as in torch."""
     gradient_event: Event | None = None
     load_event: Event | None = None
     updated_event: Event | None = None
@@ -56,6 +68,28 @@ class Chunk:
         self.updated.set()
         self.saved.set()
         self.bytes = self.flat.numel() * self.flat.element_size()
+        self.steps = self.steps or [0] * len(self.group.pieces)
+
+    def begin_step(self, moving: set[int], rank: int) -> list[Run]:
+        """Count a step of the parameters at the places `moving`: what of this rank's share is
+        updated. Neighbours of one count are one run: mostly that is all of it."""
+        for place in moving:
+            self.steps[place] += 1
+        pieces, share = self.group.pieces, self.states.weights.numel()
+        starts = [piece.offset for piece in pieces] + [self.flat.numel()]
+        runs: list[Run] = []
+        for place in sorted(moving):
+            # With the padding behind it: it is zero, and stays so.
+            low = max(starts[place] - rank * share, 0)
+            high = min(starts[place + 1] - rank * share, share)
+            if low >= high:
+                continue
+            last = runs[-1] if runs else None
+            if last is not None and last.end == low and last.step == self.steps[place]:
+                runs[-1] = Run(last.begin, high, last.step)
+            else:
+                runs.append(Run(low, high, self.steps[place]))
+        return runs
 
     def bind(self) -> None:
         """Parameters become views of the flat buffer."""

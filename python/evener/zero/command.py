@@ -164,12 +164,21 @@ def zero_group() -> None:
 
 @zero_group.command("report")
 @click.argument("recording", type=click.Path(exists=True, dir_okay=False))
-@click.option("-o", "--output", type=click.Path(), help="The page; default: beside the recording.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="The page; default: beside the recording. Its folder is made where it is missing.",
+)
 def zero_report(recording: str, output: str | None) -> None:
     """RECORDING (of `zero.report.write`) as an HTML page: timeline, residency, prediction."""
     record = report.read(recording)
     path = Path(output) if output else Path(recording).with_suffix(".html")
-    path.write_text(report.page(record), encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report.page(record), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}", "give another -o") from None
     found = record["summary"]
     click.echo(
         f"{found['step'] * 1000:.1f} ms a step, {found['transfers hidden']:.0%} of copies hidden, "

@@ -35,10 +35,10 @@ from torch.utils._pytree import tree_map
 from evener.errors import EvenerError
 from evener.records import StatsFile
 from evener.zero.activations import Offload
-from evener.zero.chunk import Chunk
+from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device
 from evener.zero.gradients import Gradients
-from evener.zero.hyper import Noise, Rule, update_on_device
+from evener.zero.hyper import Noise, Rule, part, update_on_device
 from evener.zero.lanes import Lanes, Update
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
@@ -201,6 +201,7 @@ class Engine:
         for chunk in self.chunks():
             chunk.filled = chunk.touched = False
             chunk.norms = None
+            chunk.given.clear()
         self._gradients.clear()
 
     def chunks(self) -> Iterator[Chunk]:
@@ -267,24 +268,26 @@ class Engine:
         self._gradients.finish()
         chunks = [c for c in self.chunks() if c.group.trainable and c.filled]
         scale = self._scale(self._gradients.norm(chunks))
+        moving = self._moving(chunks)
         for chunk in chunks:
             chunk.filled = False
             chunk.norms = None
+            chunk.given.clear()
         if scale is None:
             return False
         with self.spans.host("wait", "training for the last update", "drain"):
             self.drain()
         self.global_steps += 1
         jobs = []
-        for chunk in chunks:
-            chunk.steps += 1
+        for chunk, places in zip(chunks, moving, strict=True):
+            runs = chunk.begin_step(places, self.rank)
             chunk.stale, chunk.loaded = True, False
             hyper = self._hyper(chunk.group.group)
             if chunk.resident:
-                self._update_resident(chunk, hyper, scale)
+                self._update_resident(chunk, hyper, scale, runs)
             else:
                 chunk.updated.clear()
-                jobs.append(Update(chunk, hyper, scale))
+                jobs.append(Update(chunk, hyper, scale, runs))
         self._lanes.put(jobs)
         if self.spans.on:
             now = time.perf_counter()
@@ -340,16 +343,38 @@ class Engine:
             return unscale
         return float((self.clipping / (self._norm + 1e-6)).clamp(max=1.0)) * unscale
 
+    def _moving(self, chunks: list[Chunk]) -> list[set[int]]:
+        """The places of the parameters that had a gradient on any rank. Collective."""
+        if self.world == 1:
+            return [set(chunk.given) for chunk in chunks]
+        places = [(c, p) for c, chunk in enumerate(chunks) for p in range(len(chunk.group.pieces))]
+        mine = [place in chunks[c].given for c, place in places]
+        given = self.ranks.any(torch.tensor(mine, dtype=torch.uint8, device=self.device.device))
+        found: list[set[int]] = [set() for _ in chunks]
+        for (c, place), moves in zip(places, given.tolist(), strict=True):
+            if moves:
+                found[c].add(place)
+        return found
+
     @torch.no_grad()
-    def _update_resident(self, chunk: Chunk, hyper: dict[str, Any], scale: float) -> None:
+    def _update_resident(
+        self, chunk: Chunk, hyper: dict[str, Any], scale: float, runs: list[Run]
+    ) -> None:
         assert chunk.gradient is not None
-        noise = Noise(self.seed, chunk.index * self.world + self.rank)
+        stream = chunk.index * self.world + self.rank
         with self.spans.host("wait", "training for the checkpoint", chunk.group.name):
             chunk.saved.wait()
         with self.spans.device("optimizer", "compute", chunk.group.name):
-            update_on_device(
-                self.rule.kind, chunk.states, chunk.gradient, hyper, chunk.steps, scale, noise
-            )
+            for run in runs:
+                update_on_device(
+                    self.rule.kind,
+                    part(chunk.states, run.begin, run.end),
+                    chunk.gradient[run.begin : run.end],
+                    hyper,
+                    run.step,
+                    scale,
+                    Noise(self.seed, stream, run.begin),
+                )
         if self.world == 1:
             chunk.stale, chunk.loaded = False, True
         else:

@@ -50,7 +50,8 @@ class Gradients:
             self._collect(chunk)
 
     def end(self, chunks: list[Chunk]) -> None:
-        """After a backward pass: what has come in part is completed with zeros."""
+        """After a backward pass: what has come in part goes with zeros in the other places. The
+        optimizer leaves those parameters alone that had no gradient (`Chunk.given`)."""
         for chunk in chunks:
             if chunk.arrived:
                 self._collect(chunk)
@@ -71,6 +72,7 @@ class Gradients:
     def _collect(self, chunk: Chunk) -> None:
         assert chunk.gradient is not None
         arrived, chunk.arrived = chunk.arrived, {}
+        chunk.given |= set(arrived)
         chunk.touched = True
         pieces = chunk.group.pieces
         dtype = chunk.gradient.dtype

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from evener import _optimizers
-from evener.zero.chunk import Chunk
+from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device, Event
 from evener.zero.hyper import SLICE, Noise, Rule, States, part, update_on_device, update_on_host
 from evener.zero.planner import SLOTS
@@ -35,11 +35,12 @@ from evener.zero.spans import Spans
 
 @dataclass
 class Update:
-    """An optimizer step of one chunk."""
+    """An optimizer step of one chunk: of the `runs` in this rank's share."""
 
     chunk: Chunk
     hyper: dict[str, Any]
     scale: float
+    runs: list[Run]
 
 
 @dataclass
@@ -47,6 +48,7 @@ class _Slice:
     job: Update
     begin: int
     end: int
+    step: int
 
 
 @dataclass
@@ -114,12 +116,15 @@ class Lanes:
         """Begin these updates, in this order. `chunk.updated` must be clear."""
         with self._state:
             for job in jobs:
-                numel = job.chunk.states.weights.numel()
-                starts = range(0, numel, self._slice)
-                self._left[job.chunk.index] = len(starts)
-                for begin in starts:
-                    end = min(begin + self._slice, numel)
-                    self._queue.append(_Slice(job, begin, end))
+                slices = [
+                    _Slice(job, begin, min(begin + self._slice, run.end), run.step)
+                    for run in job.runs
+                    for begin in range(run.begin, run.end, self._slice)
+                ]
+                self._left[job.chunk.index] = len(slices)
+                self._queue.extend(slices)
+                if not slices:  # all that moves is in the other ranks' shares
+                    job.chunk.updated.set()
             self._state.notify_all()
 
     def wait(self) -> BaseException | None:
@@ -189,7 +194,7 @@ class Lanes:
                 part(chunk.states, piece.begin, piece.end),
                 chunk.gradient[piece.begin : piece.end],
                 job.hyper,
-                chunk.steps,
+                piece.step,
                 job.scale,
                 _optimizers.Run(
                     threads=self.threads, seed=noise.seed, stream=noise.stream, offset=noise.offset
@@ -248,9 +253,7 @@ class Lanes:
                 there.get("second"),
             )
             noise = self._noise(chunk, piece.begin)
-            update_on_device(
-                self.rule.kind, states, moved, job.hyper, chunk.steps, job.scale, noise
-            )
+            update_on_device(self.rule.kind, states, moved, job.hyper, piece.step, job.scale, noise)
         device.wait("states out", device.record("optimizer"))
         with self.spans.device("copy", "states out", name), device.on("states out"):
             for key, tensor in home.items():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from evener import _optimizers
 from evener.zero.budget import resident_now
-from evener.zero.chunk import Chunk
+from evener.zero.chunk import Chunk, Run
 from evener.zero.device import CudaDevice, Device, SimulatedDevice
 from evener.zero.host import HostMemory, pages
 from evener.zero.hyper import Rule, States, update_on_device
@@ -140,10 +140,9 @@ def _probe(
         if threads:
             lanes.threads = threads
         chunk = Chunk(0, group, states, gradient, flat, False, False, flat)
-        chunk.steps = 1
         meet()
         try:
-            return measure(lanes, [Update(chunk, rule.values(), 1.0)])
+            return measure(lanes, [Update(chunk, rule.values(), 1.0, [Run(0, n, 1)])])
         finally:
             lanes.close()
 

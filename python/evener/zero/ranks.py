@@ -61,6 +61,12 @@ class Ranks:
         dist.all_gather_into_tensor(every, value.reshape(1), group=self.gradients)
         return every.sum()
 
+    def any(self, mine: torch.Tensor) -> torch.Tensor:
+        """Where any rank's uint8 [n] is not zero; on the training thread."""
+        every = torch.empty(self.world, mine.numel(), dtype=mine.dtype, device=mine.device)
+        dist.all_gather_into_tensor(every.view(-1), mine, group=self.gradients)
+        return every.amax(0)
+
     def agree(self, given: Any) -> Any:
         """Rank 0's object on all ranks."""
         held = [given]
