@@ -1,88 +1,59 @@
 """safetensors files: initial weights chunk by chunk, and the trained model for others to read.
 
-The format (huggingface.co/docs/safetensors): 8 bytes with the length of a JSON header, the header
-with dtype, shape and place of every tensor, then the bytes. It is read through a map and written
-one tensor at a time, so the whole model is never in memory.
+The safetensors library reads: it maps the file and checks its header. Writing is ours, as the
+library wants all tensors at once: here they come one at a time, gathered from the ranks, and the
+whole model is never in memory. The format (huggingface.co/docs/safetensors): 8 bytes with the
+length of a JSON header, the header with dtype, shape and place of every tensor, then the bytes.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from evener.errors import UsageError
 from evener.zero.engine import Engine
 from evener.zero.store import Source
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-def _header(path: Path, view: mmap.mmap) -> dict[str, Any]:
-    try:
-        (length,) = struct.unpack("<Q", view[:8])
-        if length > len(view) - 8:
-            raise ValueError("the header is longer than the file")
-        read = json.loads(view[8 : 8 + length])
-        entries = {}
-        for name, entry in read.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-            if not 0 <= begin <= end <= len(view) - 8 - length:
-                raise ValueError(f"{name} lies beyond the end of the file: it was cut short")
-            if end - begin != shape.numel() * dtype.itemsize:
-                raise ValueError(f"{name} has {end - begin} bytes, not those of its shape")
-            entries[name] = (dtype, shape, 8 + length + begin)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise UsageError(
-            f"{path} is no whole safetensors file: {error}", "fetch it again"
-        ) from None
-    return entries
 
 
 def source(folder: str | Path) -> Source:
-    """Initial values from the *.safetensors of a folder, or from one file."""
+    """Initial values from the *.safetensors of a folder, or from one file.
+
+    A tensor is a view of its file, mapped into memory: it is read when it is used, and never twice.
+    """
     folder = Path(folder)
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder} holds no *.safetensors", "give a model's folder")
-    found: dict[str, tuple[mmap.mmap, torch.dtype, torch.Size, int]] = {}
+    found: dict[str, Any] = {}
     for path in files:
-        with path.open("rb") as file:
-            if path.stat().st_size < 8:
-                raise UsageError(f"{path} is no whole safetensors file", "fetch it again")
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        for name, (dtype, shape, place) in _header(path, view).items():
-            found[name] = (view, dtype, shape, place)
+        try:
+            opened = safe_open(path, framework="pt")
+            found.update(dict.fromkeys(opened.keys(), opened))
+        except (OSError, SafetensorError) as error:
+            raise UsageError(
+                f"{path} is no whole safetensors file: {error}", "fetch it again"
+            ) from None
 
     def give(name: str, _parameter: nn.Parameter) -> torch.Tensor:
         if name not in found:
             raise UsageError(f"{folder} has no {name}", "give the weights of this model")
-        view, dtype, shape, place = found[name]
-        if shape.numel() == 0:
-            return torch.empty(shape, dtype=dtype)
-        data = bytearray(view[place : place + shape.numel() * dtype.itemsize])
-        return torch.frombuffer(data, dtype=dtype).view(shape)
+        value: torch.Tensor = found[name].get_tensor(name)
+        return value
 
     return give
 
