@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from nccl_logs import Job, job
 
 from evener.analyze import Picture, collect, document, page, picture, run_checks
+from evener.analyze.command import analyze
 from evener.analyze.findings import Finding, catalogue
 from evener.analyze.report.verdict import facts, verdict
 
@@ -144,6 +146,32 @@ def test_a_row_that_never_ends_is_left_out_and_said(tmp_path: Path) -> None:
     assert result.bandwidth is not None
     assert result.bandwidth.values == 6
     assert "coverage.broken-rows" in found(result)
+
+
+def test_a_time_right_before_the_host_is_no_part_of_it(tmp_path: Path) -> None:
+    lines = job(Job("2.21.5")).splitlines()
+    text = "\n".join(f"  | 2026-01-05T10:00:00.208-07:00{line}" for line in lines)
+    assert sorted(read(tmp_path, text).run.hosts) == ["node-a", "node-b"]
+
+
+def test_a_row_that_was_parted_behind_a_prefix(tmp_path: Path) -> None:
+    row = ROWS.splitlines()[0]
+    cut = row.index("-1") + 2
+    call = "[0] node-a:1:1 [0] NCCL INFO 1048576 Bytes -> Algo 1 proto 2 time 25.8\n"
+    half = (len(row) - cut) // 2 + cut
+    text = prefixed(HEAD, "[0] ") + "[0] " + row[:cut] + call + "[0] " + row[cut:half] + call
+    result = read(tmp_path, text + "[0] " + row[half:] + "\n")
+    assert result.bandwidth is not None
+    assert (result.bandwidth.values, result.bandwidth.peak) == (2, 9.53)
+    assert list(result.run.hosts) == ["node-a", "node-b"]
+
+
+def test_a_table_whose_marks_an_editor_took_away(tmp_path: Path) -> None:
+    result = read(tmp_path, TABLE.replace("#wrong", "error").replace("#", ""))
+    assert result.bandwidth is not None
+    assert (result.bandwidth.values, result.bandwidth.ranks) == (6, 2)
+    assert result.bandwidth.table.average == 10.215
+    assert dict(facts(result))["cluster"] == "2 hosts, 2 ranks: node-a, node-b"
 
 
 # --- 1. `error` and `#wrong` ---
@@ -404,6 +432,16 @@ def test_what_programs_and_launchers_say(line: str, id: str, tmp_path: Path) -> 
         result = read(tmp_path, job(Job("2.21.5")) + prefix + line + "\n")
         ids = {i for i in found(result) if i.startswith("run.")}
         assert ids == {id}
+
+
+def test_a_log_of_a_watchdog_alone_is_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(
+        "[E P.cpp:7] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)\n"
+    )
+    shown = CliRunner().invoke(analyze, [str(path), "-q"])
+    assert shown.exit_code == 1
+    assert shown.output.startswith("A collective did not end")
 
 
 @pytest.mark.parametrize(
@@ -674,6 +712,30 @@ def test_trees_of_2_4(tmp_path: Path) -> None:
     world = read(tmp_path, line + comm).world
     assert world is not None
     assert (world.size, world.trees[0][0].up, world.trees[0][0].down) == (64, None, (1, 32))
+
+
+def test_a_net_edge_to_a_rank_without_a_line_is_a_pair(tmp_path: Path) -> None:
+    text = (
+        "node-a:1:2 [0] NCCL INFO Channel 00 :    0   1   2   3\n"
+        "node-a:1:2 [0] NCCL INFO Ring 00 : 3 -> 0 [receive] via NET/AWS Libfabric/0\n"
+        "node-a:1:2 [0] NCCL INFO Ring 00 : 0[0] -> 1[1] via P2P/IPC\n"
+        "node-b:3:4 [0] NCCL INFO Ring 00 : 1 -> 2 [receive] via NET/AWS Libfabric/0\n"
+    )
+    result = read(tmp_path, text)
+    assert [(p.source, p.destination) for p in result.pairs] == [(1, 2), (3, 0)]
+
+
+def test_hops_of_processes_without_a_name_are_read(tmp_path: Path) -> None:
+    text = "node-a:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer\n"
+    result = read(tmp_path, text)
+    assert result.world is not None
+    assert result.world.transports["P2P/direct pointer"] == 1
+    assert not verdict(result, run_checks(result)).startswith("Nothing to judge")
+
+
+def test_a_host_at_the_start_of_a_verdict_keeps_its_name(tmp_path: Path) -> None:
+    result = read(tmp_path, job(Job("2.21.5", direct=False)))
+    assert verdict(result, run_checks(result)).startswith("node-a and node-b:")
 
 
 def one_host(*via: str) -> str:

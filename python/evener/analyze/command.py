@@ -55,7 +55,9 @@ def analyze(
 
     fabric = read_map(map_file) if map_file else None
     run = collect([*files, *topo_files])
-    if not (run.nccl_lines or run.tables or run.topologies or run.graphs or run.matrices):
+    if not (
+        run.nccl_lines or run.ended or run.tables or run.topologies or run.graphs or run.matrices
+    ):
         raise UsageError(
             f"{', '.join(map(str, files))}: no line of NCCL, no benchmark, no topology in "
             f"{run.lines} lines",

@@ -70,7 +70,7 @@ class _Joiner:
         unnamed: list[Draft] = groups.pop(None, [])
         for key, drafts in groups.items():
             self.run.communicators.append(self._join(key, drafts))
-        if unnamed and any(d.rings or d.edges or d.transports for d in unnamed):
+        if unnamed and any(d.rings or d.edges or d.transports or d.vias for d in unnamed):
             self._adopt(unnamed)
         for comm in self.run.communicators:
             self._place(comm)

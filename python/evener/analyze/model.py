@@ -129,7 +129,8 @@ class Communicator:
                     add(channel, source, destination, ring.where)
         for edge in sorted(self.edges.values(), key=lambda e: e.channel):
             ring_line = self.rings.get(edge.channel)
-            if edge.ring and (ring_line is None or not ring_line.whole):
+            whole = ring_line is not None and ring_line.whole
+            if edge.ring and (not whole or self._half_known(edge)):
                 add(edge.channel, edge.source, edge.destination, edge.where)
         for pair in found.values():
             pair.channels.sort()
@@ -166,6 +167,11 @@ class Communicator:
         if all(m.bus for m in mates) and len({m.bus for m in mates}) == len(mates):
             return sorted(m.bus for m in mates).index(member.bus)
         return None
+
+    def _half_known(self, edge: NetEdge) -> bool:
+        """Whether the host of one end only is known: a NET edge then leads to another host."""
+        ends = (self.members.get(edge.source), self.members.get(edge.destination))
+        return sum(end is not None for end in ends) == 1
 
     def apart(self, one: int, other: int) -> bool:
         """Whether two ranks are known to be on different hosts."""

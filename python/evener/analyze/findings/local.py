@@ -68,7 +68,7 @@ def slow_local(picture: Picture) -> Iterator[Finding]:
             "warning",
             f"{names([h.name or 'a host' for h, *_ in told])}: GPUs do not reach one another's "
             "memory",
-            f"NCCL says: {told[0][1]}. " + _peers(picture),
+            f"NCCL says: {told[0][1].rstrip('.')}. " + _peers(picture),
             "measured",
             tuple(where[:4]),
             "On bare metal turn ACS off on the PCIe bridges and set iommu=pt; in a virtual "

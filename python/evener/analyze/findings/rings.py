@@ -19,7 +19,7 @@ def distinct(picture: Picture) -> Iterator[Finding]:
     if len(orders) == len(world.rings):
         return
     uses = sorted({len(channels) for _, channels in orders})
-    if picture.spread:
+    if picture.spread or not picture.pairs:
         return  # each connection is many flows already
     times = f"each {uses[0]} times" if len(uses) == 1 else f"{uses[0]} to {uses[-1]} times each"
     networks = {edge.network for edge in world.edges.values() if edge.network}

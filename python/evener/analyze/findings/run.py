@@ -80,8 +80,8 @@ def ended(picture: Picture) -> Iterator[Finding]:
             "run.hung",
             "problem",
             f"a collective did not end: a watchdog gave up, {count(len(hung), 'time')}",
-            f"{hung[0][0].text}. Some rank did not take part, or its network stopped. The ranks "
-            "that waited say so; the one that is missing does not.",
+            f"{hung[0][0].text.rstrip('.')}. Some rank did not take part, or its network stopped. "
+            "The ranks that waited say so; the one that is missing does not.",
             "measured",
             tuple(where for _, where in hung[:5]),
             "Find the ranks that never reached this collective: they ended, or they called "
@@ -134,7 +134,7 @@ def _waited(kinds: dict[str, list[tuple[Ended, int]]]) -> Iterator[Finding]:
                 f"run.{'time-limit' if kind == 'limit' else kind}",
                 severity,
                 title,
-                f"{found[0][0].text}. {detail}",
+                f"{found[0][0].text.rstrip('.')}. {detail}",
                 "measured",
                 tuple(where for _, where in found[:5]),
                 do,

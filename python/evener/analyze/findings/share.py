@@ -64,13 +64,18 @@ def share(picture: Picture) -> Iterator[Finding]:
     elif nodes > 1 and len(found.table.devices) >= nodes:
         gpus_per_host = len(found.table.devices) / nodes
         each = found.peak / gpus_per_host
+        half = (
+            " along a ring, down to half of it over a tree of two hosts or with NVLS"
+            if picture.twice and found.collective == "all_reduce"
+            else ""
+        )
         yield Finding(
             "bandwidth.share-of-line",
             "note",
             f"{each:.4g} GB/s per GPU",
-            f"{at} over {count(nodes, 'host')} of {gpus_per_host:g} GPUs. With one card per GPU "
-            f"that is {each * 8:.3g} Gb/s per card; no line says how many cards there are or how "
-            "fast.",
+            f"{at} over {count(nodes, 'host')} of {gpus_per_host:g} GPU(s) each. With one card "
+            f"per GPU that is {each * 8:.3g} Gb/s per card{half}; no line says how many cards "
+            "there are or how fast.",
             "inferred",
             (found.peak_where,),
             "Log the network lines, or give the topology file, which has the speed of each card.",

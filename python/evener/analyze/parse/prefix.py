@@ -23,6 +23,9 @@ _NAMELESS = re.compile(rb"^\s*(?:[\w.-]+ )?\[(\d{1,5})\]\s*$")
 _ESCAPES = re.compile(
     rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[=>()][0-9A-Z]?)"
 )
+_ISO = re.compile(
+    rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:\d\d|[+-]\d{4}(?!\d))?"
+)
 _TIMES = re.compile(
     rb"\d{4}[-/]\d\d[-/]\d\d[T ]?|\d{1,2}:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
     rb"|\b\d+\.\d{2,}\b"
@@ -45,6 +48,8 @@ class Source:
 
 def source(prefix: bytes) -> Source | None:
     """The thread in what precedes `NCCL`; None where there is none."""
+    if b"T" in prefix:  # a time may stand right before the host, without a space
+        prefix = _ISO.sub(b" ", prefix)
     found = None
     for match in _SOURCE.finditer(prefix):
         found = match

@@ -31,6 +31,7 @@ _INFO = b"NCCL INFO "
 _WARN = b"NCCL WARN "
 # A row ends in a number, `N/A`, or the bar of a table of Markdown; then there may be spaces.
 _ROW_ENDS = frozenset(b"0123456789A|")
+_TABLE_WORDS = (b"#", b"busbw", b"Rank ", b"nGpus", b"bandwidth")
 _MAX_STREAMS = 64
 # What comes before the word `NCCL` in a document about logs, or at the start of such a line.
 _QUOTES = tuple(b"%c" % c for c in b"`\"'(*/")
@@ -53,7 +54,8 @@ _PLAIN = frozenset(
     UDS retrieving Retrieving ncclProxyProgressAsync ncclPollProxyResponse resp.opId Hostname
     Librccl hsaAmdPortableExport Net NET Device nranks Duplicating MSCCL MSCCL++: Loading
     transport:0 initialized SHM IPC RMA GIN Inserted ProfilerPlugin Latency AllGather allocating
-    Created Set Opening Connection Interface Removed Reusing recvProxy sendProxy
+    Created Set rank ncclMaxSharedMem Opening Connection
+    Interface Removed Reusing recvProxy sendProxy
     """.split()
 )
 # Settings, calls, and what a network says of itself: built in, or a plug-in's.
@@ -266,6 +268,9 @@ class _Log:
     def rest(self, prefix: bytes, where: int) -> bytes:
         """Where a log line comes after the middle of a parted row: the prefix without that."""
         glued = prefix.lstrip()
+        for lead, broken in self.parts.items():
+            if broken.words and lead:
+                glued = _after(glued, lead)
         if not glued[:1].isdigit() or len(glued.split()) < 4:
             return prefix
         found = re.search(rb"(\S*):\d+:\d+ \[-?\d+\]", glued)
@@ -275,7 +280,9 @@ class _Log:
         host = max((h for h in self.hosts if word.endswith(h)), key=len, default=b"")
         numbers = glued[: found.end(1) - len(host)] if host else glued[: found.start(1)]
         for lead, broken in self.parts.items():
-            if broken.words and (row := broken.add(numbers, self.heads.get(lead))):
+            # The next stream's prefix may stand between the numbers and the log line.
+            piece = numbers.rstrip().removesuffix(lead)
+            if broken.words and (row := broken.add(piece, self.heads.get(lead))):
                 self.sink.bench(row, where, lead)
         return glued[len(numbers) :]
 
@@ -354,7 +361,7 @@ class _Log:
         line = line.rstrip()
         if not line or (self.matrix is not None and smi.row(line.lstrip(), self.matrix)):
             return
-        if line[-1] in _ROW_ENDS or b"#" in line or b"busbw" in line:
+        if line[-1] in _ROW_ENDS or any(word in line for word in _TABLE_WORDS):
             text = line.replace(b"|", b" ") if line.count(b"|") > 4 else line
             if (start := table.find(text)) >= 0:
                 self.tabled(text[start:], self.lead(text[:start]), where)
@@ -394,12 +401,18 @@ class _Log:
             if not broken.words:
                 continue
             before = len(broken.words)
-            row = broken.add(text, self.heads.get(lead))
+            row = broken.add(_after(text, lead), self.heads.get(lead))
             if row:
                 self.sink.bench(row, where, lead)
             if row or len(broken.words) != before:
                 return True
         return False
+
+
+def _after(text: bytes, lead: bytes) -> bytes:
+    """A line of a stream without the stream's prefix, where it has it as it stands."""
+    text = text.lstrip()
+    return text[len(lead) :].lstrip() if lead and text.startswith(lead) else text
 
 
 def _show(raw: bytes) -> str:

@@ -19,12 +19,12 @@ import re
 from dataclasses import dataclass, field
 
 _DEVICE = re.compile(
-    rb"#\s+Rank\s+(\d{1,7})\s+(?:Group\s+(\d{1,7})\s+)?(?:Pid\s+(\d{1,10})\s+)?on\s+(\S*)\s+"
+    rb"#?\s*Rank\s+(\d{1,7})\s+(?:Group\s+(\d{1,7})\s+)?(?:Pid\s+(\d{1,10})\s+)?on\s+(\S*)\s+"
     rb"device\s+(\d{1,4}) \[(0x[0-9a-fA-F]{1,4}|[0-9a-fA-F:.]{2,16})\]\s*(.*)$"
 )
-_SUMMARY = re.compile(rb"#\s*(Avg bus bandwidth|Out of bounds values)\s*:\s*(\S+)(?:\s+(\w+))?")
+_SUMMARY = re.compile(rb"#?\s*(Avg bus bandwidth|Out of bounds values)\s*:\s*(\S+)(?:\s+(\w+))?")
 _STARTING = re.compile(rb"# Collective test starting: (\S+)")
-_OPTIONS = re.compile(rb"# nThreads?:? \d+ nGpus:? \d+ minBytes")
+_OPTIONS = re.compile(rb"#? ?nThreads?:? \d+ nGpus:? \d+ minBytes")
 _PROGRAM = re.compile(
     rb"\b(all_reduce|all_gather|reduce_scatter|broadcast|reduce|alltoallv?|gather|scatter|sendrecv"
     rb"|hypercube)_perf"
@@ -37,7 +37,10 @@ _TYPE = rb"(?:u?int\d{0,2}|u?char|half|float|double|bfloat16|bf16|f(?:p|loat)?8_
 _START = re.compile(
     rb"(?<![\w./\-\[])(?:\d{1,18}\s+\d{1,18}\s+" + _TYPE + rb"\s"
     rb"|#\s*(?:Rank\s+\d|nThread|Avg bus|Out of b|Collective test s"
-    rb"|(?:size|bytes)\s+(?:count|N)\s))"
+    rb"|(?:size|bytes)\s+(?:count|N)\s)"
+    # Where somebody's editor took the `#` away.
+    rb"|Rank\s+\d+\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s|nThreads? \d+ nGpus \d+ minBytes"
+    rb"|(?:Avg bus bandwidth|Out of bounds values)\s+:\s)"
 )
 _BARE_HEAD = re.compile(rb"size\s+count\s+type\s")
 _REDOPS = rb"(?:sum|prod|max|min|avg|mulsum|none)"

@@ -30,7 +30,7 @@ def verdict(picture: Picture, findings: list[Finding]) -> str:
         if first:
             return f"The run failed: {first.title}. {count(len(worst), 'finding')} in all."
     if rewire and found:
-        cause = f"{link.title[0].upper()}{link.title[1:]}" if link else rewire.detail
+        cause = _capital(link.title) if link else rewire.detail
         return f"{cause}. To do: {rewire.title}, {found.peak:.3g} today."
     problems = sum(finding.severity == "problem" for finding in worst)
     counts = ", ".join(
@@ -38,7 +38,14 @@ def verdict(picture: Picture, findings: list[Finding]) -> str:
         for number, word in ((problems, "problem"), (len(worst) - problems, "warning"))
         if number
     )
-    return f"{worst[0].title[0].upper()}{worst[0].title[1:]}. {counts} in all."
+    return f"{_capital(worst[0].title)}. {counts} in all."
+
+
+def _capital(title: str) -> str:
+    """A title as a sentence; a host's name at its start stays as it is."""
+    first = title.split(" ", 1)[0]
+    named = any(not c.isalpha() for c in first.rstrip(","))
+    return title if named else title[0].upper() + title[1:]
 
 
 def _figures(found: Bandwidth) -> str:
@@ -71,9 +78,15 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
     if world is not None and world.members:
         hosts = world.hosts()
         shown = ", ".join(hosts[:6]) + (" ..." if len(hosts) > 6 else "")
-        text = f"{count(len(hosts), 'host')}, {count(world.size, 'rank')}: {shown}"
+        ranks = world.size or len(world.members)
+        text = f"{count(len(hosts), 'host')}, {count(ranks, 'rank')}: {shown}"
         if world.size > len(world.members):
             text += f" (of {world.size - len(world.members)} ranks no line)"
+        rows.append(("cluster", text))
+    elif devices := [d for table in run.tables[:1] for d in table.devices.values()]:
+        hosts = sorted({device.host for device in devices})
+        shown = ", ".join(hosts[:6]) + (" ..." if len(hosts) > 6 else "")
+        text = f"{count(len(hosts), 'host')}, {count(len(devices), 'rank')}: {shown}"
         rows.append(("cluster", text))
     if run.versions:
         rows.append(("NCCL", ", ".join(sorted(run.versions))))
