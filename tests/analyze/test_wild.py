@@ -539,6 +539,31 @@ def test_warnings_whose_cause_is_known(warning: str, id: str, tmp_path: Path) ->
     assert "coverage.nccl-warning" not in findings
 
 
+def test_the_last_error_that_torch_repeats(tmp_path: Path) -> None:
+    text = (
+        "[rank2]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77\n"
+        "[rank2]: Last error:\n"
+        "[rank2]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 6000\n"
+    )
+    assert set(found(read(tmp_path, text))) == {"run.failed", "run.duplicate-gpu"}
+
+
+def test_nccl_before_2_3(tmp_path: Path) -> None:
+    text = (
+        "node-a:1:1 [0] INFO Using internal Network Socket\n"
+        "node-a:1:2 [0] INFO comm 0x7fa42c00a3b0 rank 0 nranks 2\n"
+        "node-b:1:2 [0] INFO comm 0x7fa42c00a3b1 rank 1 nranks 2\n"
+        "node-a:1:3 [0] include/socket.h:360 WARN Call to connect failed : Connection timed out\n"
+        "node-a:1:3 [0] INFO transport/net_socket.cu:118 -> 2\n"
+        "node-a:1:3 [0] INFO bootstrap.cu:28 -> 2 [Net]\n"
+    )
+    result = read(tmp_path, text)
+    assert set(found(result)) == {"run.failed", "network.unreachable"}
+    assert result.world is not None
+    assert (result.world.size, result.world.hosts()) == (2, ["node-a", "node-b"])
+    assert (result.run.nccl_lines, result.run.unknown) == (6, 0)
+
+
 # --- sockets although a card is there ---
 
 SOCKET = Job("2.21.5", network="Socket", cards=("eth0",), direct=False)

@@ -124,7 +124,7 @@ CAUSES = (
         "network.unreachable",
         "a rank that cannot connect to another one",
         re.compile(
-            r"[Cc]onnect(?:ion)? (?:to|from) .*(?:failed|refused|timed out)|Connection refused"
+            r"[Cc]onnect(?:ion)? (?:(?:to|from) .*)?(?:failed|refused|timed out)|Connection refused"
             r"|No route to host|Network is unreachable|socketStartConnect.*failed"
         ),
         "a rank cannot connect to another one",

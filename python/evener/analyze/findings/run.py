@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from evener.analyze.findings.base import Finding, Severity, check
 from evener.analyze.model import Process, Run
@@ -12,7 +13,7 @@ from evener.analyze.words import count, names, ranges
 
 # Where a trail that reaches these files starts, NCCL gave the call up. Networks that are only tried
 # leave trails in net.cc, net_ib.cc and socket.cc.
-_GIVEN_UP = ("init.cc", "group.cc", "enqueue.cc", "proxy.cc", "transport.cc", "bootstrap.cc")
+_GIVEN_UP = ("init", "group", "enqueue", "proxy", "transport", "bootstrap")
 # Warnings after which nothing goes on, where no trail follows (NCCL_DEBUG=WARN, excerpts).
 _FATAL = (
     "Cuda failure", "Got completion", "Error while creating shared memory",
@@ -46,7 +47,7 @@ def failing(run: Run) -> dict[Process, int]:
     found: dict[Process, int] = {}
     warned = {process for warning in run.warnings.values() for process in warning.processes}
     for process, trail in run.trails.items():
-        up = [where for step, where in trail if step.file.split("/")[-1] in _GIVEN_UP]
+        up = [where for step, where in trail if PurePosixPath(step.file).stem in _GIVEN_UP]
         if up and all(step.code in (3, 7) for step, _ in trail) and process not in warned:
             continue  # an abort that somebody asked for, or `in progress`
         if up or process in warned:
@@ -103,7 +104,7 @@ def ended(picture: Picture) -> Iterator[Finding]:
     if first:
         parts.append(f"The first warning: {first[1][:200]}.")
     elif said:
-        parts.append(f"It says: {said[0][0].text}.")
+        parts.append(f"It says: {said[0][0].text.rstrip('.')}.")
     if codes:
         parts.append("NCCL's result: " + "; ".join(f"{c}, {RESULTS[c]}" for c in codes) + ".")
     if processes:

@@ -1,5 +1,6 @@
 """Lines that say which rank of which communicator a thread is setting up.
 
+2.2    comm P rank r nranks n
 2.4    comm P rank r nranks n cudaDev c nvmlDev d - Init COMPLETE
 2.7    comm P rank r nranks n cudaDev c busId b - Init COMPLETE
 2.16   ... commId 0x... - Init COMPLETE
@@ -21,6 +22,7 @@ _LINE = re.compile(
     rb"(?: color (-?\d+) key (-?\d+))?(?: ?commId (0x[0-9a-fA-F]+))?"
     rb"(?: localSize \d+ used \d+ bytes(?: on core -?\d+)?)? ?- Init (START|COMPLETE)"
 )
+_BARE = re.compile(rb"comm (0x\w+) rank (\d{1,7}) nranks (\d{1,7})$")
 _LAYOUT = re.compile(
     rb"comm (\S+) rank (\d{1,7}) nRanks (\d{1,7}) nNodes (\d{1,7})"
     rb" localRanks (\d{1,6}) localRank (\d{1,6})"
@@ -77,6 +79,8 @@ def init(message: bytes) -> CommInit | CommLayout | None:
     if found := _LAYOUT.search(message):
         pointer, *numbers = found.groups()
         return CommLayout(pointer.decode("ascii", "replace"), *(int(n) for n in numbers))
+    if found := _BARE.match(message):
+        return CommLayout(found[1].decode(), int(found[2]), int(found[3]), 0, 0, 0)
     return None
 
 

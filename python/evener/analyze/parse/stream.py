@@ -33,6 +33,9 @@ _WARN = b"NCCL WARN "
 _ROW_ENDS = frozenset(b"0123456789A|")
 _TABLE_WORDS = (b"#", b"busbw", b"Rank ", b"nGpus", b"bandwidth")
 _MAX_STREAMS = 64
+# `host:pid:tid [dev] file:line WARN`, as up to 2.2.
+_OLD = re.compile(rb"([\w.-]*:\d{1,10}:\d{1,10} \[\d{1,5}\] )(?:\S+:\d+ )?(INFO|WARN) (.*)$")
+_LEAD = re.compile(rb"^\s*(?:\[[^\]]{1,40}\](?:<std\w+>)?:\s*|\d+: +|\([^)]{1,80}\) +)+")
 # What comes before the word `NCCL` in a document about logs, or at the start of such a line.
 _QUOTES = tuple(b"%c" % c for c in b"`\"'(*/")
 _MARKS = tuple(b"%c" % c for c in b"#-*/$`\"'")
@@ -54,7 +57,7 @@ _PLAIN = frozenset(
     UDS retrieving Retrieving ncclProxyProgressAsync ncclPollProxyResponse resp.opId Hostname
     Librccl hsaAmdPortableExport Net NET Device nranks Duplicating MSCCL MSCCL++: Loading
     transport:0 initialized SHM IPC RMA GIN Inserted ProfilerPlugin Latency AllGather allocating
-    Created Set rank ncclMaxSharedMem Opening Connection
+    Created Set Call rank ncclMaxSharedMem Opening Connection
     Interface Removed Reusing recvProxy sendProxy
     """.split()
 )
@@ -185,6 +188,8 @@ class _Log:
         self.prefixes: dict[bytes, Source] = {}
         self.sources: dict[bytes, Source | None] = {}
         self.hosts: set[bytes] = set()
+        self.old = 0
+        self.said = False
 
     def read(self, blocks: Iterator[list[bytes]]) -> None:
         sink, prefixes = self.sink, self.prefixes
@@ -227,7 +232,7 @@ class _Log:
                 elif message.find(b": opCount ", 0, 40) > 0:
                     continue  # one line a call of a collective: the many of subsystem COLL
                 self.info(by, message, where)
-        sink.lines(where - self.base, nccl)
+        sink.lines(where - self.base, nccl + self.old)
 
     def by(self, prefix: bytes, where: int) -> Source | None:
         """The thread of a new prefix. Takes a parted row's words out of it."""
@@ -304,7 +309,9 @@ class _Log:
                 return sink.trees(by, found, where)
         elif word == b"Connected":
             return sink.connected(by, message[10:].decode("utf-8", "replace"), where)
-        elif b" - Init " in message or b"- Init " in message or b" nNodes " in message:
+        elif (
+            b" - Init " in message or b"- Init " in message or b" nNodes " in message
+        ) or word == b"comm":
             if comm := init.init(message):
                 return sink.init(by, comm, where)
         elif b" -> " in message and (trail := failures.step(message)):
@@ -368,16 +375,34 @@ class _Log:
                 return
             if self.parts and self.piece(text, where):
                 return
-        if b"NCCL version" in line or b"RCCL version" in line:
+        if self.said:  # torch prints NCCL's last error on the next line
+            self.said = False
+            self.sink.warning(None, _show(_LEAD.sub(b"", line)), where)
+        elif line.endswith(b"Last error:"):
+            self.said = True
+        elif (b"] INFO " in line or b" WARN " in line) and (found := _OLD.search(line)):
+            self.before_2_3(found, where)
+        elif b"NCCL version" in line or b"RCCL version" in line:
             if version := init.version(line):
                 self.sink.version(version, where)
         elif b"GPU0" in line and (matrix := smi.head(line.lstrip())):
             self.matrix = matrix
             self.sink.matrix(matrix, where)
-        elif found := failures.ended(line):
-            self.sink.ended(found, where)
+        elif ended := failures.ended(line):
+            self.sink.ended(ended, where)
         elif b"_perf" in line and (collective := table.program(line)):
             self.sink.program(collective, where)
+
+    def before_2_3(self, found: re.Match[bytes], where: int) -> None:
+        """A line of NCCL 2.2 and older: `host:pid:tid [dev] INFO message`, without its name."""
+        by = self.by(found[1], where)
+        if by is None:
+            return
+        self.old += 1
+        if found[2] == b"WARN":
+            self.sink.warning(by, _show(found[3]), where)
+        else:
+            self.info(by, found[3], where)
 
     def tabled(self, text: bytes, lead: bytes, where: int) -> None:
         head = self.heads.get(lead)
