@@ -240,10 +240,14 @@ class Collector:
                 return
             warning = self.run.warnings[text] = Warned(0, where)
         warning.times += 1
+        if by is not None and by.host:
+            self.run.host(by.host)
         if by is not None and len(warning.processes) < _MAX_TEXTS:
             warning.processes.setdefault((by.host, by.pid))
 
     def step(self, by: Source, record: Step, where: int) -> None:
+        if by.host:
+            self.run.host(by.host)
         trail = self.run.trails.setdefault((by.host, by.pid), [])
         if len(trail) < _SAMPLES:
             trail.append((record, where))
@@ -272,6 +276,7 @@ class Collector:
         if isinstance(record, Row):
             table.rows.append((record, where))
         elif isinstance(record, Device):
+            self.run.host(record.host)
             known = table.devices.get(record.rank)
             if known is not None and (known.host, known.pid) != (record.host, record.pid):
                 table.twice[record.rank] = where
@@ -311,9 +316,6 @@ class Collector:
         run = self.run
         run.tables = [t for t in run.tables if t.rows or t.devices or t.options or t.heads]
         join(run, self._drafts)
-        for table in run.tables:
-            for device in (*table.devices.values(),):
-                run.host(device.host)
         if len(run.hosts) > 1:
             nameless = run.hosts.get("")
             if nameless is not None and not nameless.used:

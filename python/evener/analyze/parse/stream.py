@@ -336,7 +336,7 @@ class _Log:
             version := init.version(message)
         ):
             return sink.version(version, where)
-        if word in _PLAIN or word.startswith(_PLAIN_BEGINNINGS) or _DUMPED.match(message):
+        if word in _PLAIN or message.startswith(_PLAIN_BEGINNINGS) or _DUMPED.match(message):
             return None
         if b" coll channels, " in message or b" COMPLETE" in message or b" START" in message:
             return None

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 _LINE = re.compile(
-    rb"(?:(\w+): +)?(\d{1,18}) Bytes -> Algo (\w+) proto (\w+)"
+    rb"(?:(\w+): *)?(\d{1,18}) Bytes -> Algo (\w+) proto (\w+)"
     rb"(?: time ([\d.eE+-]+)| channel\{Lo\.\.Hi\}=\{(\d{1,4})\.\.(\d{1,4})\})?"
 )
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
