@@ -327,6 +327,22 @@ def test_the_mixed_end_of_two_runs(tmp_path: Path) -> None:
     assert "correctness.separate-runs" in found(read(tmp_path, text))
 
 
+def test_a_script_that_tries_again_or_sweeps_is_not_mixed(tmp_path: Path) -> None:
+    again = HEAD.replace("1001", "3001").replace("1002", "3002") + ROWS + TAIL
+    failed = "".join(HEAD.splitlines(True)[:6]) + "node-a: Test NCCL failure common.cu:1 'x'\n"
+    assert "correctness.separate-runs" not in found(read(tmp_path, failed + again))
+    one = ROWS.splitlines(True)[0] + TAIL
+    result = read(tmp_path, one + one.replace("110.0", "111.0") + one)
+    assert "correctness.separate-runs" not in found(result)
+    assert [table.values for table in result.tables] == [2, 2, 2]
+
+
+def test_heads_one_after_another_on_two_hosts_are_two_runs(tmp_path: Path) -> None:
+    head = "".join(line for line in HEAD.splitlines(True) if "Rank  1" not in line)
+    text = head + head.replace("node-a", "node-b") + ROWS + TAIL
+    assert "correctness.separate-runs" in found(read(tmp_path, text))
+
+
 def test_one_rank_has_no_bus_bandwidth(tmp_path: Path) -> None:
     head = "".join(line for line in HEAD.splitlines(True) if "Rank  1" not in line)
     rows = ROWS

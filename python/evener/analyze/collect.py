@@ -13,6 +13,7 @@ file, known by its prefix, has one open table.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from evener.analyze.join import Draft, join
@@ -314,7 +315,12 @@ class Collector:
     def finish(self) -> Run:
         """Join what was read. Tables that hold nothing are left out."""
         run = self.run
-        run.tables = [t for t in run.tables if t.rows or t.devices or t.options or t.heads]
+        _mixed(run.tables)
+        run.tables = [
+            t
+            for t in run.tables
+            if not t.replaced and (t.rows or t.devices or t.options or t.heads)
+        ]
         join(run, self._drafts)
         if len(run.hosts) > 1:
             nameless = run.hosts.get("")
@@ -326,17 +332,14 @@ class Collector:
 def _opens(table: Table, record: Device | Row | Summary | Starting | Head) -> bool:
     """Whether a record belongs to the table after this one.
 
-    A second line of options before any row is no new table: it is another process that runs by
-    itself, whose output is mixed with this one's.
+    A second line of options before any device is no new table: it is another process that runs by
+    itself, whose output is mixed with this one's. After devices it is a new start, as of a script
+    that tries again.
     """
     if isinstance(record, Starting):
-        return (
-            bool(table.rows)
-            or table.average is not None
-            or bool(
-                table.collective and record.collective and table.collective != record.collective
-            )
-        )
+        named = table.collective and record.collective and table.collective != record.collective
+        again = bool(table.devices) and record.options and not table.rows
+        return bool(table.rows) or table.average is not None or bool(named) or again
     if isinstance(record, Head):
         return bool(table.rows)
     if isinstance(record, Device):
@@ -345,5 +348,16 @@ def _opens(table: Table, record: Device | Row | Summary | Starting | Head) -> bo
         return table.average is not None or (bool(table.rows) and not same)
     if not isinstance(record, Row) or table.average is None:
         return False
-    # What goes on after an average at the same or larger sizes is another process's end.
-    return not table.rows or record.size < table.rows[-1][0].size
+    # Where rows stood twice, what goes on after an average is another process's end.
+    return not table.doubled() or record.size < table.rows[-1][0].size
+
+
+def _mixed(tables: list[Table]) -> None:
+    """Two starts with devices of their own on different hosts, and then rows of both, are mixed."""
+    for before, after in pairwise(tables):
+        if before.rows or not before.devices or not after.devices or not after.options:
+            continue
+        hosts = {d.host for d in before.devices.values()}, {d.host for d in after.devices.values()}
+        if hosts[0] != hosts[1] and 0 in before.devices and 0 in after.devices:
+            after.twice[0] = before.where
+            before.replaced = True

@@ -210,6 +210,14 @@ class Table:
     broken: int = 0
     """Rows that other output broke and that could not be put together."""
 
+    replaced: bool = False
+    """What it holds is in the next table too."""
+
+    def doubled(self) -> bool:
+        """Whether a size stands twice in a row."""
+        keys = [(r.size, r.type, r.redop, r.root) for r, _ in self.rows if r.size > 0]
+        return any(one == other for one, other in pairwise(keys))
+
     def copies(self) -> int:
         """How many runs wrote into this table: above 1 where processes did not find one another."""
         claims = 2 if self.twice else 1
