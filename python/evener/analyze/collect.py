@@ -46,7 +46,6 @@ from evener.analyze.parse.tuning import Choice
 
 _SAMPLES = 20
 _MAX_TEXTS = 1000
-_MAX_ORDER = 20_000
 
 
 def collect(paths: list[Path]) -> Run:
@@ -169,12 +168,12 @@ class Collector:
             return  # point-to-point: every rank to every rank, no part of a ring or tree
         key = (channel, source, destination)
         edge = draft.edges.get(key)
-        if not draft.connected and len(draft.sends) + len(draft.receives) < _MAX_ORDER:
-            if sends:
-                draft.sends.append((*key, len(draft.local)))
-            else:
-                draft.receives.append(key)
         if edge is None:
+            if not draft.connected:
+                if sends:
+                    draft.sends.setdefault((channel, source), (len(draft.local), destination))
+                else:
+                    draft.receives.setdefault((channel, destination), source)
             edge = draft.edges[key] = NetEdge(
                 channel, source, destination, not draft.connected, record.network, where=where
             )

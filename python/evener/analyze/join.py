@@ -40,10 +40,11 @@ class Draft:
     are read only where a ring has to be completed."""
     vias: Counter[bytes] = field(default_factory=Counter)
     transports: Counter[str] = field(default_factory=Counter)
-    sends: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Channel, source, destination and length of `local` of each NET edge before the rings are
-    said to be connected, in order: which was first where nothing says it (up to 2.8)."""
-    receives: list[tuple[int, int, int]] = field(default_factory=list)
+    sends: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """By channel and source, the first NET edge before the rings are said to be connected: length
+    of `local` then, and destination. It tells rings from trees where nothing else does (to 2.8)."""
+    receives: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By channel and destination, the source of the first."""
     seen: dict[int, str] = field(default_factory=dict)
     """Rank to host, as far as hop lines tell."""
 
@@ -236,22 +237,17 @@ class _Joiner:
 
 def _first_edges(draft: Draft) -> None:
     """Leave `ring` on the first edge of each rank and channel, where nothing else tells."""
-    first: dict[tuple[int, int], tuple[int, int]] = {}
-    for channel, source, destination, place in draft.sends:
-        first.setdefault((channel, source), (place, destination))
+    first = dict(draft.sends)
     if first:
         for place, channel, source, destination in edges(draft.local):
             known = first.get((channel, source))
             if known is not None and place < known[0]:
                 first[channel, source] = (place, destination)
-    arrives: dict[tuple[int, int], int] = {}
-    for channel, source, destination in draft.receives:
-        arrives.setdefault((channel, destination), source)
     for (channel, source, destination), edge in draft.edges.items():
         if edge.send_card >= 0:
             edge.ring = first.get((channel, source), (0, -1))[1] == destination
         else:
-            edge.ring = arrives.get((channel, destination)) == source
+            edge.ring = draft.receives.get((channel, destination)) == source
 
 
 def _walk(following: dict[int, int], start: int) -> list[int]:
