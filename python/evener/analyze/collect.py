@@ -277,6 +277,7 @@ class Collector:
             table.rows.append((record, where))
         elif isinstance(record, Device):
             self.run.host(record.host)
+            table.hosts.add(record.host)
             known = table.devices.get(record.rank)
             if known is not None and (known.host, known.pid) != (record.host, record.pid):
                 table.twice[record.rank] = where
@@ -359,4 +360,5 @@ def _mixed(tables: list[Table]) -> None:
         hosts = {d.host for d in before.devices.values()}, {d.host for d in after.devices.values()}
         if hosts[0] != hosts[1] and 0 in before.devices and 0 in after.devices:
             after.twice[0] = before.where
+            after.hosts |= before.hosts
             before.replaced = True

@@ -205,6 +205,8 @@ class Table:
     """Lines of options: one per process that runs by itself."""
     heads: int = 0
     averages: int = 0
+    hosts: set[str] = field(default_factory=set)
+    """Of all devices, of ranks that stand twice too."""
     twice: dict[int, int] = field(default_factory=dict)
     """Ranks that two processes claim, and where the second does."""
     broken: int = 0
@@ -233,7 +235,7 @@ class Table:
 
     def nodes(self) -> int:
         """Hosts of its devices, 0 where they are not listed."""
-        return len({device.host for device in self.devices.values()})
+        return len(self.hosts)
 
     def series(self) -> list[list[tuple[Row, int]]]:
         """Rows of one type, operation and root each, by size."""

@@ -75,13 +75,13 @@ def separate(picture: Picture) -> Iterator[Finding]:
         copies = table.copies()
         if copies > 1:
             sure = bool(table.twice) or table.options > 1
-            who = sorted({d.host for d in table.devices.values() if d.host})
+            who = sorted(host for host in table.hosts if host)
             yield Finding(
                 "correctness.separate-runs",
                 "problem",
                 f"{copies} benchmarks ran side by side, each by itself",
                 _why(table)
-                + (f" The devices of one: {names(who)}." if who else "")
+                + (f" They are on {names(who)}." if who else "")
                 + " So the processes did not form one job, and nothing crossed between them. Rows "
                 "of both are mixed here: their mean says nothing.",
                 "measured" if sure else "inferred",

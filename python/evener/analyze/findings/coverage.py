@@ -25,7 +25,7 @@ def missing_ranks(picture: Picture) -> Iterator[Finding]:
         "coverage.missing-ranks",
         "note",
         f"{count(len(missing), 'rank')} of {world.size} left no line",
-        f"Of ranks {ranges(missing)} the host is not known; pairs with them are left out.",
+        f"Their hosts are not known (ranks {ranges(missing)}); pairs of two of them are left out.",
         "measured",
         (world.where,),
         "Give the files of all hosts, made with NCCL_DEBUG=INFO on every rank.",

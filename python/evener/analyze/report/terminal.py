@@ -23,8 +23,10 @@ def terminal(picture: Picture, findings: list[Finding], width: int = 96) -> str:
 
 def _lines(picture: Picture, findings: list[Finding], width: int) -> Iterator[str]:
     yield click.style(verdict(picture, findings), bold=True)
-    yield ""
-    for name, value in facts(picture):
+    known = facts(picture)
+    if known:
+        yield ""
+    for name, value in known:
         yield from textwrap.wrap(
             f"{name:<12} {value}", width, subsequent_indent=" " * 13, break_on_hyphens=False
         )

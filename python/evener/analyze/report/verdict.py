@@ -84,7 +84,7 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
             text += f" (of {world.size - len(world.members)} ranks no line)"
         rows.append(("cluster", text))
     elif devices := [d for table in run.tables[:1] for d in table.devices.values()]:
-        hosts = sorted({device.host for device in devices})
+        hosts = sorted(run.tables[0].hosts)
         shown = ", ".join(hosts[:6]) + (" ..." if len(hosts) > 6 else "")
         text = f"{count(len(hosts), 'host')}, {count(len(devices), 'rank')}: {shown}"
         rows.append(("cluster", text))
