@@ -799,6 +799,9 @@ def test_gpus_of_one_host_over_the_network(tmp_path: Path) -> None:
     assert findings["network.inside-host"].severity == "problem"
     assert "NCCL_SHM_DISABLE=1" in findings["network.inside-host"].detail
     # It is no traffic between hosts, and is not judged as such.
+    assert read(tmp_path, text).pairs == []
+    hops = [line for line in text.splitlines(True) if "via NET" in line]
+    assert read(tmp_path, "".join(hops)).pairs == []
     assert not {"network.one-stream", "network.gpudirect-off"} & set(findings)
 
 

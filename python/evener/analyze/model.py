@@ -130,7 +130,7 @@ class Communicator:
         for edge in sorted(self.edges.values(), key=lambda e: e.channel):
             ring_line = self.rings.get(edge.channel)
             whole = ring_line is not None and ring_line.whole
-            if edge.ring and (not whole or self._half_known(edge)):
+            if edge.ring and not self._inside(edge) and (not whole or self._half_known(edge)):
                 add(edge.channel, edge.source, edge.destination, edge.where)
         for pair in found.values():
             pair.channels.sort()
@@ -167,6 +167,12 @@ class Communicator:
         if all(m.bus for m in mates) and len({m.bus for m in mates}) == len(mates):
             return sorted(m.bus for m in mates).index(member.bus)
         return None
+
+    def _inside(self, edge: NetEdge) -> bool:
+        """Whether both ends are known to be on one host."""
+        ends = (self.members.get(edge.source), self.members.get(edge.destination))
+        hosts = {end.host for end in ends if end is not None}
+        return None not in ends and len(hosts) == 1
 
     def _half_known(self, edge: NetEdge) -> bool:
         """Whether the host of one end only is known: a NET edge then leads to another host."""

@@ -77,7 +77,8 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if world is not None and world.members:
         hosts = world.hosts()
-        shown = ", ".join(hosts[:6]) + (" ..." if len(hosts) > 6 else "")
+        shown = ", ".join(h or "(without a name)" for h in hosts[:6])
+        shown += " ..." if len(hosts) > 6 else ""
         ranks = world.size or len(world.members)
         text = f"{count(len(hosts), 'host')}, {count(ranks, 'rank')}: {shown}"
         if world.size > len(world.members):
