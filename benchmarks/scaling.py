@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from evener.bench.train import models
+from evener.comm import wires
 from evener.comm.planner.choose import choose
-from evener.comm.planner.costs import Link, of_network, paper_forms
+from evener.comm.planner.costs import Link, of_network
 from evener.comm.planner.forecast import profile_of
 from evener.comm.profile import StepProfile
 
@@ -28,7 +29,7 @@ NODES = (2, 4, 8, 16, 64)
 GPUS = 8
 GBIT = 25
 BATCH = 128
-LADDER = tuple(form.name for form in paper_forms())
+LADDER = wires.names()
 WAYS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
     ("flat ring, exact", ("exact",), False, "flat"),
     ("two levels, exact", ("exact",), False, "2d"),
@@ -36,7 +37,7 @@ WAYS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
     ("FP16 + overlap", ("fp16",), True, "2d"),
     ("INT8 + overlap", ("int8",), True, "2d"),
     ("top-k 1% + overlap", ("topk",), True, "2d"),
-    ("auto, floor INT8, + overlap", LADDER[: LADDER.index("int8") + 1], True, "auto"),
+    ("auto, floor INT8, + overlap", wires.candidates("int8"), True, "auto"),
 )
 COLOURS = ("#9a9a9a", "#5b6b7a", "#3f7cac", "#2a9d8f", "#e9a23b", "#b5179e", "#d1495b")
 
@@ -57,7 +58,7 @@ def rows(profile: StepProfile) -> list[dict[str, Any]]:
             GPUS,
             Link.of_rate(GBIT * 1e9, 50, 0.94),
             Link.of_rate(1200e9, 5),
-            paper_forms(),
+            wires.papers(),
             2e9,
         )
         for name, forms, overlap, algorithm in WAYS:

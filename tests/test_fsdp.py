@@ -274,7 +274,7 @@ def test_refusals_name_the_fix() -> None:
     assert "fully_shard" in found["plain"]
     assert "replicate=" in found["no replicas"]
     assert "leave replicate= out" in found["both"]
-    assert "choose from auto" in found["mode"]
+    assert "choose one of auto" in found["mode"]
     assert "mode='auto'" in found["floor"]
     assert "meta device" in found["meta"]
     assert "already" in found["twice"]

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener import log
 from evener.accelerated import AcceleratedDataParallel, replace_older, restore, wrap
-from evener.comm import wires
+from evener.comm import forms, wires
 from evener.comm.options import Algorithm, Options
 from evener.comm.overlap import StepOverlap, innermost, refusal, refuse_model
 from evener.comm.planner.live import Planner
@@ -34,7 +34,7 @@ __all__ = ["MODES", "AcceleratedDataParallel", "accelerate", "restore"]
 
 logger = logging.getLogger("evener.ddp")
 
-MODES = wires.names()
+MODES = forms.names()
 
 
 def accelerate(
@@ -157,9 +157,8 @@ def accelerate(
 
 def _resolve(mode: str | None, floor: str | None, wire: str | None, **given: Any) -> Options:
     """Options, with the form that `mode` forces in `wire`."""
-    allowed = ("auto", *MODES)
-    if mode is not None and mode not in allowed:
-        raise UsageError(f"mode={mode!r} cannot be", f"choose one of {', '.join(allowed)}")
+    if mode is not None:
+        forms.require(mode, "mode", besides=("auto",))
     if floor is not None and mode != "auto":
         raise UsageError(
             f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",

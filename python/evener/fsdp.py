@@ -30,7 +30,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
-from evener.comm import wires
+from evener.comm import forms
 from evener.comm.options import Options
 from evener.comm.replica_plan import ReplicaPlanner
 from evener.comm.replicas import Piece, Replicas, Unit
@@ -38,7 +38,7 @@ from evener.errors import UsageError
 
 logger = logging.getLogger("evener.fsdp")
 
-MODES = wires.names()
+MODES = forms.names()
 
 
 def accelerate(
@@ -337,8 +337,8 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 def _options(
     mode: str | None, floor: str | None, ratio: float | None, warmup_steps: int | None
 ) -> Options:
-    if mode not in (None, "auto", *MODES):
-        raise UsageError(f"mode={mode!r} is not known", f"choose from auto, {', '.join(MODES)}")
+    if mode is not None:
+        forms.require(mode, "mode", besides=("auto",))
     if floor is not None and mode != "auto":
         raise UsageError(
             f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",

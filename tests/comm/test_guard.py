@@ -32,15 +32,22 @@ def test_it_looks_early_and_then_every_so_many_steps() -> None:
 
 
 def test_figures_of_sums() -> None:
-    figures = guard.Figures.of([6.0, 4.0, 16.0, 9.0, 36.0])
+    figures = guard.Figures.of([9.0, 36.0, 2.0, 1.0, 6.0, 4.0, 3.0, 10.0])
     assert figures.cosine == 6 / 8 and figures.residual_ratio == 0.5 and figures.gain == 0.25
+    assert figures.least_cosine == pytest.approx(4 / 30**0.5)
     assert figures.past(Limits(residual=0.49)) and figures.past(Limits(cosine=0.76))
+    assert figures.past(Limits(each=0.74)) and not figures.past(Limits(each=0.73))
     assert not figures.past(Limits(residual=0.5, cosine=0.75))
     nothing = guard.Figures.of([0.0] * 5)
     assert not nothing.past(Limits(residual=0.0, cosine=1.0))
     # An overflow, which a loss scaler skips, is not judged.
     for bad in (math.inf, math.nan):
         assert not guard.Figures.of([bad] * 5).past(Limits(residual=0.1, cosine=0.9))
+        # One that the form has made is.
+        assert guard.Figures.of([0.0, 1.0, bad, bad, 1.0]).past(Limits(cosine=0.9))
+    # Nothing came, although there was something.
+    lost = guard.Figures.of([0.0, 1.0, 0.0, 0.0, 1.0])
+    assert lost.cosine == 0 and lost.past(Limits())
 
 
 @pytest.mark.parametrize("name", wires.names())
@@ -49,9 +56,13 @@ def test_limits_by_optimizer_and_the_users(name: str) -> None:
     loose, strict = (guard.limits(Options(), form, linear) for linear in (True, False))
     assert loose == form.limits
     assert strict == (form.strict or form.limits)
-    assert form.sparse == (strict.residual < loose.residual), "sparse forms, and only those"
+    assert bool(form.late) == (strict.residual < loose.residual), "those that send late"
     mine = Options(guard_residual=7.0, guard_cosine=0.5)
-    assert guard.limits(mine, form, False) == guard.limits(mine, form, True) == Limits(7.0, 0.5)
+    assert (
+        guard.limits(mine, form, False)
+        == guard.limits(mine, form, True)
+        == Limits(7.0, 0.5, form.limits.each)
+    )
 
 
 class Own(SGD):

@@ -23,7 +23,6 @@ from evener.comm.groups import Communicators
 from evener.comm.options import Options
 from evener.comm.planner.costs import Costs, Curve
 from evener.comm.profile import StepProfile
-from evener.comm.rows import FORMS as FORMS_OF_ROWS
 from evener.comm.rows import Rows, RowsExchange, merged
 from evener.ddp import accelerate
 from tests import worlds
@@ -307,7 +306,7 @@ def bring_all(rank: int, size: int) -> list[tuple[Any, ...]]:
     options = Options(rows_bytes=1)
     communicators = Communicators(options, torch.device("cpu"))
     route, found = communicators.flat(), []
-    for form in FORMS_OF_ROWS:
+    for form in (name for name in wires.names() if wires.get(name).rows_as == name):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             for width in (1, 5, 768):
                 generator = torch.Generator().manual_seed(width + 7 * rank)

@@ -16,7 +16,7 @@ from evener.comm import steps, wires
 from evener.comm.exchange import Exchange
 from evener.comm.planner import choose, live
 from evener.comm.planner.choose import Decision
-from evener.comm.planner.costs import Costs, Curve, Link, of_network, paper_forms
+from evener.comm.planner.costs import Costs, Curve, Link, of_network
 from evener.comm.planner.live import Planner
 from evener.comm.planner.sequence import best_sequence, first_sequence
 from evener.comm.planner.simulate import play
@@ -24,7 +24,6 @@ from evener.comm.profile import BucketProfile, Recorder, StepProfile
 from evener.comm.reducer import Reducer
 from evener.ddp import accelerate
 from evener.errors import UsageError
-from evener.plan.command import LADDER
 from tests import worlds
 from tests.comm import models
 from tests.comm.scripts import heard, plain
@@ -85,7 +84,7 @@ RESNET = step_of([25.0, 25.0, 25.0, 22.0])
 
 
 def down_to(floor: str) -> tuple[str, ...]:
-    return LADDER[: LADDER.index(floor) + 1]
+    return wires.candidates(floor)
 
 
 EXACT = down_to("exact")
@@ -97,7 +96,7 @@ def network(gbit: float, nodes: int = 2, per_node: int = 2, latency_us: float = 
         per_node,
         Link.of_rate(gbit * 1e9, latency_us),
         Link(0.005, 150e6),
-        paper_forms(),
+        wires.papers(),
         3e9,
     )
 
@@ -244,7 +243,7 @@ def forms(made: Decision) -> set[str]:
 def test_the_network_changes_the_choice() -> None:
     chosen = {gbit: choose.choose(VGG, network(gbit), down_to("topk")) for gbit in (1, 10, 25, 400)}
     assert forms(chosen[400]) == {"exact"} and chosen[400].hidden
-    assert "fp16" in forms(chosen[25]) | forms(chosen[10])
+    assert {"fp16", "bf16"} & (forms(chosen[25]) | forms(chosen[10]))
     assert any(form.startswith("topk") for form in forms(chosen[1]))
     sent = {
         gbit: sum(max(choice.stages_ms) * gbit for choice in made.choices)
@@ -268,7 +267,8 @@ def test_the_mildest_that_hides_is_taken_and_the_floor_holds() -> None:
     for bucket, choice in enumerate(free.choices):
         if choice.form == "exact":
             continue
-        milder = LADDER[LADDER.index(choice.form) - 1]
+        tried = down_to("topk")
+        milder = tried[tried.index(choice.form) - 1]
         size = VGG.buckets[bucket].bytes
         stages = [c.stages_ms for c in free.choices]
         stages[bucket] = network(25).stages("2d", milder, size)
@@ -293,7 +293,7 @@ def test_exchanges_that_are_crowded_are_compressed_more() -> None:
 
 
 def test_small_buckets_go_flat_where_hops_cost_more_than_bytes() -> None:
-    slow_inside = of_network(2, 2, Link.of_rate(100e9, 1), Link(5.0, 150e6), paper_forms(), 3e9)
+    slow_inside = of_network(2, 2, Link.of_rate(100e9, 1), Link(5.0, 150e6), wires.papers(), 3e9)
     slow_inside = dataclasses.replace(slow_inside, flat=Curve.line(1.0, 1 / 12e6))
     made = choose.choose(RESNET, slow_inside, EXACT)
     assert {c.algorithm for c in made.choices} == {"flat"}

@@ -41,8 +41,8 @@ class Exchange:
     names: list[str]
     state: ShardState = field(init=False)
     timer: Timer = field(init=False)
-    # [5] float64, by the last checked step: compressed . dense, and the squares of compressed,
-    # dense, residual and gradient.
+    # [2 + 3 parameters] float64, by the last checked step: the squares of residual and gradient,
+    # then of each parameter compressed . dense, and the squares of both.
     measured: torch.Tensor | None = None
     predicted_ms: float | None = None  # by the planner, where there is one
 
@@ -142,16 +142,18 @@ class Exchange:
         dense = before.float()
         self._add_up(dense)
         result = after.float()
-        residual = torch.zeros_like(result) if self.state.residual is None else self.state.residual
-        self.measured = torch.stack(
-            [
-                _dot(result, dense),
-                _dot(result, result),
-                _dot(dense, dense),
-                _dot(residual, residual),
-                gradient,
-            ]
-        )
+        none = gradient.new_zeros(())
+        residual = self.state.residual
+        sums = [none if residual is None else _dot(residual, residual), gradient]
+        start, end = self.place()
+        for slot in self.bucket.slots:
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, end)
+            if low >= high:  # another rank's
+                sums += [none] * 3
+                continue
+            one, other = result[low - start : high - start], dense[low - start : high - start]
+            sums += [_dot(one, other), _dot(one, one), _dot(other, other)]
+        self.measured = torch.stack(sums)
 
     # --- checkpoints ---
 
@@ -185,9 +187,12 @@ class Exchange:
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    # In blocks: a float32 sum over 64M squares would lose what the small ones add up to.
+    # In float64, because squares of 1e-23 are nothing in float32; in blocks, to save memory.
     return torch.stack(
-        [(x * y).sum().double() for x, y in zip(a.split(1 << 22), b.split(1 << 22), strict=True)]
+        [
+            x.double().dot(y.double())
+            for x, y in zip(a.split(1 << 22), b.split(1 << 22), strict=True)
+        ]
     ).sum()
 
 

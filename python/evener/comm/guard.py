@@ -3,14 +3,17 @@
 Every `EVENER_GUARD_STEPS` steps, and some before (`due`), each compressed bucket is reduced twice,
 compressed and dense, and two figures come out, over all ranks:
 
-- `cosine` of the compressed result against the dense one of the same step;
+- `cosine` of the compressed result against the dense one of the same step, of the whole bucket,
+  and for forms of little range of each parameter by itself: a layer of small gradients does not
+  show beside one of large ones;
 - `residual_ratio`: the norm of what is not sent yet over that of the gradient.
 
 A bucket past its limits (the form's own, or EVENER_GUARD_COSINE and EVENER_GUARD_RESIDUAL) falls
 back to the form's milder one from the next step on, on all ranks, with a line in the log; a
 residual goes over into the milder form, or into the next exact gradient. Nothing goes back up by
-itself. A step with figures that are not finite (an overflow, which a loss scaler skips) is not
-judged.
+itself. A form of which nothing came although there was something to send falls back whatever its
+limits. A step with gradients that are not finite (an overflow, which a loss scaler skips) is not
+judged; one in which only the form has overflowed is.
 
 Limits depend on the optimizer. Error feedback makes a gradient late, not wrong, so whatever is
 linear in the gradients (SGD, with momentum too) gets the same sum in the end. Adam and its kin
@@ -56,29 +59,51 @@ _EARLY = (8, 2)
 class Figures:
     """Of one bucket in one checked step, over all ranks.
 
-    `gain`: of the squared norm, what the optimizer gets over the dense gradient's.
+    `gain`: of the squared norm, what the optimizer gets over the dense gradient's. `least_cosine`:
+    of the parameters by themselves the least. `finite`: whether the gradients are.
     """
 
     residual_ratio: float
     cosine: float
+    least_cosine: float
     gain: float
     finite: bool
 
     @classmethod
     def of(cls, sums: Sequence[float]) -> Figures:
         """`sums`: `Exchange.measured`, added up over the ranks."""
-        product, result, dense, residual, gradient = sums
+        residual, gradient, *rest = sums
+        each = list(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
+        product, result, dense = (math.fsum(of) for of in zip(*each, strict=True))
+        finite = all(map(math.isfinite, (gradient, dense)))
+        if not finite:
+            return cls(math.nan, math.nan, math.nan, math.nan, finite)
         return cls(
             math.sqrt(residual / gradient) if gradient > 0 else 0.0,
-            product / math.sqrt(result * dense) if result > 0 and dense > 0 else 1.0,
+            _cosine(product, result, dense),
+            min(_cosine(*one) for one in each),
             result / dense if dense > 0 else 1.0,
-            all(map(math.isfinite, sums)),
+            finite,
         )
 
     def past(self, limits: Limits) -> bool:
         """Whether the form has to go."""
-        within = self.residual_ratio <= limits.residual and self.cosine >= limits.cosine
+        within = (
+            self.residual_ratio <= limits.residual
+            and self.cosine >= limits.cosine
+            and self.least_cosine >= limits.each
+            and self.gain > 0  # something came
+        )
         return self.finite and not within
+
+
+def _cosine(product: float, result: float, dense: float) -> float:
+    """1 where there was nothing to send; 0 where nothing came of it, or what is not finite."""
+    if dense <= 0:
+        return 1.0
+    if not (math.isfinite(result) and math.isfinite(product)) or result <= 0:
+        return 0.0
+    return product / math.sqrt(result) / math.sqrt(dense)
 
 
 @dataclass(frozen=True)
@@ -111,6 +136,7 @@ def limits(options: Options, form: Wire | type[Wire], linear: bool) -> Limits:
     return Limits(
         options.guard_residual if options.guard_residual > 0 else own.residual,
         options.guard_cosine if options.guard_cosine > -1 else own.cosine,
+        own.each,
     )
 
 
@@ -181,18 +207,20 @@ def judge(
         return []
     if optimizers.known:
         optimizers.settle()
-    other = torch.full((len(measured), 1), 0.0 if optimizers.linear else 1.0, dtype=torch.float64)
-    rows = torch.stack([e.measured.cpu() for e in measured if e.measured is not None])
-    sums = torch.cat([rows, other], dim=1)
+    other = torch.tensor([0.0 if optimizers.linear else 1.0], dtype=torch.float64)
+    rows = [e.measured.cpu() for e in measured if e.measured is not None]
+    sums = torch.cat([other, *rows])
     dist.all_reduce(sums, group=communicators.control.handle)
+    nonlinear = bool(sums[0] > 0)
+    each = sums[1:].split([len(row) for row in rows])
     verdicts = []
     optimizers.strict = False
-    for exchange, row in zip(measured, sums.tolist(), strict=True):
+    for exchange, row in zip(measured, each, strict=True):
         exchange.measured = None
-        wire, figures = exchange.wire, Figures.of(row[:-1])
-        bound = limits(options, wire, linear=row[-1] == 0)
+        wire, figures = exchange.wire, Figures.of(row.tolist())
+        bound = limits(options, wire, linear=not nonlinear)
         falls = figures.past(bound)
-        optimizers.strict |= wire.strict is not None and row[-1] > 0 and not falls
+        optimizers.strict |= wire.strict is not None and nonlinear and not falls
         verdicts.append(
             Verdict(
                 step,
@@ -207,7 +235,7 @@ def judge(
         if falls and communicators.rank == 0:
             logger.warning(
                 "step %d: %s falls back from %s to %s: residual %.3g of the gradient (limit %.3g), "
-                "cosine against dense %.3g (limit %.3g)%s",
+                "cosine against dense %.3g (limit %.3g), of one parameter %.3g (limit %.3g)%s",
                 step,
                 exchange.title,
                 wire.name,
@@ -216,7 +244,9 @@ def judge(
                 bound.residual,
                 figures.cosine,
                 bound.cosine,
-                _why(wire, optimizers) if row[-1] else "",
+                figures.least_cosine,
+                bound.each,
+                _why(wire, optimizers) if nonlinear else "",
             )
     return verdicts
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from evener import settings
+from evener.comm import forms
 from evener.errors import UsageError
 
 Algorithm = Literal["auto", "flat", "2d"]
@@ -61,10 +62,8 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("algorithm", self.algorithm, get_args(Algorithm))
-        from evener.comm import wires  # it needs this module
-
-        _one_of("wire", self.wire, wires.names())
-        _one_of("floor", self.floor, wires.names())
+        forms.require(self.wire, "wire")
+        forms.require(self.floor, "floor")
         _one_of("outer", self.outer, settings.OUTER)
         _require("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps")
         _require("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
@@ -106,23 +105,24 @@ class Options:
         if two_level.is_set(env):
             from_env: Algorithm = "2d" if two_level.get(env) else "flat"
             algorithm = _overruled("algorithm", algorithm, from_env, two_level.name)
+        from evener.comm import wires  # it needs this module
+
+        sparse = wire is not None and wires.get(forms.require(wire, "wire")).sparse
         if topk.is_set(env):
             if topk.get(env):
                 # Both top-k forms are what the variable asks for.
-                named = wire if wire in ("topk", "topk-chunk") else "topk"
+                named = wire if sparse else "topk"
                 wire = _overruled("wire", wire, named, topk.name)
-            elif wire in ("topk", "topk-chunk"):
+            elif sparse:
                 wire = _overruled("wire", wire, "exact", topk.name)
         if settings.LIGHT_TOPK_RATIO.is_set(env):
             name = settings.LIGHT_TOPK_RATIO.name
             ratio = _overruled("ratio", ratio, settings.LIGHT_TOPK_RATIO.get(env), name)
         if warmup_steps is None:
             warmup_steps = settings.EVENER_TOPK_WARMUP.get(env)
-        from evener.comm import wires  # it needs this module
-
         if partition_bytes is None:
-            # Selecting from a part takes as many launches as from the whole, to send little.
-            whole = wire in wires.names() and wires.get(str(wire)).sparse
+            # Encoding a part takes as many launches as the whole, to send little.
+            whole = wire is not None and bool(wires.get(wire).late)
             partition_bytes = 0 if whole else settings.EVENER_PARTITION_BYTES.get(env)
         return cls(
             algorithm=default_algorithm if algorithm is None else algorithm,

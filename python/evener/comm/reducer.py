@@ -210,7 +210,7 @@ class Reducer:
     def compressible(self) -> bool:
         """Whether gradients cross a network, and not only the largest of them."""
         nodes = self.communicators.route.levels.nodes
-        return nodes > 1 and not wires.get(self.options.wire).sparse
+        return nodes > 1 and not wires.get(self.options.wire).late
 
     def _route_of(self, bucket: Bucket) -> Route:
         if bucket.by_rows:

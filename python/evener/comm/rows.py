@@ -2,10 +2,10 @@
 
 Every rank sends which rows it has and what is in them, all to all (an all-gather, in one level), in
 as many bytes as the rank with the most; each adds what came to its own copy in rank order, so all
-end with the same bits. The values go in the bucket's form: their own dtype, 16 bits, or INT8 in
-blocks, rounded to either side at random so that the mean is right (`int8`). Rounding leaves no
-residual here: other rows come in every step. Quantising without one: Alistarh et al., QSGD,
-arXiv 1610.02132.
+end with the same bits. The values go as the bucket's form says (`Wire.rows_as`): their own dtype,
+16 bits, or INT8 in blocks, rounded to either side at random so that the mean is right. Rounding
+leaves no residual here: other rows come in every step. Quantising without one: Alistarh et al.,
+QSGD, arXiv 1610.02132.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from evener.comm import casts, int8
+from evener.comm import int8
 from evener.comm.buckets import padded
 from evener.comm.exchange import Exchange, Step
 from evener.comm.scratch import Scratch
 from evener.comm.state import let_go
-
-FORMS = ("exact", "fp16", "bf16", "int8")
-_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -55,7 +52,7 @@ class RowsExchange(Exchange):
     @property
     def sent_bytes(self) -> int:
         """See `Exchange`; of the last step."""
-        sent = self._layout(self.most, self._width)[-1] if self.most else 0
+        sent = self._layout(self.most)[-1] if self.most else 0
         return (self.route.outer.size - 1) * sent
 
     def bring(
@@ -86,55 +83,37 @@ class RowsExchange(Exchange):
         exact[:n] = given.values * factor
         everyone = exact.new_empty(size * exact.numel())
         self.route.outer.all_gather(everyone, exact.view(-1))
-        sums = exact.new_zeros(5, dtype=torch.float64)
+        sums = exact.new_zeros(5, dtype=torch.float64)  # see `Exchange.measured`
         for part, dense in zip(received, everyone.view(size, -1), strict=True):
             # As `_decoded` gives them, without the last scaling.
             result = self._decoded(part, torch.float32, factor, 1.0).view(-1).double()
             dense = dense.double()
-            sums[0] += (result * dense).sum()
-            sums[1] += result.square().sum()
-            sums[2] += dense.square().sum()
-        sums[4] = exact.double().square().sum()
+            sums[2] += (result * dense).sum()
+            sums[3] += result.square().sum()
+            sums[4] += dense.square().sum()
+        sums[1] = exact.double().square().sum()
         self.measured = sums
 
-    def _layout(self, most: int, width: int) -> tuple[int, int, int]:
-        """Bytes to the end of the row numbers, of the values, and of their scales."""
+    def _layout(self, most: int) -> tuple[int, int]:
+        """Bytes to the end of the row numbers, and of the values."""
         numbers = padded(4 * most, 16)
-        if self.wire.name == "int8":
-            codes = int8.room(most * width)
-            return numbers, numbers + codes, padded(numbers + codes + codes // int8.BLOCK * 4, 16)
-        itemsize = _CASTS.get(self.wire.name, self.bucket.buffer.dtype).itemsize
-        end = padded(numbers + most * width * itemsize, 16)
-        return numbers, end, end
+        values = self.wire.rows_bytes(most * self._width, self.bucket.buffer.dtype)
+        return numbers, numbers + values
 
     def _gather(self, given: Rows, factor: float) -> torch.Tensor:
         """uint8 [ranks, bytes], valid until the next bucket."""
         outer, n = self.route.outer, given.rows.numel()
-        numbers, codes, size = self._layout(given.most, self._width)
+        numbers, size = self._layout(given.most)
         device = given.values.device
         payload = self._payload.get(size, torch.uint8, device)
         received = self._received.get(size * outer.size, torch.uint8, device)
         places = payload[: 4 * given.most].view(torch.int32)
         places[:n].copy_(given.rows)
         places[n:].zero_()  # zeros are added to row 0
-        values = given.values.reshape(-1)
-        wire = self.wire.name
-        if wire == "int8":
-            scales = payload[codes : codes + (codes - numbers) // int8.BLOCK * 4]
-            key = int8.key(self.state.steps, self.bucket.index, outer.rank)
-            room = payload[numbers:codes].view(torch.int8)
-            int8.quantize(values, None, room, scales.view(torch.float32), key)
-        else:
-            dtype = _CASTS.get(wire, values.dtype)
-            room = payload[numbers : numbers + given.most * self._width * dtype.itemsize]
-            room = room.view(dtype)
-            if wire == "exact":
-                torch.mul(values, factor, out=room[: values.numel()])
-            else:
-                casts.narrow(values, factor, room[: values.numel()])
-            room[values.numel() :].zero_()
+        key = int8.key(self.state.steps, self.bucket.index, outer.rank)
+        self.wire.rows_write(given.values.reshape(-1), factor, payload[numbers:], key)
         outer.all_gather(received, payload)
-        if wire != "exact":
+        if self.wire.name != "exact":
             self.state.steps += 1
         return received.view(outer.size, size)
 
@@ -142,22 +121,10 @@ class RowsExchange(Exchange):
         self, part: torch.Tensor, dtype: torch.dtype, factor: float, final: float
     ) -> torch.Tensor:
         """One rank's values [most, width]."""
-        numbers, codes, _ = self._layout(self.most, self._width)
-        numel, wire = self.most * self._width, self.wire.name
-        if wire == "exact":
-            values = part[numbers : numbers + numel * dtype.itemsize].view(dtype)
-            return (values * final if final != 1.0 else values).view(self.most, -1)
-        wide = self._wide.get(numel, torch.float32, part.device)
-        if wire == "int8":
-            scales = part[codes : codes + (codes - numbers) // int8.BLOCK * 4]
-            room = part[numbers:codes].view(torch.int8).unsqueeze(0)
-            scale = scales.view(torch.float32).unsqueeze(0)
-            int8.dequantize_sum(room, scale, factor * final, wide)
-        else:
-            small = _CASTS[wire]
-            values = part[numbers : numbers + numel * small.itemsize].view(small)
-            casts.widen(values, final, wide)
-        return wide.view(self.most, -1).to(dtype)
+        numbers, end = self._layout(self.most)
+        wide = self._wide.get(self.most * self._width, torch.float32, part.device)
+        values = self.wire.rows_read(part[numbers:end], factor, final, wide, dtype)
+        return values.view(self.most, -1).to(dtype)
 
 
 def merged(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

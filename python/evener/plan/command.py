@@ -14,10 +14,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from evener.comm import wires
+from evener.comm import forms, wires
 from evener.comm.planner import choose
 from evener.comm.planner.choose import Decision
-from evener.comm.planner.costs import Costs, Link, of_network, paper_forms
+from evener.comm.planner.costs import Costs, Link, of_network
 from evener.comm.profile import StepProfile
 from evener.errors import UsageError
 from evener.units import parse_rate
@@ -26,10 +26,18 @@ from evener.units import parse_rate
 # which the shortest step is taken.
 Profiles = Callable[[int, bool], list[StepProfile]]
 _PIPE_WIDTH = 120
-# From the mildest to the harshest. BF16 is as large as FP16.
-LADDER = tuple(form.name for form in paper_forms())
+# From the mildest to the harshest.
+LADDER = wires.names()
 # What TCP over IPv4 carries of a frame of 1500 bytes: 1448 of 1538 on the wire.
 _GOODPUT = 0.94
+
+
+class _Form(click.Choice[str]):
+    """A form's name; an unknown one is answered with the nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As click's."""
+        return forms.require(value, "--floor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +132,7 @@ def _clusters(text: str) -> list[tuple[int, int]]:
 )
 @click.option(
     "--floor",
-    type=click.Choice(LADDER),
+    type=_Form(LADDER),
     default="int8",
     show_default=True,
     help="Harshest form that mode auto may choose.",
@@ -170,7 +178,7 @@ def plan(**given: Any) -> None:
     profile = profiles(1, False)[0]
     rows = []
     for nodes, per_node in clusters:
-        forms = paper_forms(given["topk_ratio"])
+        forms = wires.papers(given["topk_ratio"])
         costs = of_network(nodes, per_node, between, inside, forms, memory)
         rows += _rows(profiles, costs, given["floor"])
     if given["as_json"]:
@@ -200,8 +208,8 @@ def _rows(profiles: Profiles, costs: Costs, floor: str) -> list[Row]:
     for overlap in (False, True):
         suffix = " + overlap" if overlap else ""
         ways: list[tuple[str, tuple[str, ...]]] = [(form, (form,)) for form in LADDER]
-        ways.append((f"auto, floor {floor}", LADDER[: LADDER.index(floor) + 1]))
-        for name, forms in ways:
+        ways.append((f"auto, floor {floor}", wires.candidates(floor)))
+        for name, tried in ways:
             found = [
                 Row(
                     costs.nodes,
@@ -210,19 +218,19 @@ def _rows(profiles: Profiles, costs: Costs, floor: str) -> list[Row]:
                     choose.choose(
                         profile,
                         costs,
-                        forms,
+                        tried,
                         overlap=overlap,
                         # Rows have no sparse form.
                         allowed=lambda b, form, p=profile: (  # type: ignore[misc]
-                            not (p.buckets[b].by_rows and wires.get(form).sparse)
+                            not (p.buckets[b].by_rows and wires.get(form).late)
                         ),
                     ),
                     profile,
                 )
                 for profile in profiles(costs.nodes * costs.per_node, overlap)
             ]
-            # Forced top-k takes nothing apart.
-            several = found[:1] if wires.get(forms[0]).sparse else found
+            # Forms that come late take nothing apart.
+            several = found[:1] if wires.get(tried[0]).late else found
             rows.append(min(several, key=lambda row: row.made.step_ms))
     return rows
 

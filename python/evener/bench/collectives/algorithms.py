@@ -23,17 +23,15 @@ from evener.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-# Wires whose result holds every value, as far as the small whole numbers of the check go.
-_WHOLE = ("exact", "fp16", "bf16")
 _KINDS = ("float", "half", "bfloat16", "double")
 
 
 def names() -> tuple[list[str], list[str]]:
     """(algorithms, wires) of `evener.comm`."""
-    from evener.comm import options, wires
+    from evener.comm import forms, options
 
     kinds = [name for name in get_args(options.Algorithm) if name != "auto"]
-    return kinds, list(wires.names())
+    return kinds, list(forms.names())
 
 
 def parse(text: str) -> tuple[str, str]:
@@ -147,7 +145,9 @@ def _measure(
             total += time.perf_counter() - begin if number >= 0 else 0.0
         seconds = sum(processes.gather(total / options.iters)) / ranks
         bad = None
-        if options.check and wire in _WHOLE:
+        from evener.comm import wires
+
+        if options.check and not wires.get(wire).lossy:
             # The average of whole numbers need not be one: sums are what is compared.
             op = "sum" if options.op == "sum" else "avg"
             gradient = parameter.grad.view(-1)

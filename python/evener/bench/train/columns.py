@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from evener.comm import forms
 from evener.errors import UsageError
 
 
@@ -35,66 +36,43 @@ class Column:
     gpu_only: str = ""
 
 
-# What a sparse form has not sent is counted as applied. It was not, so gradients are those of other
-# parameters: after seven steps 0.07 on vgg-tiny.
-_SPARSE = 0.2
 # Of a hook of torch's nobody knows what it has not sent: what it sends must point DDP's way.
 _UNKNOWN = 0.98
 
-# Every form of evener.comm.wires: title, what it does, and how far updates may be from DDP's. (Said
-# here once more, because importing torch to show a help text takes seconds; a test holds the two
-# together.)
-MODES: dict[str, tuple[str, str, float]] = {
-    "exact": ("exact", "FP32 sums, nothing is rounded on the wire", 0.02),
-    "fp16": ("FP16", "FP16 between nodes", 0.02),
-    "bf16": ("BF16", "BF16 between nodes", 0.05),
-    "int8": ("INT8", "8-bit integers in blocks between nodes, with error feedback", 0.05),
-    "topk": (
-        "top-k",
-        "only the largest gradients between nodes, with error feedback",
-        _SPARSE,
-    ),
-    "topk-chunk": (
-        "top-k in chunks",
-        "the largest of every 4,096 gradients between nodes, with error feedback",
-        _SPARSE,
-    ),
-}
-
 
 def _modes() -> Iterable[Column]:
-    for name, (title, what, tolerance) in MODES.items():
+    for form in forms.listed():
         yield Column(
-            name,
-            f"Evener {title}",
-            f"two levels, {what}",
+            form.name,
+            f"Evener {form.title}",
+            f"two levels, {form.what}",
             "evener",
-            {"algorithm": "2d", "wire": name},
-            tolerance=tolerance,
+            {"algorithm": "2d", "wire": form.name},
+            tolerance=form.first_update,
             evener=True,
         )
 
 
 def _overlapped() -> Iterable[Column]:
-    """With the optimizer given to accelerate(); and the planner's choice, down to four floors."""
-    for name, (title, _, tolerance) in MODES.items():
+    """With the optimizer given to accelerate(); and the planner's choice, down to each floor."""
+    for form in forms.listed():
         yield Column(
-            f"{name}-overlap",
-            f"{title} + overlap",
-            f"as {name}, and the optimizer's step overlaps the next forward",
+            f"{form.name}-overlap",
+            f"{form.title} + overlap",
+            f"as {form.name}, and the optimizer's step overlaps the next forward",
             "evener",
-            {"algorithm": "2d", "wire": name, "overlap": True},
-            tolerance=tolerance,
+            {"algorithm": "2d", "wire": form.name, "overlap": True},
+            tolerance=form.first_update,
             evener=True,
         )
-    for floor in ("exact", "fp16", "int8", "topk"):
+    for form in forms.listed():
         yield Column(
-            f"auto-{floor}",
-            f"planned, {MODES[floor][0]}",
-            f"the planner's choice, down to {floor}, with overlap across the step",
+            f"auto-{form.name}",
+            f"planned, {form.title}",
+            f"the planner's choice, down to {form.name}, with overlap across the step",
             "evener",
-            {"mode": "auto", "floor": floor, "overlap": True},
-            tolerance=MODES[floor][2],
+            {"mode": "auto", "floor": form.name, "overlap": True},
+            tolerance=form.first_update,
             evener=True,
         )
 
@@ -150,7 +128,7 @@ def column(name: str) -> Column:
     found = COLUMNS.get(ALIASES.get(name, name))
     if found is None:
         raise UsageError(
-            f"there is no column {name!r}", f"choose from {', '.join([*COLUMNS, *ALIASES])}"
+            f"there is no column {name!r}", forms.suggestion(name, [*COLUMNS, *ALIASES])
         )
     return found
 
@@ -167,8 +145,7 @@ def modes(text: str) -> str:
     """`exact,int8` as names of columns: Evener's modes only. Raises UsageError."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
-        if name not in MODES:
-            raise UsageError(f"there is no mode {name!r}", f"choose from {', '.join(MODES)}")
+        forms.require(name, "--modes")
     return ",".join(names)
 
 

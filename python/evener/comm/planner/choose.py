@@ -104,24 +104,27 @@ class _Search:
             form = "exact"
         key = (bucket, form)
         if key not in self._choices:
-            size = self.profile.buckets[bucket].summed(self.costs.nodes * self.costs.per_node)
-            self._choices[key] = self._best_algorithm(size, form)
+            profiled = self.profile.buckets[bucket]
+            size = profiled.summed(self.costs.nodes * self.costs.per_node)
+            self._choices[key] = self._best_algorithm(size, form, profiled.itemsize)
         return self._choices[key]
 
-    def _best_algorithm(self, size: int, form: str) -> Choice:
-        loss = self.costs.loss(form, size, self.profile.drag)
-        two = Choice("2d", form, self._stages("2d", form, size), loss)
+    def _best_algorithm(self, size: int, form: str, itemsize: int) -> Choice:
+        loss = self.costs.loss(form, size, self.profile.drag, itemsize)
+        two = Choice("2d", form, self._stages("2d", form, size, itemsize), loss)
         if self.costs.flat is None or form != "exact" or self.algorithm == "2d":
             return two
-        flat = Choice("flat", form, self._stages("flat", form, size), loss)
+        flat = Choice("flat", form, self._stages("flat", form, size, itemsize), loss)
         if self.algorithm == "flat" or self.costs.per_node == 1:
             return flat
         # Buckets are pipelined through the lanes: what counts is the longest, then the sum.
         faster = max(flat.stages_ms) < (1 - TOLERANCE) * max(two.stages_ms)
         return flat if faster else two
 
-    def _stages(self, algorithm: str, form: str, size: int) -> tuple[float, float, float]:
-        scatter, exchange, gather = self.costs.stages(algorithm, form, size)
+    def _stages(
+        self, algorithm: str, form: str, size: int, itemsize: int
+    ) -> tuple[float, float, float]:
+        scatter, exchange, gather = self.costs.stages(algorithm, form, size, itemsize)
         return scatter, exchange * self.profile.crowd, gather
 
     def stages(self, levels: Sequence[int]) -> list[tuple[float, float, float]]:

@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evener.comm import wires
+from evener.comm.wires import Paper
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -48,9 +51,10 @@ class Costs:
     """What the stages take. All curves are over the bytes of **one rank's** input to the stage.
 
     `scatter`, `gather`: in the node, over the bucket's bytes. `exchange[form]`: between nodes, over
-    the shard's bytes before they are encoded; encoding and decoding included. `flat`: all ranks in
-    one level, exact, over the bucket's bytes; None where it was not asked for. `encode[form]`: of
-    the exchange, what encoding and decoding take, for which the device computes nothing else.
+    the shard's bytes before they are encoded, of FP32; encoding and decoding included. `flat`: all
+    ranks in one level, exact, over the bucket's bytes; None where it was not asked for.
+    `encode[form]`: of the exchange, what encoding and decoding take, for which the device computes
+    nothing else.
     """
 
     nodes: int
@@ -62,21 +66,32 @@ class Costs:
     notes: Mapping[str, float] = field(default_factory=dict)
     encode: Mapping[str, Curve] = field(default_factory=dict)
 
-    def stages(self, algorithm: str, form: str, size: int) -> tuple[float, float, float]:
-        """Milliseconds of the three stages of a bucket of `size` bytes."""
+    def stages(
+        self, algorithm: str, form: str, size: int, itemsize: int = 4
+    ) -> tuple[float, float, float]:
+        """Milliseconds of the three stages of a bucket of `size` bytes, `itemsize` an entry."""
         if algorithm == "flat" and self.flat is not None and form == "exact":
             return 0.0, self.flat(size), 0.0
-        shard = size / self.per_node
+        exchange = self.exchange[form](self.shard(form, size, itemsize))
         if self.per_node == 1:
-            return 0.0, self.exchange[form](shard), 0.0
-        return self.scatter(size), self.exchange[form](shard), self.gather(size)
+            return 0.0, exchange, 0.0
+        return self.scatter(size), exchange, self.gather(size)
 
-    def loss(self, form: str, size: int, drag: float) -> float:
+    def shard(self, form: str, size: int, itemsize: int) -> float:
+        """Bytes at which to look up the curve of `form`.
+
+        Exact sends what there is. Other forms send by the entry, however wide it came: of gradients
+        of 16 bits INT8 makes half, not a quarter.
+        """
+        entry = 1.0 if form == "exact" else 4 / itemsize
+        return size / self.per_node * entry
+
+    def loss(self, form: str, size: int, drag: float, itemsize: int = 4) -> float:
         """The share of computing that is lost during the exchange of a bucket of `size` bytes.
 
         `drag`: what a collective alone takes, see `StepProfile`.
         """
-        shard = size / self.per_node
+        shard = self.shard(form, size, itemsize)
         took = self.exchange[form](shard)
         if took <= 0 or form not in self.encode:
             return drag
@@ -110,45 +125,14 @@ class Link:
         return Link(latency_us / 1e3, bits_a_second * efficiency / 8e3)
 
 
-@dataclass(frozen=True)
-class Form:
-    """A compressor on paper.
-
-    `share`: payload bytes for a byte of gradient. `summed`: a collective adds payloads up (ring,
-    2 (N-1)/N payloads a rank), as quantised ones do in two rounds; otherwise every rank gets every
-    other's payload (N-1 of them). `passes`: times that encode and decode together touch the
-    shard's bytes in memory, to which decoding adds `passes_a_peer` for every peer.
-    """
-
-    name: str
-    share: float
-    summed: bool
-    passes: float
-    passes_a_peer: float = 0.0
-
-
-def paper_forms(ratio: float = 0.01) -> tuple[Form, ...]:
-    """The forms by what they send; `ratio`: of top-k. Passes are counted in FP32 bytes."""
-    return (
-        Form("exact", 1.0, True, 0.0),
-        Form("fp16", 0.5, True, 3.0),
-        # One byte an entry, and an FP32 scale a block of 1024.
-        Form("int8", (1 + 4 / 1024) / 4, True, 4.0),
-        # FP16 value and 16-bit index; the residual is read and written, the result cleared.
-        Form("topk-chunk", ratio, False, 6.0, 2 * ratio),
-        # FP32 value and 32-bit index, and one more pass for the exact threshold.
-        Form("topk", 2 * ratio, False, 7.0, 4 * ratio),
-    )
+# Bytes at which a form's costs on paper are worked out: not all grow in a straight line.
+_SIZES = (0.0, *(float(1 << power) for power in range(10, 35, 2)))
 
 
 def encoding(memory_bytes_a_ms: float, forms: Sequence[str]) -> dict[str, Curve]:
     """What encoding and decoding take at the memory's rate, by form; over a shard's bytes."""
-    passes = {form.name: form.passes for form in paper_forms()}
-    passes["bf16"] = passes["fp16"]
-    return {
-        form: Curve.line(0.0, passes.get(form, passes["int8"]) / memory_bytes_a_ms)
-        for form in forms
-    }
+    passes = {form.name: form.passes for form in wires.papers()}
+    return {form: Curve.line(0.0, passes[form] / memory_bytes_a_ms) for form in forms}
 
 
 def of_network(
@@ -156,20 +140,21 @@ def of_network(
     per_node: int,
     between: Link,
     inside: Link,
-    forms: Sequence[Form],
+    forms: Sequence[Paper],
     memory_bytes_a_ms: float,
 ) -> Costs:
     """The costs on a network that is described: rings between nodes and inside them."""
     n, ranks = nodes, per_node
     exchange = {}
     for form in forms:
-        hops = 2 * (n - 1) if form.summed else n - 1
-        sent = form.share * (2 * (n - 1) / n if form.summed else n - 1) if n > 1 else 0.0
         passes = form.passes + form.passes_a_peer * n
-        exchange[form.name] = Curve.line(
-            hops * between.latency_ms,
-            sent * ranks / between.bytes_a_ms + passes / memory_bytes_a_ms,
-        )
+
+        def takes(size: float, form: Paper = form, passes: float = passes) -> float:
+            sent = form.sent(size, n) if n > 1 else 0.0
+            latency = form.hops(n) * between.latency_ms if n > 1 else 0.0
+            return latency + sent * ranks / between.bytes_a_ms + passes * size / memory_bytes_a_ms
+
+        exchange[form.name] = Curve(tuple((size, takes(size)) for size in _SIZES))
     around = (ranks - 1) / ranks / inside.bytes_a_ms
     inner = Curve.line((ranks - 1) * inside.latency_ms, around)
     total = n * ranks

@@ -91,6 +91,7 @@ class Planner:
         )
         self.decision: Decision | None = None
         self.costs: Costs | None = None
+        self._beyond: dict[tuple[int, str], str] = {}
         # On rank 0: the step that each form alone would give.
         self.forced_ms: dict[str, float] = {}
         self.measured_ms: float | None = None
@@ -140,7 +141,9 @@ class Planner:
         self.costs = self._measure(agreed)
         box = [None, None]
         if self.reducer.communicators.rank == 0:
+            self._look_at_range()
             made, whole = self._apart_or_whole(agreed, self.costs)
+            made = self._within_range(made)
             agreed = whole or agreed
             box = [made, whole]
             alone = self.forms if self.forced is None else ("exact",)
@@ -220,6 +223,42 @@ class Planner:
         )
         return (whole, joined) if better else (apart, None)
 
+    def _look_at_range(self) -> None:
+        """Which forms' range the last step's gradients leave, in which buckets; on rank 0.
+
+        Every rank has the same results. Where they are gone already (a script that fills gradients
+        with zeros), the guard will see.
+        """
+        self._beyond = {}
+        tried = () if self.forced is not None else self.forms
+        for bucket in self.reducer.buckets:
+            if bucket.by_rows:
+                continue
+            results = [bucket.buffer[s.offset : s.offset + s.numel] for s in bucket.slots]
+            for form in tried:
+                if (within := wires.within_range(form, results)) != form:
+                    self._beyond[bucket.index, form] = within
+        moved = {bucket for bucket, _ in self._beyond}
+        if moved:
+            first = self.reducer.buckets[min(moved)]
+            logger.info(
+                "plan: in %d of %d buckets (%s ...) gradients leave FP16's range: they go in a "
+                "form of as many bytes and more range",
+                len(moved),
+                len(self.reducer.buckets),
+                self.reducer.names[first.slots[0].index],
+            )
+
+    def _within_range(self, made: Decision) -> Decision:
+        """The decision, with forms whose range holds the gradients; see `_look_at_range`."""
+        if not self._beyond:
+            return made
+        choices = tuple(
+            dataclasses.replace(choice, form=self._beyond.get((bucket, choice.form), choice.form))
+            for bucket, choice in enumerate(made.choices)
+        )
+        return dataclasses.replace(made, choices=choices)
+
     def _choose(self, profile: StepProfile, costs: Costs, forms: Sequence[str]) -> Decision:
         return choose.choose(
             profile,
@@ -252,11 +291,16 @@ class Planner:
 
     def _from_first(self, make: Callable[[], list[Way]]) -> list[Way]:
         """What rank 0 makes. Collective: costs differ in their last digits from rank to rank."""
-        box: list[Any] = [make() if self.reducer.communicators.rank == 0 else None]
+        box: list[Any] = [
+            [self._ranged(way) for way in make()] if self.reducer.communicators.rank == 0 else None
+        ]
         control = self.reducer.communicators.control.handle
         dist.broadcast_object_list(box, group=control, group_src=0)
         found: list[Way] = box[0]
         return found
+
+    def _ranged(self, way: Way) -> Way:
+        return dataclasses.replace(way, decision=self._within_range(way.decision))
 
     def _ways(self, planned: Decision, profile: StepProfile) -> list[Way]:
         assert self.costs is not None

@@ -101,9 +101,10 @@ def _own(
         if costs.flat is not None and costs.per_node > 1:
             took = costs.flat(size if sent == "exact" else size / 2)
         else:
-            took = costs.exchange[sent](size / costs.per_node) * costs.per_node
+            took = costs.exchange[sent](costs.shard(sent, size, bucket.itemsize)) * costs.per_node
         stages = (0.0, took * profile.crowd, 0.0)
-        choices.append(Choice(library, sent, stages, costs.loss(sent, size, profile.drag)))
+        loss = costs.loss(sent, size, profile.drag, bucket.itemsize)
+        choices.append(Choice(library, sent, stages, loss))
     stages_ms = [choice.stages_ms for choice in choices]
     order = first_sequence(profile, stages_ms, overlap=False)
     played = play(profile, stages_ms, order, False, [choice.loss for choice in choices])

@@ -1,11 +1,15 @@
 """The forms in which a shard crosses between nodes: `names()` lists them, `get(name)` gives one.
 
-Read `base` first: it says what a form is and how to add one.
+Read `base` first: it says what a form is and how to add one. Every file of this folder is imported,
+so that a new one needs to be named nowhere.
 """
 
-from evener.comm.wires import dense, int8, topk  # noqa: F401 - they register themselves
+import importlib
+import pkgutil
+
 from evener.comm.wires.base import (
     Limits,
+    Paper,
     Wire,
     candidates,
     choose,
@@ -13,12 +17,18 @@ from evener.comm.wires.base import (
     ladder,
     milder,
     names,
+    papers,
     register,
     suitable,
+    within_range,
 )
+
+for _found in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_found.name}")  # they register themselves
 
 __all__ = [
     "Limits",
+    "Paper",
     "Wire",
     "candidates",
     "choose",
@@ -26,6 +36,8 @@ __all__ = [
     "ladder",
     "milder",
     "names",
+    "papers",
     "register",
     "suitable",
+    "within_range",
 ]

@@ -1,27 +1,39 @@
 """What a form on the wire is, and the list of all that there are.
 
-A further form (FP8, INT4, PowerSGD) is one class:
+A further form is one file in this folder with one class, which says everything once:
 
     @register
     class Int4Wire(Wire):
-        name, milder, lossy, feedback, limits = "int4", "int8", True, True, Limits(1.0, 0.9)
+        name = "int4"
+        title = "INT4"
+        what = "4-bit integers in blocks between nodes, with error feedback"
+        place = 30  # harsher than INT8
+        first_update = 0.3
+        milder, rows_as = "int8", "int8"
+        lossy = feedback = True
+        limits = Limits(residual=1.0, cosine=0.9)
+
+        @classmethod
+        def paper(cls, ratio): ...
 
         def exchange(self, shard, state): ...
 
-`milder` is what the accuracy guard (`evener.comm.guard`) falls back to past `limits`, or past
-`strict` where the optimizer is not known to be linear in the gradients; `lossy` forms
-leave norms and biases out; forms with `feedback` keep in `state.residual` what they did not send,
-and all that goes with it (checkpoints, loss scales, other world sizes) is done for them.
+and is then a `mode=`, a floor, a column of the bench, and what the planner may choose. Checkpoints,
+loss scales, other world sizes and the guard follow from these attributes. docs/reference/forms.md,
+"Adding a form", goes through one.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from evener.comm import forms
 from evener.comm.buckets import Bucket
 from evener.comm.groups import Route
 from evener.comm.options import Options
@@ -34,11 +46,46 @@ class Limits:
     """Past which the guard falls back.
 
     `residual`: largest norm of the residual over the gradient's. `cosine`: least cosine between the
-    compressed and the dense reduction of one step.
+    compressed and the dense reduction of one step, of a whole bucket; `each`: of every parameter by
+    itself, which tells where one whose gradients are small has left the form's range.
     """
 
     residual: float = float("inf")
     cosine: float = -1.0
+    each: float = -1.0
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A form on paper: what it sends and how often it touches memory.
+
+    A rank's payload for n entries, of 4 bytes as they come, is `share` * 4n + `root` * sqrt(n)
+    bytes. `summed`: a collective adds payloads up, in so many `rounds` (a ring: 2 (N-1)/N payloads
+    a rank), as quantised ones do in two halves; otherwise every rank gets every other's payload
+    (N-1 of them). `passes`: times that encode and decode together touch the shard's bytes in
+    memory, to which decoding adds `passes_a_peer` for every peer.
+    """
+
+    name: str
+    share: float
+    summed: bool
+    passes: float
+    passes_a_peer: float = 0.0
+    root: float = 0.0
+    rounds: int = 1
+
+    def payload(self, size: float) -> float:
+        """Bytes for `size` bytes of FP32 gradients."""
+        return self.share * size + self.root * math.sqrt(size / 4)
+
+    def sent(self, size: float, nodes: int) -> float:
+        """Bytes that one rank hands to the network for a shard of `size` bytes."""
+        peers = 2 * (nodes - 1) / nodes if self.summed else nodes - 1
+        return peers * self.payload(size)
+
+    def hops(self, nodes: int) -> int:
+        """Messages one behind the other."""
+        return 2 * (nodes - 1) * self.rounds if self.summed else nodes - 1
 
 
 class Wire(ABC):
@@ -48,20 +95,43 @@ class Wire(ABC):
     GPU buckets may be at work on several streams at once.
     """
 
+    # What users write, what tables show, and one line of help. Plain strings, see `comm.forms`.
     name: ClassVar[str]
+    title: ClassVar[str]
+    what: ClassVar[str]
+    # Where it stands among floors: a planner with a floor takes nothing of a higher place.
+    place: ClassVar[int]
+    # How far, relative, the first update of a training may be from the exact one (`bench train`).
+    first_update: ClassVar[float]
+    # What the guard (`comm.guard`) falls back to past `limits`, or past `strict` where the
+    # optimizer is not known to be linear in the gradients; None: the same.
     milder: ClassVar[str] = "exact"
-    lossy: ClassVar[bool] = False
-    feedback: ClassVar[bool] = False
-    # Sparse forms take the optimizer's momentum into account before they select (DGC); for others
-    # it is applied to the result.
-    sparse: ClassVar[bool] = False
     limits: ClassVar[Limits] = Limits()
-    # Under an optimizer that is not known to be linear in the gradients; None: the same.
     strict: ClassVar[Limits | None] = None
+    # Leaves norms and biases out.
+    lossy: ClassVar[bool] = False
+    # Keeps in `state.residual` what was not sent.
+    feedback: ClassVar[bool] = False
+    # Sends a gradient over many steps. Then it is no choice under Adam's moments, wants tensors
+    # whole (its host's time is by tensor, not by byte), and only its like stand before it as a
+    # planner's choices: "sparse" or "low-rank"; "" for forms that send all of a gradient at once.
+    late: ClassVar[str] = ""
+    # Takes the optimizer's momentum into account before it selects (DGC); for others it is applied
+    # to the result.
+    sparse: ClassVar[bool] = False
+    # The dtype in which all entries cross, where that is all that it does.
+    cast: ClassVar[torch.dtype | None] = None
+    # The form in which the rows of an embedding go (`comm.rows`); one with `rows_*` below.
+    rows_as: ClassVar[str] = "exact"
 
     def __init__(self, route: Route, options: Options) -> None:
         self.route, self.options = route, options
         self.outer, self.scaling = route.outer, route.scaling
+
+    @classmethod
+    @abstractmethod
+    def paper(cls, ratio: float) -> Paper:
+        """Its costs; `ratio`: the share of entries that sparse forms send."""
 
     @abstractmethod
     def exchange(self, shard: torch.Tensor, state: ShardState) -> None:
@@ -74,10 +144,39 @@ class Wire(ABC):
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
         """What one rank hands to the network for a shard of `numel` entries of `itemsize` bytes."""
-        return _around(self.outer.size, numel * itemsize)
+        return around(self.outer.size, numel * itemsize)
+
+    @classmethod
+    def fits(cls, gradients: Iterable[torch.Tensor]) -> bool:
+        """Whether its range holds all of these. Makes the host wait for a device."""
+        del gradients
+        return True
+
+    # --- rows, in forms that name themselves in `rows_as` ---
+
+    @classmethod
+    def rows_bytes(cls, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of `numel` values that come as `dtype`; `rows_write` fills a multiple of 16."""
+        raise NotImplementedError(f"{cls.name} sends no rows")
+
+    @classmethod
+    def rows_write(cls, values: torch.Tensor, factor: float, raw: torch.Tensor, key: int) -> None:
+        """Encode `values` [n] into `raw`, uint8, which may be for more: the rest is 0.
+
+        `factor`: of the average, for forms that multiply before they send. `key`: for what is
+        rounded at random.
+        """
+        raise NotImplementedError(f"{cls.name} sends no rows")
+
+    @classmethod
+    def rows_read(
+        cls, raw: torch.Tensor, factor: float, final: float, out: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A peer's values [n], times `final`: in `out` [n] float32, or as they came, in `dtype`."""
+        raise NotImplementedError(f"{cls.name} sends no rows")
 
 
-def _around(peers: int, size: int) -> int:
+def around(peers: int, size: int) -> int:
     """Bytes that one rank of a bandwidth-optimal all-reduce of `size` bytes sends."""
     return 2 * (peers - 1) * size // peers
 
@@ -94,14 +193,14 @@ def register(form: type[Wire]) -> type[Wire]:
 
 
 def names() -> tuple[str, ...]:
-    """All forms, in the order in which they were registered."""
-    return tuple(_FORMS)
+    """All forms, from the mildest to the harshest."""
+    return tuple(sorted(_FORMS, key=lambda name: _FORMS[name].place))
 
 
 def get(name: str) -> type[Wire]:
     """The form of that name. Raises UsageError that lists them."""
     if name not in _FORMS:
-        raise UsageError(f"there is no form {name!r}", f"choose from {', '.join(_FORMS)}")
+        raise UsageError(f"there is no form {name!r}", forms.suggestion(name, names()))
     return _FORMS[name]
 
 
@@ -113,18 +212,27 @@ def ladder(form: str) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
+def papers(ratio: float = 0.01) -> tuple[Paper, ...]:
+    """All forms on paper, from the mildest to the harshest; `ratio`: of top-k."""
+    return tuple(get(name).paper(ratio) for name in names())
+
+
 def candidates(floor: str) -> tuple[str, ...]:
     """What a planner may choose from, down to `floor`, in the order in which it tries them.
 
-    Its ladder; and before a sparse floor the sparse forms that stand where it does and were
-    registered later: with "topk" chunk-wise top-k too, which sends the same share of the entries,
-    is quicker to make, and half of the bytes.
+    All that stand before it and send a gradient at once, and its like. Of those that send as much
+    as each other only the last: it has the wider range, or is the one that was asked for.
     """
-    found = ladder(floor)
-    if not get(floor).sparse:
-        return found
-    beside = [f for f in _FORMS if get(f).sparse and get(f).milder == get(floor).milder]
-    return (*found[:-1], *reversed(beside[beside.index(floor) :]))
+    last = get(floor)
+    before = [get(name) for name in names() if get(name).place <= last.place]
+    before = [form for form in before if form.late in ("", last.late)]
+    shares = [(form.late, form.paper(0.01).payload(4 << 20)) for form in before]
+    kept = [
+        form.name
+        for i, form in enumerate(before)
+        if shares[i] not in shares[i + 1 :] or form.name == "exact"
+    ]
+    return tuple(kept)
 
 
 def milder(one: str, other: str) -> str:
@@ -146,10 +254,24 @@ def choose(options: Options, route: Route, bucket: Bucket) -> str:
 
 
 def suitable(form: str, bucket: Bucket) -> str:
-    """`form`, or exact where it has nothing to do: norms, biases, what is so already."""
-    if get(form).lossy and bucket.dense:
+    """`form`, or another where it has nothing to do: norms, biases, rows, what is as small already.
+
+    A cast that makes nothing smaller only takes range or precision away: gradients of 16 bits cross
+    as they are.
+    """
+    made = get(form)
+    if made.lossy and bucket.dense:
         return "exact"
-    return "exact" if _CASTS.get(form) == bucket.buffer.dtype else form
+    if bucket.by_rows and made.rows_as != form:
+        return suitable(made.rows_as, bucket)
+    if made.cast is not None and made.cast.itemsize >= bucket.buffer.element_size():
+        return "exact"
+    return form
 
 
-_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+def within_range(form: str, gradients: Iterable[torch.Tensor]) -> str:
+    """`form`, or the first milder one whose range holds `gradients`, one tensor a parameter."""
+    found = list(gradients)
+    while not get(form).fits(found):
+        form = get(form).milder
+    return form

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from evener.comm import casts
+from evener.comm.buckets import padded
 from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch
 from evener.comm.state import ShardState
-from evener.comm.wires.base import Limits, Wire, register
+from evener.comm.wires.base import Limits, Paper, Wire, register
+
+# Least cosine between a parameter's gradient and what a 16-bit form makes of it.
+_LEAST = 0.99
+# Gradients below this are nothing: one over them is not finite.
+_NOTHING = 1e-37
 
 
 @register
@@ -20,46 +27,141 @@ class ExactWire(Wire):
     """The gradients' own dtype, summed by the collective library."""
 
     name = "exact"
+    title = "exact"
+    what = "FP32 sums, nothing is rounded on the wire"
+    place = 0
+    first_update = 0.02
+
+    @classmethod
+    def paper(cls, ratio: float) -> Paper:
+        """See `Wire`."""
+        del ratio
+        return Paper(cls.name, 1.0, True, 0.0)
 
     def exchange(self, shard: torch.Tensor, state: ShardState) -> None:
         """See `Wire`."""
         del state
         self.outer.all_reduce(shard, self.scaling.op)
 
+    @classmethod
+    def rows_bytes(cls, numel: int, dtype: torch.dtype) -> int:
+        """See `Wire`."""
+        return padded(numel * dtype.itemsize, 16)
+
+    @classmethod
+    def rows_write(cls, values: torch.Tensor, factor: float, raw: torch.Tensor, key: int) -> None:
+        """See `Wire`."""
+        del key
+        room = raw.view(values.dtype)
+        torch.mul(values, factor, out=room[: values.numel()])
+        room[values.numel() :].zero_()
+
+    @classmethod
+    def rows_read(
+        cls, raw: torch.Tensor, factor: float, final: float, out: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See `Wire`."""
+        del factor
+        values = raw.view(dtype)[: out.numel()]
+        return values * final if final != 1.0 else values
+
 
 class CastWire(Wire):
     """Divided first, so that large gradients do not overflow, then cast, then summed."""
 
-    dtype: ClassVar[torch.dtype]
+    cast: ClassVar[torch.dtype]
 
     def __init__(self, route: Route, options: Options) -> None:
         super().__init__(route, options)
         self._scratch = Scratch()
 
+    @classmethod
+    def paper(cls, ratio: float) -> Paper:
+        """See `Wire`."""
+        del ratio
+        return Paper(cls.name, 0.5, True, 3.0)
+
     def exchange(self, shard: torch.Tensor, state: ShardState) -> None:
         """See `Wire`."""
         del state
-        small = self._scratch.get(shard.numel(), self.dtype, shard.device)
+        small = self._scratch.get(shard.numel(), self.cast, shard.device)
         casts.narrow(shard, self.scaling.outer, small)
         self.outer.all_reduce(small, dist.ReduceOp.SUM)
         casts.widen(small, 1.0, shard)
 
     def sent_bytes(self, numel: int, itemsize: int) -> int:
         """See `Wire`."""
-        return super().sent_bytes(numel, self.dtype.itemsize)
+        return super().sent_bytes(numel, self.cast.itemsize)
+
+    @classmethod
+    def fits(cls, gradients: Iterable[torch.Tensor]) -> bool:
+        """See `Wire`: every parameter's gradient must arrive as something that points its way."""
+        worst = [_least_cosine(gradient, cls.cast) for gradient in gradients if gradient.numel()]
+        return not worst or bool(torch.stack(worst).min() >= _LEAST)
+
+    @classmethod
+    def rows_bytes(cls, numel: int, dtype: torch.dtype) -> int:
+        """See `Wire`."""
+        del dtype
+        return padded(numel * cls.cast.itemsize, 16)
+
+    @classmethod
+    def rows_write(cls, values: torch.Tensor, factor: float, raw: torch.Tensor, key: int) -> None:
+        """See `Wire`."""
+        del key
+        room = raw.view(cls.cast)
+        casts.narrow(values, factor, room[: values.numel()])
+        room[values.numel() :].zero_()
+
+    @classmethod
+    def rows_read(
+        cls, raw: torch.Tensor, factor: float, final: float, out: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See `Wire`."""
+        del factor, dtype
+        casts.widen(raw.view(cls.cast)[: out.numel()], final, out)
+        return out
+
+
+def _least_cosine(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Between `gradient` and its cast: 1 where there is nothing, or nothing finite, to compare."""
+    largest = gradient.abs().amax().float()
+    usable = (largest > _NOTHING) & largest.isfinite()
+    # Brought to the size of 1, so that no square leaves float32's own range.
+    unit = torch.where(usable, 1.0 / largest, 0.0)
+    wide = gradient.float() * unit
+    sent = gradient.to(dtype).float() * unit
+    lengths = wide.norm() * sent.norm()
+    cosine = torch.where(lengths > 0, (wide * sent).sum() / lengths, 0.0)
+    return torch.where(usable, cosine.nan_to_num(0.0), 1.0)
 
 
 @register
 class FP16Wire(CastWire):
-    """11 bits of precision; gradients below 6e-8 vanish."""
+    """11 bits of precision; gradients below 6e-8 vanish, those above 65,504 become infinite.
 
-    name, dtype = "fp16", torch.float16
-    limits = Limits(cosine=0.99)
+    So it falls back to BF16, of as many bytes, and not to exact.
+    """
+
+    name = "fp16"
+    title = "FP16"
+    what = "FP16 between nodes"
+    place = 10
+    first_update = 0.02
+    milder, rows_as = "bf16", "fp16"
+    cast = torch.float16
+    limits = Limits(cosine=0.99, each=_LEAST)
 
 
 @register
 class BF16Wire(CastWire):
     """8 bits of precision, FP32's range."""
 
-    name, dtype = "bf16", torch.bfloat16
-    limits = Limits(cosine=0.99)
+    name = "bf16"
+    title = "BF16"
+    what = "BF16 between nodes"
+    place = 11
+    first_update = 0.05
+    rows_as = "bf16"
+    cast = torch.bfloat16
+    limits = Limits(cosine=0.99, each=_LEAST)

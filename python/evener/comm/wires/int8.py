@@ -17,14 +17,19 @@ from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch
 from evener.comm.state import ShardState
-from evener.comm.wires.base import Limits, Wire, register
+from evener.comm.wires.base import Limits, Paper, Wire, register
 
 
 @register
 class Int8Wire(Wire):
     """See the module."""
 
-    name, milder = "int8", "bf16"
+    name = "int8"
+    title = "INT8"
+    what = "8-bit integers in blocks between nodes, with error feedback"
+    place = 20
+    first_update = 0.05
+    milder, rows_as = "bf16", "int8"
     lossy = feedback = True
     limits = Limits(residual=1.0, cosine=0.9)
 
@@ -32,6 +37,12 @@ class Int8Wire(Wire):
         super().__init__(route, options)
         self._payload, self._received = Scratch(), Scratch()
         self._second, self._part = Scratch(), Scratch()
+
+    @classmethod
+    def paper(cls, ratio: float) -> Paper:
+        """See `Wire`: a byte an entry, and an FP32 scale a block."""
+        del ratio
+        return Paper(cls.name, (1 + 4 / int8.BLOCK) / 4, True, 4.0)
 
     def exchange(self, shard: torch.Tensor, state: ShardState) -> None:
         """See `Wire`."""
@@ -102,10 +113,38 @@ class Int8Wire(Wire):
         peers = self.outer.size
         return super().sent_bytes(_bytes(int8.room(numel, peers)), 1)
 
+    @classmethod
+    def rows_bytes(cls, numel: int, dtype: torch.dtype) -> int:
+        """See `Wire`."""
+        del dtype
+        return _bytes(int8.room(numel))
+
+    @classmethod
+    def rows_write(cls, values: torch.Tensor, factor: float, raw: torch.Tensor, key: int) -> None:
+        """See `Wire`; without a residual, because other rows come in every step."""
+        del factor
+        codes, scales = _views(raw.unsqueeze(0), _room(raw.numel()))
+        int8.quantize(values, None, codes[0], scales[0], key)
+
+    @classmethod
+    def rows_read(
+        cls, raw: torch.Tensor, factor: float, final: float, out: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See `Wire`."""
+        del dtype
+        codes, scales = _views(raw.unsqueeze(0), _room(raw.numel()))
+        int8.dequantize_sum(codes, scales, factor * final, out)
+        return out
+
 
 def _bytes(room: int) -> int:
     """Of `room` codes and their scales; a multiple of 16, so that all codes are aligned."""
     return padded(room + 4 * (room // int8.BLOCK), 16)
+
+
+def _room(size: int) -> int:
+    """The other way round."""
+    return size // (int8.BLOCK + 4) * int8.BLOCK
 
 
 def _views(raw: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch
 from evener.comm.state import Sent, ShardState
-from evener.comm.wires.base import Limits, Wire, register
+from evener.comm.wires.base import Limits, Paper, Wire, register
 
 # DGC begins with a quarter of the entries and divides by four four times.
 _WARM, _STAGES = 0.25, 5
@@ -40,6 +40,7 @@ class SparseWire(Wire):
 
     milder = "int8"
     lossy = feedback = sparse = True
+    late = "sparse"
     # Measured: docs/benchmarks/accuracy.md, "The guard's limits".
     limits = Limits(residual=100.0)
     strict = Limits(residual=0.25)
@@ -87,6 +88,15 @@ class TopKWire(SparseWire):
     """The k entries of largest magnitude of the whole shard: a float32 or FP16 value, an int32."""
 
     name = "topk"
+    title = "top-k"
+    what = "only the largest gradients between nodes, with error feedback"
+    place = 51
+    first_update = 1.0
+
+    @classmethod
+    def paper(cls, ratio: float) -> Paper:
+        """See `Wire`: FP32 value and 32-bit index, and a pass for the exact threshold."""
+        return Paper(cls.name, 2 * ratio, False, 7.0, 4 * ratio)
 
     def _exchange(
         self, gradient: torch.Tensor, total: torch.Tensor, state: ShardState, ratio: float
@@ -135,6 +145,18 @@ class ChunkTopKWire(SparseWire):
     """The same number of entries of every 4,096: an FP16 value, 16 bits of place each."""
 
     name = "topk-chunk"
+    title = "top-k in chunks"
+    what = "the largest of every 4,096 gradients between nodes, with error feedback"
+    place = 50
+    first_update = 1.0
+
+    @classmethod
+    def paper(cls, ratio: float) -> Paper:
+        """See `Wire`: FP16 value and 16-bit index.
+
+        The residual is read and written, the result cleared.
+        """
+        return Paper(cls.name, ratio, False, 6.0, 2 * ratio)
 
     def _exchange(
         self, gradient: torch.Tensor, total: torch.Tensor, state: ShardState, ratio: float

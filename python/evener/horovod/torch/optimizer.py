@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from evener import settings
-from evener.comm import elastic, rendezvous, wires
+from evener.comm import elastic, forms, rendezvous
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.planner.live import Planner
 from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
+from evener.errors import UsageError
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.state import STATE
 from evener.horovod.torch import bucket_trace
@@ -333,14 +334,14 @@ def _check_mode(
 ) -> None:
     if floor is not None and mode != "auto":
         raise ValueError(f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}")
-    if floor is not None and floor not in wires.names():
-        raise ValueError(f"floor={floor!r} cannot be: choose one of {', '.join(wires.names())}")
-    if mode is None:
-        return
-    if mode not in ("auto", *wires.names()):
-        raise ValueError(
-            f"mode={mode!r} cannot be: choose auto or one of {', '.join(wires.names())}"
-        )
+    try:
+        if floor is not None:
+            forms.require(floor, "floor")
+        if mode is None:
+            return
+        forms.require(mode, "mode", besides=("auto",))
+    except UsageError as error:
+        raise ValueError(f"{error.problem}: {error.fix}") from error
     if compression is not NoneCompressor or op == Adasum:
         name = getattr(compression, "__name__", compression)
         other = "op=Adasum" if op == Adasum else f"compression={name}"
