@@ -1,9 +1,9 @@
 """What each form on the wire costs in accuracy: a small CNN on scikit-learn's digits, on a CPU.
 
     python benchmarks/accuracy_digits.py [--seeds 5] [--epochs 25] [--only sgd:topk,adamw:int8] \
-        [--guard-steps 0] [--json FILE]
+        [--ranks 2] [--guard-steps 0] [--json FILE]
 
-Two ranks that pretend to be two nodes train the same model from the same start on the same batches,
+Ranks that pretend to be a node each train the same model from the same start on the same batches,
 once for every form, optimizer and seed. Reported: accuracy on 360 held-out pictures, and the paired
 difference to exact with its 95% interval (Student's t over the seeds). Digits ship with
 scikit-learn: 1,797 pictures of 8 x 8, nothing to download.
@@ -32,11 +32,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from evener import __version__
+from evener.comm import wires
 from evener.ddp import accelerate
 
 TEST = 360
-BATCH = 32
-RANKS = 2
+# Of all ranks together, so that steps and what they average are as many with more of them.
+BATCH = 64
 # Student's t for a 95% interval, by the number of differences.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 10: 2.262}
 # The model is small: without this everything would be sent exactly. And rank r is on node r.
@@ -57,7 +58,7 @@ class Variant:
 def _variants() -> list[Variant]:
     found = []
     for optimizer in ("sgd", "adamw"):
-        for mode in ("exact", "fp16", "bf16", "int8", "topk", "topk-chunk"):
+        for mode in wires.names():
             found.append(Variant(mode, optimizer, mode))
         found.append(Variant("topk-0.1%", optimizer, "topk", {"ratio": 0.001}))
         found.append(Variant("topk-warm", optimizer, "topk", {"warmup_steps": 110}))
@@ -115,8 +116,9 @@ def train(rank: int, size: int, variant: Variant, seed: int, epochs: int) -> dic
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = rest[torch.randperm(len(rest), generator=generator)]
-        for start in range(0, len(order) - BATCH * size + 1, BATCH * size):
-            mine = order[start + rank * BATCH : start + (rank + 1) * BATCH]
+        share = BATCH // size
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            mine = order[start + rank * share : start + (rank + 1) * share]
             optimizer.zero_grad()
             cross_entropy(model(images[mine]), labels[mine]).backward()
             optimizer.step()
@@ -143,15 +145,15 @@ def summary(values: Sequence[float], exact: Sequence[float]) -> dict[str, float]
 
 
 def _rank(
-    rank: int, address: str, chosen: list[Variant], seeds: int, epochs: int, out: Any
+    rank: int, ranks: int, address: str, chosen: list[Variant], seeds: int, epochs: int, out: Any
 ) -> None:
     os.environ.update(NCCL_HOSTID=f"node{rank}", EVENER_LOG="warning")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=ranks)
     for variant in chosen:
         for seed in range(seeds):
             began = time.perf_counter()
-            figures = train(rank, RANKS, variant, seed, epochs)
+            figures = train(rank, ranks, variant, seed, epochs)
             if rank == 0:
                 out.put((variant, {**figures, "seconds": time.perf_counter() - began}))
     if rank == 0:
@@ -171,6 +173,7 @@ def main() -> None:
         default=0,
         help="check forms every so many steps; past a limit a milder one takes over (0: never)",
     )
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     asked = {name for name in given.only.split(",") if name}
@@ -186,8 +189,8 @@ def main() -> None:
         out = context.Queue()
         # The ranks inherit it.
         os.environ.update(ENVIRONMENT, EVENER_GUARD_STEPS=str(given.guard_steps))
-        arguments = (f"{folder}/store", chosen, given.seeds, given.epochs, out)
-        ranks = [context.Process(target=_rank, args=(r, *arguments)) for r in range(RANKS)]
+        arguments = (given.ranks, f"{folder}/store", chosen, given.seeds, given.epochs, out)
+        ranks = [context.Process(target=_rank, args=(r, *arguments)) for r in range(given.ranks)]
         for process in ranks:
             process.start()
         while (item := out.get(timeout=600)) is not None:
@@ -216,10 +219,16 @@ def main() -> None:
         found = {
             "command": "python benchmarks/accuracy_digits.py"
             + f" --seeds {given.seeds} --epochs {given.epochs} --guard-steps {given.guard_steps}"
+            + (f" --ranks {given.ranks}" if given.ranks != 2 else "")
             + (f" --only {given.only}" if given.only else ""),
             "versions": {"evener": __version__, "torch": str(torch.__version__)},
             "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
-            "setup": {"ranks": RANKS, "batch": BATCH, "test": TEST, "epochs": given.epochs},
+            "setup": {
+                "ranks": given.ranks,
+                "batch": BATCH // given.ranks,
+                "test": TEST,
+                "epochs": given.epochs,
+            },
             "rows": rows,
         }
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

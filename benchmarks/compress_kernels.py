@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import platform
 import re
 import statistics
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ from typing import Any
 import torch
 
 from evener import __version__
-from evener.comm import casts, chunks, int8, topk
+from evener.comm import casts, chunks, int4, int8, topk, wires
+from evener.comm.options import Options
+from evener.comm.state import Matrix, ShardState
 from evener.units import parse_size
 
 RATIO = 0.01
@@ -127,6 +131,44 @@ def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int],
         lambda _: int8.dequantize_sum(codes, scales, 0.5, out),
         4 * n + PEERS * moved,
     )
+
+    m = int4.room(n)
+    packed = torch.empty(PEERS, m // 2, dtype=torch.uint8, device=device)
+    steps = torch.empty(PEERS, m // int4.BLOCK, device=device)
+    moved = m // 2 + 4 * (m // int4.BLOCK)
+    yield (
+        "INT4 quantise, error feedback",
+        lambda i: int4.quantize(gradients[i % 3], residual, packed[0], steps[0]),
+        12 * n + moved,
+    )
+    packed[1], steps[1] = packed[0], steps[0]
+    yield (
+        f"INT4 add {PEERS} ranks",
+        lambda _: int4.dequantize_sum(packed, steps, 0.5, out),
+        4 * n + PEERS * moved,
+    )
+
+    # All of a form but the network: of one square matrix, and of 64 of different shapes.
+    alone = types.SimpleNamespace(size=PEERS, rank=0, all_reduce=lambda *_: None)
+    scaling = types.SimpleNamespace(outer=0.5)
+    route: Any = types.SimpleNamespace(outer=alone, scaling=scaling, scatter=None)
+    side = math.isqrt(n)
+    edge = math.isqrt(n // 80)
+    many, at = [], 0
+    for i in range(64):
+        many.append(Matrix(at, edge + i, edge))
+        at += (edge + i) * edge
+    for name, matrices in (("one matrix", [Matrix(0, side, side)]), ("64 matrices", many)):
+        matrices = [m for m in matrices if m.offset + m.rows * m.columns <= n]
+        for rank in (1, 4):
+            wire = wires.get(f"lowrank{rank}")(route, Options())
+            state = ShardState(0, matrices=tuple(matrices))
+
+            def exchange(i: int, wire: wires.Wire = wire, state: ShardState = state) -> None:
+                out.copy_(gradients[i % 3])  # it works in place
+                wire.exchange(out, state)
+
+            yield f"low rank {rank}, {name}, and a copy", exchange, 24 * n
 
     half = torch.empty(n, dtype=torch.float16, device=device)
     yield "FP16 pack", lambda i: casts.narrow(gradients[i % 3], 0.5, half), 6 * n

@@ -49,7 +49,7 @@ from torch.nn.functional import cross_entropy
 from evener import __version__
 from evener.bench.train.transformers import GPT, Shape
 from evener.comm import guard, wires
-from evener.comm.buckets import Bucket, Slot
+from evener.comm.buckets import Bucket, Slot, row_width
 from evener.comm.exchange import Exchange, Step
 from evener.comm.groups import Group, Route, Scaling
 from evener.comm.options import Options
@@ -90,9 +90,13 @@ class Within:
 
 
 class Ranks:
-    """Two ranks' exchanges of one bucket of `numel` entries, in `form`."""
+    """Two ranks' exchanges of one bucket that holds `parameters`, in `form`."""
 
-    def __init__(self, numel: int, form: str, ratio: float) -> None:
+    def __init__(self, parameters: list[nn.Parameter], form: str, ratio: float) -> None:
+        slots, numel = [], 0
+        for index, p in enumerate(parameters):
+            slots.append(Slot(index, numel, p.numel(), 0, row_width(p)))
+            numel += p.numel()
         barrier, shared = threading.Barrier(RANKS), [torch.empty(0)] * RANKS
         self.options = Options(wire=form, ratio=ratio)
         scaling = Scaling.of(self.options, RANKS, RANKS, divides=True)
@@ -103,7 +107,7 @@ class Ranks:
             transport = Within(rank, shared, barrier)
             outer = Group(None, rank, RANKS, transport)  # type: ignore[arg-type]
             route = Route(levels, None, outer, None, scaling, Carrier("threads", "", transport))
-            bucket = Bucket(0, buffer, (Slot(0, 0, numel),), parts=(0,))
+            bucket = Bucket(0, buffer, tuple(slots), parts=(0,))
             wire = wires.get(form)(route, self.options)
             exchange = Exchange(bucket, route, wire, self.options, [""])
             self.exchanges.append(exchange)
@@ -291,7 +295,7 @@ def train(job: Job) -> dict[str, Any]:
     parameters = [*large, *small]
     # Norms and biases are sent exactly, and so is the first step.
     form = "topk" if kind == "guard" else kind
-    ranks = Ranks(sum(p.numel() for p in large), "exact", float(ratio or 1))
+    ranks = Ranks(large, "exact", float(ratio or 1))
     if job.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
             parameters, lr=task.lr["sgd"], momentum=0.9

@@ -112,10 +112,13 @@ def loses_nothing(rank: int, size: int, cases: list[tuple[str, str, bool, bool]]
         run.reducer.close()
 
 
-@pytest.mark.parametrize("shape", [[1, 1], [2, 2], [1, 1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize("shape", [[1, 1], [2, 2], [1, 1, 1], [2, 1], [1] * 4], ids=str)
 def test_error_feedback_loses_nothing(shape: list[int]) -> None:
     """Also where a rank has no gradient in a step, as one that has run out of data."""
     cases = [(form, "float32", False, shape == [2, 1]) for form in FEEDBACK]
+    if shape == [1] * 4:  # sparse forms in two halves
+        cases = [("topk", "float32", half, half) for half in (False, True)]
+        cases += [("topk-chunk", "float32", False, False), ("topk", "bfloat16", False, False)]
     if shape in ([1, 1], [2, 2]):
         cases += [("topk", "float32", True, True), ("topk", "bfloat16", False, False)]
         cases += [("topk-chunk", "float16", False, True), ("int8", "bfloat16", False, False)]
@@ -161,7 +164,7 @@ def test_gradient_accumulation() -> None:
 
 def scaled(rank: int, size: int) -> None:
     """The scale grows, a step overflows and is skipped, the scale shrinks."""
-    for form in ("topk", "topk-chunk"):
+    for form in ("topk", "topk-chunk", "lowrank2"):
         run = Run(rank, form)
         run.reducer.set_loss_scale(8.0)
         run.step(0, 8.0)
@@ -255,7 +258,7 @@ def second_half(rank: int, size: int, path: str, form: str, late: bool) -> None:
     run.reducer.close()
 
 
-@pytest.mark.parametrize("form", ["topk", "int8"])
+@pytest.mark.parametrize("form", ["topk", "int8", "int4", "lowrank1"])
 def test_a_checkpoint_goes_on_in_a_world_of_another_size(form: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     worlds.run([2, 2], first_half, path, form, form == "int8")
@@ -462,7 +465,9 @@ def replanned(rank: int, size: int) -> None:
     reducer, index = run.reducer, run.exchange("weight").bucket.index
     assert run.exchange("weight").wire.name == "int8"
     allowed = {form: reducer.permitted(index, form) for form in wires.names()}
-    assert allowed == {form: not form.startswith("topk") for form in wires.names()}
+    assert allowed == {
+        form: wires.get(form).place <= wires.get("int8").place for form in wires.names()
+    }
     for choice, form in (("topk", "int8"), ("bf16", "bf16"), ("int8", "int8"), ("topk", "int8")):
         reducer.adopt([("flat", choice)] * len(reducer.buckets), reducer.sequence)
         assert run.exchange("weight").wire.name == form, choice

@@ -335,7 +335,7 @@ def bring_all(rank: int, size: int) -> list[tuple[Any, ...]]:
                     assert exchange.sent_bytes >= (size - 1) * int(most) * (4 + width)
                     cosine = 1.0
                     if exchange.measured is not None:
-                        product, result, dense, _, _ = exchange.measured.tolist()
+                        _, _, product, result, dense = exchange.measured.tolist()
                         cosine = product / (result * dense) ** 0.5
                     found.append((form, dtype, width, apart, len(set(everyone)) == 1, cosine))
     return found

@@ -272,7 +272,9 @@ def test_the_mildest_that_hides_is_taken_and_the_floor_holds() -> None:
         size = VGG.buckets[bucket].bytes
         stages = [c.stages_ms for c in free.choices]
         stages[bucket] = network(25).stages("2d", milder, size)
-        slower = play(VGG, stages, free.sequence, True).step_ms
+        losses = [c.loss for c in free.choices]
+        losses[bucket] = network(25).loss(milder, size, VGG.drag)
+        slower = play(VGG, stages, free.sequence, True, losses).step_ms
         assert slower > free.step_ms, f"bucket {bucket} need not be {choice.form}"
     floored = choose.choose(VGG, network(1), down_to("fp16"))
     assert forms(floored) <= {"exact", "fp16"} and not floored.hidden
@@ -397,8 +399,8 @@ def under(rank: int, size: int) -> tuple[dict[str, tuple[str, ...]], list[str]]:
 
 def test_no_planner_takes_top_k_for_adam() -> None:
     (forms, said), (_, quiet) = worlds.run([1, 1], under)
-    assert forms["SGD"] == (*wires.ladder("int8"), "topk-chunk", "topk")
-    assert forms["AdamW"] == wires.ladder("int8")
+    assert forms["SGD"] == (*wires.candidates("int4"), "topk-chunk", "topk")
+    assert forms["AdamW"] == wires.candidates("int4")
     assert [line.split()[0] for line in said] == ["floor=topk:", "topk"]
     assert all("AdamW" in line for line in said) and not quiet
 

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.timeout(600)
 
 INTERPRETED = """
 import torch
-from evener.comm import chunks, int8, sums, topk, triton_casts, triton_chunks, triton_int8
-from evener.comm import triton_sums, triton_topk
+from evener.comm import chunks, int4, int8, sums, topk, triton_casts, triton_chunks, triton_int4
+from evener.comm import triton_int8, triton_sums, triton_topk
 from tests.comm.cases import CASES, bits
 
 torch.set_num_threads(1)
@@ -91,6 +91,24 @@ def check_int8(case, n, feedback):
     int8.dequantize_sum_reference(*b, 0.5, total)
     same(out, total, case, n)
 
+def check_int4(case, n, dtype):
+    generator = torch.Generator().manual_seed(n)
+    room = int4.room(n)
+    values, kept = CASES[case](n, generator).to(dtype), torch.randn(n, generator=generator)
+    residuals = kept.clone(), kept.clone()
+    a = torch.ones(2, room // 2, dtype=torch.uint8), torch.ones(2, room // int4.BLOCK)
+    b = torch.zeros(2, room // 2, dtype=torch.uint8), torch.zeros(2, room // int4.BLOCK)
+    for rank in range(2):
+        triton_int4.quantize(values, residuals[0], a[0][rank], a[1][rank])
+        int4.quantize_reference(values, residuals[1], b[0][rank], b[1][rank])
+        assert torch.equal(a[0][rank], b[0][rank]), (case, n)
+        same(a[1][rank], b[1][rank], case, n)
+        same(*residuals, case, n)
+    out, total = torch.empty(n), torch.empty(n)
+    triton_int4.dequantize_sum(*a, 0.5, out)
+    int4.dequantize_sum_reference(*b, 0.5, total)
+    same(out, total, case, n)
+
 def check_sums(case, ranks, n, dtype):
     generator = torch.Generator().manual_seed(n)
     parts = torch.stack([CASES[case](n, generator) for _ in range(ranks)]).to(dtype)
@@ -115,6 +133,9 @@ for case, make in CASES.items():
         check_chunks(case, n, k)
     for n in (1, 5001):
         check_int8(case, n, n == 5001)
+        if case != "huge":
+            check_int4(case, n, torch.float32)
+            check_int4(case, n, torch.bfloat16)
     values, out = make(4099, torch.Generator()), torch.empty(4099, dtype=torch.float16)
     if case != "huge":  # numpy warns of the overflow
         triton_casts.cast(values, 0.25, out)
@@ -125,7 +146,8 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from evener.comm import triton_casts, triton_chunks, triton_int8, triton_sums, triton_topk
+from evener.comm import triton_casts, triton_chunks, triton_int4, triton_int8, triton_sums
+from evener.comm import triton_topk
 
 constants = {
     triton_topk: {
@@ -134,6 +156,7 @@ constants = {
     },
     triton_chunks: {"CHUNK": 4096, "PLACES": 64, "FIRST": 1 << 22, "EACH": 1},
     triton_int8: {"ROWS": 4, "BLOCK": 1024, "FEEDBACK": True},
+    triton_int4: {"ROWS": 8, "BLOCK": 256},
     triton_casts: {"BLOCK": 4096},
     triton_sums: {"BLOCK": 2048, "RANKS": 2},
 }
@@ -144,6 +167,7 @@ kernels = {
     ],
     triton_chunks: ["_select", "_add_in_order"],
     triton_int8: ["_quantize", "_dequantize_sum"],
+    triton_int4: ["_quantize", "_dequantize_sum"],
     triton_casts: ["_cast"],
     triton_sums: ["_add_in_order"],
 }
@@ -161,6 +185,8 @@ for module, names in kernels.items():
                 known["EACH"] = 1
             own = {n: known[n] for n in kernel.arg_names if n in known}
             given = {**types, "indices": "*i16" if module is triton_chunks else "*i32"}
+            if module is triton_int4:
+                given |= {"codes": "*u8", "values": "*bf16"}
             signature = {
                 n: "constexpr" if n in own else given.get(n, "i32") for n in kernel.arg_names
             }

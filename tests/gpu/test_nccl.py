@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.ddp import accelerate
 from tests import worlds
-from tests.comm import models, test_compression, test_reducer
+from tests.comm import models, test_compression, test_lowrank, test_reducer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,14 +38,20 @@ def test_every_mode_and_dtype(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["2x2", "4x1"])
 def test_error_feedback_loses_nothing(shape: str) -> None:
-    cases = [(form, "float32", False) for form in test_compression.FEEDBACK]
-    cases += [("topk", "float32", True), ("topk-chunk", "bfloat16", False)]
-    cases += [("int8", "float16", False)]
+    cases = [(form, "float32", False, False) for form in test_compression.FEEDBACK]
+    cases += [("topk", "float32", True, False), ("topk-chunk", "bfloat16", False, False)]
+    cases += [("int8", "float16", False, True), ("int4", "bfloat16", False, False)]
+    cases += [("lowrank2", "bfloat16", False, True)]
     worlds.run(SHAPES[shape], test_compression.loses_nothing, cases, gpu=True, env=ENV)
 
 
 def test_loss_scale_and_skipped_steps() -> None:
     worlds.run([2, 2], test_compression.scaled, gpu=True, env=ENV)
+
+
+@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+def test_what_is_of_low_rank_arrives(shape: str) -> None:
+    worlds.run(SHAPES[shape], test_lowrank.learns, gpu=True, env=ENV)
 
 
 def test_the_guard_falls_back(tmp_path: Path) -> None:

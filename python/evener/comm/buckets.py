@@ -40,13 +40,15 @@ _TAPER = 4
 class Slot:
     """One parameter's place: `offset` is in elements from the start of its bucket.
 
-    `numel` entries from the parameter's `start`-th on, in the order of its memory.
+    `numel` entries from the parameter's `start`-th on, in the order of its memory, in which `width`
+    of them are a row (of a matrix, or filter); 0: it is no matrix.
     """
 
     index: int
     offset: int
     numel: int
     start: int = 0
+    width: int = 0
 
 
 @dataclass
@@ -180,7 +182,7 @@ class Buckets:
         slots, offset = [], 0
         for index in group:
             numel = parameters[index].numel()
-            slots.append(Slot(index, offset, numel))
+            slots.append(Slot(index, offset, numel, 0, row_width(parameters[index])))
             offset += padded(numel, ALIGN)
         buffer = _zeros(padded(offset, unit), parameters[group[0]])
         number = len(self.buckets)
@@ -203,7 +205,7 @@ class Buckets:
         for number, numel in zip(parts, cut, strict=True):
             part = buffer[start : start + padded(numel, unit)]
             said = f", {number - first + 1} of {len(cut)}"
-            slots = (Slot(index, 0, numel, start),)
+            slots = (Slot(index, 0, numel, start, row_width(parameter)),)
             self.buckets.append(Bucket(number, part, slots, parts=parts, part=said))
             start += numel
 
@@ -236,6 +238,15 @@ def place(buffer: torch.Tensor, slot: Slot, parameter: torch.Tensor) -> torch.Te
     if _dense(parameter):
         return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
     return flat.view(parameter.size())
+
+
+def row_width(parameter: torch.Tensor) -> int:
+    """Entries of a row in the memory of its view; 0 where it has fewer than two dimensions."""
+    strides = parameter.stride()
+    if not _dense(parameter):
+        strides = torch.empty(parameter.shape, device="meta").stride()
+    real = [step for size, step in zip(parameter.shape, strides, strict=True) if size > 1]
+    return max(real) if len(real) > 1 else 0
 
 
 def _zeros(numel: int, like: torch.Tensor) -> torch.Tensor:

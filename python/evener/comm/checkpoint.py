@@ -115,7 +115,7 @@ def install(
         mine = exchange.state
         steps = [int(state["compressed_steps"].get(name, 0)) for name in exchange.names]
         mine.steps = max(steps)
-        mine.residual = mine.sent = None
+        mine.residual = mine.sent = mine.memory = None
         if forms:
             before = {state["forms"].get(name) for name in exchange.names}
             _fall_back(reducer, exchange.bucket.index, before)

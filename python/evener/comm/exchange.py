@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from evener.comm import lowrank
 from evener.comm.buckets import Bucket
 from evener.comm.groups import Route
 from evener.comm.options import Options
@@ -48,6 +49,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.state = ShardState(self.bucket.index)
+        self.state.matrices = lowrank.matrices(self.bucket, *self.place())
         self.timer = Timer()
 
     @property
@@ -66,7 +68,7 @@ class Exchange:
         if not self.crosses:
             return 0
         start, end = self.place()
-        return self.wire.sent_bytes(end - start, self.bucket.buffer.element_size())
+        return self.wire.sent_bytes(end - start, self.bucket.buffer.element_size(), self.state)
 
     @property
     def title(self) -> str:

@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parent / "wires"
 class Described:
     """`name`, as users write it; `title` and `what`: for tables; `place`: see `Wire.place`.
 
-    `first_update`: how far, relative, the first update of a training may be from the exact one.
+    `first_update`: how far, relative, a training's first updates may be from DDP's.
     """
 
     name: str

@@ -119,6 +119,8 @@ class Reducer:
             StreamLanes(self.device) if self.device.type == "cuda" else ThreadLanes()
         )
         self.loss_scale = LossScale()
+        if any(wires.get(form).feedback for form in (options.wire, options.floor)):
+            self.loss_scale.watch(self.parameters)
         # Who steps the parameters, for the guard: doors say so, or let it look.
         self.optimizers = guard.Optimizers(self.parameters)
         self.steps = 0
@@ -691,6 +693,7 @@ class Reducer:
 
     def follow(self, scaler: GradScaler) -> None:
         """Keep residuals in `scaler`'s units, and give back what its skipped steps lost."""
+        self.loss_scale.settle()
         last, self.loss_scale = self.loss_scale, LossScale(scaler)
         states = [exchange.state for exchange in self.exchanges]
         if any(s.residual is not None or s.velocity is not None for s in states):
@@ -735,6 +738,7 @@ class Reducer:
             hook.remove()
         self.parts.detach()
         self.optimizers.settle()
+        self.loss_scale.settle()
         self.lanes.close()
         if self._records is not None:
             self._records.close()

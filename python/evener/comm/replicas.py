@@ -21,6 +21,7 @@ How the exchange enters FSDP2 is `evener.fsdp`'s; which form a unit takes, where
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 
 from evener.comm import guard, wires
 from evener.comm.agree import require_agreement
@@ -60,6 +62,14 @@ class Piece:
         """What lossy forms leave out."""
         return self.parameter.dim() <= 1
 
+    @property
+    def width(self) -> int:
+        """Entries of a row of it in memory; 0: it is no matrix."""
+        local = self.parameter
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        return 0 if self.dense else math.prod(local.shape[1:])
+
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its entries, a view of [numel]."""
         return flat[self.offset : self.offset + self.numel]
@@ -85,7 +95,7 @@ class Unit:
         self.all_small = len(self.small) == len(self.pieces)
         # Sizes only: FSDP2 owns the memory, and it is another one in each step.
         buffer = torch.empty(numel, dtype=dtype, device="meta")
-        slots = (Slot(index, 0, numel),)
+        slots = tuple(Slot(index, p.offset, p.numel, 0, p.width) for p in pieces)
         self.bucket = Bucket(index, buffer, slots, dense=self.all_small, parts=(index,))
         self.exchange: Exchange | None = None  # by `Replicas`
         self.odd = False  # whether a backward brought only some of its gradients
@@ -142,6 +152,7 @@ class Replicas:
             unit.exchange = self._exchange(unit.bucket, form, [p.name for p in unit.pieces])
         if any(exchange.wire.lossy for exchange in self.exchanges):
             self.optimizers.watch()
+            self.loss_scale.watch([piece.parameter for piece in pieces])
         if self.logs:
             logger.info("%s", self.describe())
 

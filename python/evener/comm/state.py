@@ -20,24 +20,63 @@ A velocity that is everybody's is put back to what it was before that step, as a
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from evener.comm.scalers import Watcher
+
+logger = logging.getLogger("evener.comm")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of a parameter in a shard: they begin at its entry `offset` and follow each other."""
+
+    offset: int
+    rows: int
+    columns: int
+
+
+class Sent(Protocol):
+    """What a step took out of the residual, while it may be skipped."""
+
+    def give_back(self, residual: torch.Tensor, skipped: torch.Tensor | float) -> None:
+        """Add what is finite of it to `residual` where `skipped` is 1; nothing where it is 0."""
+
+    def let_go(self) -> None:
+        """Of its tensors, as the function of that name."""
+
 
 @dataclass
-class Sent:
-    """Entries of a shard that were sent: [k] float32, [k] int64. With 0 a place may come twice."""
+class SentEntries:
+    """Entries of a shard: [k] float32, [k] int64. With 0 a place may come twice."""
 
     values: torch.Tensor
     places: torch.Tensor
 
+    def give_back(self, residual: torch.Tensor, skipped: torch.Tensor | float) -> None:
+        """See `Sent`."""
+        returned = torch.where(self.values.isfinite(), self.values, 0.0) * skipped
+        residual.index_add_(0, self.places, returned)
+
+    def let_go(self) -> None:
+        """See `Sent`."""
+        let_go(self.values)
+        let_go(self.places)
+
 
 @dataclass
 class ShardState:
-    """Of one bucket's shard on this rank. `steps`: compressed exchanges that it went through."""
+    """Of one bucket's shard on this rank. `steps`: compressed exchanges that it went through.
+
+    `matrices`: which of its entries are rows of matrices; None: nobody said. `memory`: what a form
+    remembers besides, which is no gradient, can be made anew, and is equal on all peers.
+    """
 
     bucket: int
     steps: int = 0
@@ -47,6 +86,8 @@ class ShardState:
     velocity_before: torch.Tensor | None = None  # while the step may be skipped
     keep_sent: bool = False
     sent: Sent | None = None
+    matrices: tuple[Matrix, ...] | None = None
+    memory: object = None
 
     def residual_for(self, shard: torch.Tensor) -> torch.Tensor:
         """The residual, float32, of `shard`'s length; zeros at first."""
@@ -74,12 +115,9 @@ class ShardState:
     def rescale(self, change: ScaleChange) -> None:
         """The loss scale has changed since the last exchange; see the module."""
         if self.sent is not None and self.residual is not None:
-            returned = self.sent.values
-            keep = returned.isfinite() & _on(change.skipped, returned.device)
-            returned = torch.where(keep, returned, 0.0)
-            self.residual.index_add_(0, self.sent.places, returned)
-            let_go(self.sent.values)
-            let_go(self.sent.places)
+            skipped = _on(change.skipped, self.residual.device)
+            self.sent.give_back(self.residual, skipped * 1.0)
+            self.sent.let_go()
             self.sent = None
         if self.velocity is not None and self.velocity_before is not None:
             before = self.velocity_before
@@ -126,6 +164,26 @@ class LossScale:
         self.given: float | None = None
         self._skipped = False
         self._last: float | torch.Tensor | None = None
+        self._watcher: Watcher | None = None
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Find the scaler of `parameters`' optimizer, unless there is one: see `comm.scalers`."""
+        if not self.active:
+            self._watcher = Watcher(parameters, self._found)
+
+    def settle(self) -> None:
+        """Look for no scaler any more. May be called twice."""
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+
+    def _found(self, scaler: GradScaler) -> None:
+        if self.active:
+            return
+        self.scaler = scaler
+        # It is about to step: what residuals there are come from gradients in its scale.
+        self._last = self._now()
+        logger.info("residuals follow the loss scale of the %s", type(scaler).__name__)
 
     @property
     def active(self) -> bool:

@@ -8,10 +8,11 @@ A further form is one file in this folder with one class, which says everything 
         title = "INT4"
         what = "4-bit integers in blocks between nodes, with error feedback"
         place = 30  # harsher than INT8
-        first_update = 0.3
+        first_update = 0.1
         milder, rows_as = "int8", "int8"
         lossy = feedback = True
         limits = Limits(residual=1.0, cosine=0.9)
+        strict = Limits(residual=0.25, cosine=0.9)
 
         @classmethod
         def paper(cls, ratio): ...
@@ -62,8 +63,9 @@ class Paper:
     A rank's payload for n entries, of 4 bytes as they come, is `share` * 4n + `root` * sqrt(n)
     bytes. `summed`: a collective adds payloads up, in so many `rounds` (a ring: 2 (N-1)/N payloads
     a rank), as quantised ones do in two halves; otherwise every rank gets every other's payload
-    (N-1 of them). `passes`: times that encode and decode together touch the shard's bytes in
-    memory, to which decoding adds `passes_a_peer` for every peer.
+    (N-1 of them), or from `halves_from` ranks on as one that is summed. `passes`: times that encode
+    and decode together touch the shard's bytes in memory, to which decoding adds `passes_a_peer`
+    for every peer.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Paper:
     passes_a_peer: float = 0.0
     root: float = 0.0
     rounds: int = 1
+    halves_from: int = 0
 
     def payload(self, size: float) -> float:
         """Bytes for `size` bytes of FP32 gradients."""
@@ -80,12 +83,15 @@ class Paper:
 
     def sent(self, size: float, nodes: int) -> float:
         """Bytes that one rank hands to the network for a shard of `size` bytes."""
-        peers = 2 * (nodes - 1) / nodes if self.summed else nodes - 1
+        peers = 2 * (nodes - 1) / nodes if self._around(nodes) else nodes - 1
         return peers * self.payload(size)
 
     def hops(self, nodes: int) -> int:
         """Messages one behind the other."""
-        return 2 * (nodes - 1) * self.rounds if self.summed else nodes - 1
+        return 2 * (nodes - 1) * self.rounds if self._around(nodes) else nodes - 1
+
+    def _around(self, nodes: int) -> bool:
+        return self.summed or 0 < self.halves_from <= nodes
 
 
 class Wire(ABC):
@@ -101,7 +107,8 @@ class Wire(ABC):
     what: ClassVar[str]
     # Where it stands among floors: a planner with a floor takes nothing of a higher place.
     place: ClassVar[int]
-    # How far, relative, the first update of a training may be from the exact one (`bench train`).
+    # How far, relative, the first updates of a training may be from DDP's (`bench train`): what is
+    # not sent yet counts as applied. It was not, so gradients are those of other parameters.
     first_update: ClassVar[float]
     # What the guard (`comm.guard`) falls back to past `limits`, or past `strict` where the
     # optimizer is not known to be linear in the gradients; None: the same.
@@ -142,8 +149,12 @@ class Wire(ABC):
         by the next bucket of that stream without waiting.
         """
 
-    def sent_bytes(self, numel: int, itemsize: int) -> int:
-        """What one rank hands to the network for a shard of `numel` entries of `itemsize` bytes."""
+    def sent_bytes(self, numel: int, itemsize: int, state: ShardState | None = None) -> int:
+        """What one rank hands to the network for a shard of `numel` entries of `itemsize` bytes.
+
+        `state`: the shard's, where there is one.
+        """
+        del state
         return around(self.outer.size, numel * itemsize)
 
     @classmethod

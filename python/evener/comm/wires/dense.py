@@ -89,7 +89,7 @@ class CastWire(Wire):
         self.outer.all_reduce(small, dist.ReduceOp.SUM)
         casts.widen(small, 1.0, shard)
 
-    def sent_bytes(self, numel: int, itemsize: int) -> int:
+    def sent_bytes(self, numel: int, itemsize: int, state: ShardState | None = None) -> int:
         """See `Wire`."""
         return super().sent_bytes(numel, self.cast.itemsize)
 
