@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from evener.doctor.line import Line
 from evener.errors import EvenerError
-from evener.launch.ssh import cause
+from evener.ssh import cause
 
 _CHUNK = 1 << 20
 _SECONDS = 1.0

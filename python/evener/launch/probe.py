@@ -15,9 +15,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from evener import interfaces
+from evener import interfaces, ssh
 from evener.errors import EvenerError
-from evener.launch import ssh
 from evener.launch.hosts import Host
 
 
