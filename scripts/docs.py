@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -166,17 +167,28 @@ def listed(path: Path, name: str, make: Callable[[], str]) -> Callable[[], str]:
     return page
 
 
-def is_bench(name: str) -> bool:
-    """Whether a command belongs to `evener bench`, which has a page of its own."""
-    return name.startswith("evener bench")
+# Verbs with a page of their own; the others share one. A page has 400 lines at most.
+OWN_PAGE = {"bench": ("bench",), "launch": ("launch", "horovodrun"), "lab": ("lab",)}
+
+
+def is_on(page: str, name: str) -> bool:
+    """Whether the command `name` (`evener lab run`) belongs to `page`; "": to none of OWN_PAGE."""
+    verb = name.split()[1]
+    owner = next((own for own, names in OWN_PAGE.items() if verb in names), "")
+    return owner == page
 
 
 PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "settings.md": settings.markdown,
     REFERENCE / "options.md": lambda: options(
-        "Commands and their options", lambda name: not is_bench(name)
+        "Commands and their options", functools.partial(is_on, "")
     ),
-    REFERENCE / "options-bench.md": lambda: options("Options of `evener bench`", is_bench),
+    **{
+        REFERENCE / f"options-{page}.md": functools.partial(
+            options, f"Options of `evener {page}`", functools.partial(is_on, page)
+        )
+        for page in OWN_PAGE
+    },
     Path("crates/engine/src/settings_generated.rs"): settings.rust,
     REFERENCE / "analyze.md": listed(REFERENCE / "analyze.md", "findings", findings.markdown),
     **{REFERENCE / "api" / f"{page}.md": api(*face, page in BRIEF) for page, face in FACES.items()},
