@@ -107,6 +107,16 @@ def test_the_first_failing_rank_is_named_and_the_others_are_ended(engine: str, j
     assert gone(job), of_this_job(job)
 
 
+def test_a_command_reaches_the_ranks_as_it_was_typed(job: Path) -> None:
+    words = ["a b", "$$", "${local_rank}", "$HOME", "'\"\\", "", "-x", "\u00b5"]
+    code = "import sys; print(ascii(sys.argv[1:]))"
+    done = launch(job, "-np", "1", sys.executable, "-c", code, *words)
+    assert done.stdout == f"[0@localhost] {words!a}\n", done.stderr
+    over = ("-H", "127.0.0.2:1", "--rsh", str(job / "rsh"))
+    done = launch(job, *over, sys.executable, "-c", code, *words)
+    assert done.stdout == f"[0@127.0.0.2] {words!a}\n", done.stderr
+
+
 def test_over_another_shell_the_host_is_named(job: Path) -> None:
     done = launch(
         job,

@@ -103,7 +103,9 @@ def torchrun(
         argv += [f"--master-addr={master_address(hosts, local)}"]
         argv += [f"--master-port={wishes.master_port}"]
         argv += [f"--rdzv-conf=timeout={max(1, round(wishes.start_timeout))}"]
-        argv += [f"--log-dir={wishes.scratch}", "--tee=3", "--no-python", *wishes.command]
+        argv += [f"--log-dir={wishes.scratch}", "--tee=3", "--no-python", wishes.command[0]]
+        # torchrun fills in ${local_rank}, and makes one $ of two.
+        argv += [argument.replace("$", "$$") for argument in wishes.command[1:]]
         commands.append(HostCommand(host.name, tuple(argv), first, host.slots, remote, env))
         first += host.slots
     return Plan("torchrun", why, tuple(commands), _rank_hosts(hosts))
