@@ -74,7 +74,7 @@ class Provides:
         self, rank: int, size: int, control: Any, device: torch.device, timeout: float
     ) -> OverGloo:
         assert (rank, size) == (dist.get_rank(control), dist.get_world_size(control))
-        assert device == torch.device("cpu") and timeout == 300.0
+        assert device == torch.device("cpu") and timeout == 1800.0  # of the process group
         if dist.get_rank() == self.fails:
             raise CommError("port 7 is closed", "open it")
         self.made.append(OverGloo(rank, size, control))
@@ -160,10 +160,12 @@ def every_form(rank: int, size: int, dtype: str, real: bool) -> list[tuple[str, 
             for name, parameter in plain.named.items():
                 want, have = parameter.grad, carried.named[name].grad
                 assert want is not None and have is not None
-                if size == 2 or (form in CARRIED and name == "weight" and step > 0):
+                # Low rank sends sums itself, of which the next step's basis comes.
+                summed = wires.get(form).late == "low-rank"
+                if size == 2 or (form in CARRIED and name == "weight" and step > 0 and not summed):
                     assert torch.equal(have, want), (form, name, step)
                 # Another order of sums, one rounding in place of several.
-                tolerance = TOLERANCE[NARROW.get(form, kind)]
+                tolerance = 1e-3 if summed else TOLERANCE[NARROW.get(form, kind)]
                 worst = (have.double() - want.double()).abs().max().item()
                 assert worst <= tolerance * want.abs().max().item(), (form, name, step)
         if form in CARRIED:
