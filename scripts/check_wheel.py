@@ -17,6 +17,7 @@ NEWEST_GLIBC = (2, 28)
 REQUIRED = [
     "evener/_native.abi3.so",
     "evener/cli.py",
+    "evener/door/site/sitecustomize.py",
     "evener/lib/libnccl-net-evener.so",
     "evener/py.typed",
 ]
@@ -43,6 +44,8 @@ def main() -> int:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         problems += [f"{part} is missing" for part in REQUIRED if part not in names]
+        if not any(name.endswith(".data/purelib/evener_ddp.pth") for name in names):
+            problems.append("purelib/evener_ddp.pth is missing")
         for name in names:
             if "__pycache__" in name:
                 problems.append(f"{name} does not belong in a wheel")

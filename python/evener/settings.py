@@ -405,6 +405,34 @@ EVENER_RENDEZVOUS_FILE = _text(
     allowed="the path of a file or folder on all nodes",
 )
 
+# --- the door without a line ---
+
+_DOOR = "Evener under any DistributedDataParallel"
+
+EVENER_DDP = _choice(
+    _DOOR,
+    "EVENER_DDP",
+    "off",
+    ("off", "exact", "auto"),
+    "Put Evener under every DistributedDataParallel that a program makes, without a changed line "
+    "(docs/guide/door.md). exact: lossless. auto: down to EVENER_FLOOR where that is faster.",
+)
+EVENER_FLOOR = _text(
+    _DOOR,
+    "EVENER_FLOOR",
+    "",
+    "The least exact form in which EVENER_DDP=auto may send gradients. Unset: fp16.",
+    allowed="a form that accelerate(floor=...) takes",
+)
+EVENER_DDP_PLAIN = _number(
+    _DOOR,
+    "EVENER_DDP_PLAIN",
+    8,
+    "Steps that a model takes with DDP itself before Evener is put under it: they show which "
+    "optimizer steps it, and how fast DDP is. From the fourth on they are measured.",
+    low=1,
+)
+
 # --- elastic jobs, functions that run as jobs ---
 
 _ELASTIC = "Elastic jobs and horovod.run"

@@ -47,6 +47,7 @@ PLAIN = Door("plain", "DistributedDataParallel as it is")
 DOORS = (
     Door("model", "accelerate(model)", line="model"),
     Door("optimizer", "accelerate(model, optimizer)", line="optimizer"),
+    Door("exact", "EVENER_DDP=exact, no line", env={"EVENER_DDP": "exact"}),
 )
 
 # What is installed, and what of a package's own limits is set aside (as the project's own torch).

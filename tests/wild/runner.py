@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener.door.enter import SITE
 from tests.wild.cases import PLAIN, Case, Door
 
 ROOT = Path(__file__).parent.parent.parent
@@ -138,7 +139,8 @@ def _environment(rank: int, port: int, door: Door, folder: Path, steps: int) -> 
     return {
         **kept,
         # The repository itself: the wild environment has no Evener, and no copy that could be old.
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
+        # Its sitecustomize is what opens the door without a line, where a door's variables ask so.
+        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT), str(ROOT / "python")]),
         "PYTHONUNBUFFERED": "1",
         "RANK": str(rank),
         "WORLD_SIZE": str(RANKS),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Steps:
     ) -> None:
         self.reducer, self.overlap, self.planner = reducer, overlap, planner
         self.profile: StepProfile | None = None
+        # Called when a forward begins that will be differentiated; for who counts or times them.
+        self.on_forward: Callable[[], None] | None = None
         self._count = self._begun = 0
         self._profile_at = _PROFILED
         self._recorder: Recorder | None = None
@@ -62,6 +65,8 @@ class Steps:
         if not torch.is_grad_enabled():
             self.finish("evaluation")
             return
+        if self.on_forward is not None:
+            self.on_forward()
         if not self.reducer.active:
             return
         if self._recorder is not None and "landed" in self._recorder.marks:

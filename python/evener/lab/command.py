@@ -23,6 +23,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from evener import programs
+from evener.door import enter as door
 from evener.errors import UsageError
 from evener.lab import directory, enter, show, wire
 from evener.lab.errors import LabError
@@ -167,6 +168,10 @@ def lab() -> None:
 @click.option("--timeout", type=float, metavar="SECONDS", help="End all of them then, status 124.")
 @click.option("--no-prefix", is_flag=True, help="Lines without [rank@node].")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="For every process.")
+@click.option(
+    "--ddp", is_flag=True, help="Evener under every DistributedDataParallel, without a line."
+)
+@click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
 @click.option("--dry-run", is_flag=True, help="Print what would be built and run.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(
@@ -175,6 +180,8 @@ def run(
     timeout: float | None,
     no_prefix: bool,
     env: tuple[str, ...],
+    ddp: bool,
+    floor: str | None,
     dry_run: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -184,6 +191,10 @@ def run(
     where there are enough.
     """
     variables = _variables(env)
+    if floor and not ddp:
+        raise UsageError(f"--floor {floor} says how far --ddp may go", "give --ddp too")
+    if ddp:
+        variables.update(door.variables({**os.environ, **variables}, floor or ""))
     if dry_run:
         click.echo(show.as_text(Plan(order.spec)))
         for event in order.events:

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from evener import interfaces, programs, settings
+from evener.door.enter import variables
 from evener.errors import UsageError
 from evener.launch import batch, door, placed, probe
 from evener.launch.discovery import Cooldown, Pool, Script
@@ -85,6 +86,10 @@ from evener.net.plugin import adopt, has_gpus
     "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
 )
 @click.option(
+    "--ddp", is_flag=True, help="Evener under every DistributedDataParallel, without a line."
+)
+@click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
+@click.option(
     "--host-discovery-script",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Elastic: prints the hosts that there are now, a line HOST or HOST:SLOTS each.",
@@ -138,6 +143,8 @@ def launch(
     ssh_identity_file: str | None,
     rsh: str | None,
     horovod: bool,
+    ddp: bool,
+    floor: str | None,
     host_discovery_script: Path | None,
     least: int | None,
     most: int | None,
@@ -158,6 +165,7 @@ def launch(
     \b
         evener launch -np 4 python train.py
         evener launch -np 4 -H gpu1:2,gpu2:2 python train.py
+        evener launch --ddp -np 4 -H gpu1:2,gpu2:2 python train.py
         evener launch --map map.yaml python train.py
         evener launch --mpi -np 4 -H gpu1:2,gpu2:2 -x LIGHT_2D_ALLREDUCE=1 python train.py
 
@@ -222,6 +230,14 @@ def launch(
         wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
     elif (note := door.describe()) and verbose:
         click.echo(f"evener launch: {note}", err=True)
+    if floor and not ddp:
+        raise UsageError(f"--floor {floor} says how far --ddp may go", "give --ddp too")
+    if ddp:
+        opened = variables({**environment, **set_env}, floor or "")
+        said = " ".join(f"{name}={opened[name]}" for name in opened if name != "PYTHONPATH")
+        click.echo(f"evener launch: --ddp: {said} under every DistributedDataParallel", err=True)
+        environment.update(opened)
+        wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
     if elastic and map_file:
         raise UsageError(
             "--map and an elastic job: hosts that come and go have no place on a map",

@@ -1,7 +1,7 @@
 """ultralytics' own detection trainer on two CPU ranks.
 
-Its DDP is for GPUs only, so the three places that name a device are replaced: how the group is
-made, what number of ranks it has, and DDP's device_ids.
+Its DDP is for GPUs only, so the places that name a device are replaced: how the group is made,
+what number of ranks it has, DDP's device_ids, and the evaluation after the last epoch.
 """
 
 import os
@@ -51,6 +51,9 @@ class Trainer(DetectionTrainer):
         super()._setup_train()
         wild.watch(self.model.module)
         wild.line(self.model, self.optimizer)
+
+    def final_eval(self) -> None:
+        """It asks CUDA for a device, where there are ranks."""
 
 
 def follow(trainer: Trainer) -> None:

@@ -52,11 +52,11 @@ def refusal(optimizer: optim.Optimizer) -> str:
 
 def at_once(optimizer: optim.Optimizer) -> str:
     """Why this step cannot be deferred; empty where it can."""
-    if (
-        optimizer._optimizer_step_post_hooks
-        or _torch._global_optimizer_post_hooks
-        or not all(hasattr(hook, OBSERVES) for hook in _pre_hooks(optimizer))
-    ):
+    after = (
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_torch._global_optimizer_post_hooks.values(),
+    )
+    if not all(hasattr(hook, OBSERVES) for hook in (*_pre_hooks(optimizer), *after)):
         return "the optimizer has step hooks"
     for group in optimizer.param_groups:
         for name, value in group.items():

@@ -1,0 +1,13 @@
+"""The door without a line: Evener under every DistributedDataParallel that a program makes.
+
+    EVENER_DDP=exact torchrun --nproc-per-node 4 train.py
+
+enter       how it gets into a process: a line that Python runs at its start waits for torch's DDP
+models      one follower a model: DDP's own steps first, then all ranks agree, then Evener
+optimizers  who steps a model's parameters, as torch's own hooks see it
+agree       the ranks' vote, by the store, with a time limit
+pace        how long steps take, before and after
+
+This door never raises and never hangs. What cannot be accelerated stays plain DDP, on all ranks
+alike, and one line says why. Nothing here is imported where EVENER_DDP is not set.
+"""

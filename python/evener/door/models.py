@@ -1,0 +1,324 @@
+"""One follower a DistributedDataParallel: from DDP's own steps to Evener's, or not at all.
+
+    waiting   DDP's own first steps (EVENER_DDP_PLAIN), which show which optimizer steps the model,
+              whether DDP itself is content with it, and how long its step takes
+    vote      at the next forward after a step: may this model be accelerated, on every rank?
+    Evener    `accelerate`, and a second vote on whether that went well everywhere; else plain again
+    left      plain DDP, as if the door was not there
+
+The switch is at the start of a differentiated forward, when no gradient is on its way: by then
+communication hooks, static graph and join are known. Every path that is not Evener ends in `left`,
+with one line that says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import hashlib
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import evener.log  # noqa: F401 - it prints what is said here
+from evener import settings
+from evener.door import optimizers
+from evener.door.agree import agree
+from evener.door.pace import Pace
+from evener.errors import EvenerError, UsageError
+
+logger = logging.getLogger("evener.door")
+
+# On the model: False while a follower waits, True when it has decided.
+_MARK = "_evener_door"
+_WARM = 3  # DDP's first steps lay out its buckets and allocate memory
+_SETTLING = 12  # Evener's first steps measure
+
+_forward: Callable[..., Any] = DistributedDataParallel.forward
+_followers: weakref.WeakKeyDictionary[torch.nn.Module, Follower] = weakref.WeakKeyDictionary()
+_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+_reports: collections.deque[Callable[[], str]] = collections.deque(maxlen=8)
+_votes = 0
+
+
+def follow(kind: type[DistributedDataParallel]) -> None:
+    """Follow every model of that class, from now on. Raises UsageError for a wrong variable."""
+    global _forward
+    settings.EVENER_DDP_PLAIN.get()
+    if settings.EVENER_DDP.get() == "auto":
+        check_floor(settings.EVENER_FLOOR.get())
+        _watch_scalers()
+    _forward = kind.forward
+    kind.forward = _followed  # type: ignore[method-assign]
+    atexit.register(_at_end, os.getpid())
+
+
+def _followed(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+    """In place of DistributedDataParallel.forward."""
+    if self.__dict__.get(_MARK) is not True and torch.is_grad_enabled() and _now(self):
+        from evener.ddp import AcceleratedDataParallel
+
+        # Not the model's own forward: a subclass of DDP may have called this one from there.
+        return AcceleratedDataParallel.forward(self, *inputs, **kwargs)  # type: ignore[arg-type]
+    return _forward(self, *inputs, **kwargs)
+
+
+@_disable_dynamo
+def _now(model: DistributedDataParallel) -> bool:
+    """A differentiated forward of `model` begins; whether it was accelerated just now."""
+    try:
+        follower = _followers.get(model)
+        if follower is None:
+            follower = _followers[model] = Follower(model)
+        return follower.forward_begins(model)
+    except Exception as error:  # noqa: BLE001 - what is not accelerated must train on
+        model.__dict__[_MARK] = True
+        logger.warning("EVENER_DDP: %s is left as it is: %s", _name(model), _one_line(error))
+        return False
+
+
+class Follower:
+    """What is known of one model, while it is waited for and after."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        model.__dict__[_MARK] = False
+        self.name = _name(model)
+        self.group = model.process_group
+        self.rank = dist.get_rank(self.group)
+        self.mine = {id(p) for p in model.parameters()}
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.steps = self.forwards = 0
+        self.apart = False  # whether the last differentiated forward was followed by a step
+        self.per_step = 1
+        self._since = 0
+        self.device = next(iter(model.parameters())).device
+        self.before: Pace | None = None
+        self.after: Pace | None = None
+        self.used = ""
+        stepped = weakref.WeakMethod(self.stepped)
+        self._call = lambda optimizer: None if (call := stepped()) is None else call(optimizer)
+        optimizers.listen(self._call)
+        weakref.finalize(self, optimizers.leave, self._call)
+
+    # --- DDP's own steps ---
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer, anybody's, took a step."""
+        if not self.mine & optimizers.parameters(optimizer):
+            return
+        self.optimizers.add(optimizer)
+        if not self._since:
+            return  # the second optimizer of a step
+        self.per_step, self._since = self._since, 0
+        self.steps += 1
+        self.apart = True
+
+    def forward_begins(self, model: DistributedDataParallel) -> bool:
+        """Whether the model is Evener's from this forward on."""
+        wanted = settings.EVENER_DDP_PLAIN.get()
+        between = self.apart or not any(p.grad is not None for p in model.parameters())
+        # Whose optimizer is not torch's is never seen to step: then gradients say where a step is.
+        many = self.forwards >= 4 * wanted and not self.steps
+        if between and (self.steps >= wanted or many):
+            return self._decide(model)
+        if self.before is None and self.steps >= min(_WARM, wanted - 1):
+            self.before = Pace(self.device, 0)
+        if self.before is not None:
+            self.before.mark()
+        self.apart = False
+        self._since += 1
+        self.forwards += 1
+        return False
+
+    # --- the decision ---
+
+    def _decide(self, model: DistributedDataParallel) -> bool:
+        global _votes
+        optimizers.leave(self._call)
+        model.__dict__[_MARK] = True
+        if self.before is not None:
+            self.before.mark()
+        _votes += 1
+        key = f"evener/door/{self._group_name()}/{_votes}/{_digest(model)}"
+        seconds = settings.EVENER_TIMEOUT.get()
+        why = agree(key, _refusal(model), self.group, seconds)
+        if why:
+            self._left(why)
+            return False
+        error = self._accelerate(model)
+        why = agree(f"{key}/made", error, self.group, seconds)
+        if why:
+            _restore(model)
+            self._left(why)
+            return False
+        self.after = Pace(self.device, _SETTLING * self.per_step)
+        model.evener_steps.on_forward = self._mark_after  # type: ignore[union-attr]
+        self._say_used(model)
+        _reports.append(self.report)
+        return True
+
+    def _accelerate(self, model: DistributedDataParallel) -> str:
+        """What went wrong, or nothing."""
+        from evener.ddp import accelerate
+
+        wish = settings.EVENER_DDP.get()
+        scalers = list(_scalers)
+        if len(scalers) > 1:  # none of them says which model's loss it scales
+            wish = "exact"
+        floor = settings.EVENER_FLOOR.get() or None if wish == "auto" else None
+        scaler = scalers[0] if len(scalers) == 1 else None
+        try:
+            accelerate(model, self._optimizer(), mode=wish, floor=floor, scaler=scaler)
+        except Exception as error:  # noqa: BLE001 - then it stays plain DDP, everywhere
+            return _one_line(error)
+        return ""
+
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        """The one whose steps may be deferred: the only one, and of this model alone."""
+        if len(self.optimizers) != 1:
+            return None
+        (optimizer,) = self.optimizers
+        return optimizer if optimizers.parameters(optimizer) <= self.mine else None
+
+    def _left(self, why: str) -> None:
+        if self.rank == 0:
+            logger.info("EVENER_DDP: %s is left as it is: %s", self.name, why)
+
+    def _group_name(self) -> str:
+        group = self.group
+        return str(getattr(group, "group_name", "") or dist.get_world_size(group))
+
+    # --- what is said ---
+
+    def _mark_after(self) -> None:
+        assert self.after is not None
+        self.after.mark()
+
+    def _say_used(self, model: DistributedDataParallel) -> None:
+        if self.rank != 0:
+            return
+        kinds = ", ".join(sorted(type(o).__name__ for o in self.optimizers)) or "not seen"
+        logger.info(
+            "EVENER_DDP=%s: %s goes on with Evener after %d steps of DDP's own; optimizer: %s",
+            settings.EVENER_DDP.get(),
+            self.name,
+            self.steps,
+            kinds,
+        )
+        reducer = weakref.ref(model.evener)
+
+        def describe() -> str:
+            there: Any = reducer()
+            return there.describe() if there is not None else self.used
+
+        self.used = describe()
+        self._describe = describe
+
+    def report(self) -> str:
+        """One line: what was used, and how much faster than DDP it was."""
+        if self.rank != 0 or self.before is None or self.after is None:
+            return ""
+        own, of = self.before.step_ms(self.per_step)
+        ours, among = self.after.step_ms(self.per_step)
+        used = self._describe()
+        if not of or not among:
+            return f"{self.name}: {used}; too few steps to compare with DDP's own"
+        return (
+            f"{self.name}: {used}; DDP's own step took {own:.1f} ms (median of {of}), Evener's "
+            f"{ours:.1f} ms (median of {among}): {own / ours:.2f} times as fast"
+        )
+
+
+def _restore(model: DistributedDataParallel) -> None:
+    """Plain DDP again, as it makes itself where it is unpickled."""
+    from evener.ddp import AcceleratedDataParallel
+
+    if isinstance(model, AcceleratedDataParallel):
+        if model.evener_steps.overlap is not None:
+            model.evener_steps.overlap.detach()
+        model.evener.detach()
+        model.__class__ = DistributedDataParallel  # type: ignore[assignment]
+        for name in ("evener", "evener_steps", "_modules_then"):
+            model.__dict__.pop(name, None)
+        parameters, sparse = model._build_params_for_reducer()
+        names = model._build_debug_param_to_name_mapping(parameters)
+        model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+        if model.static_graph:
+            model._set_static_graph()
+
+
+def _refusal(model: DistributedDataParallel) -> str:
+    """Why this rank would rather leave the model as it is; or nothing."""
+    from evener.ddp import _refuse_unsupported
+
+    if model._join_config.enable:
+        return "join() is in use"
+    try:
+        _refuse_unsupported(model)
+    except UsageError as error:
+        return error.problem
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and parameter.is_meta:
+            return f"{name} is on the meta device"
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            return f"the gradient of {name} is sparse"
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+        return "it has an embedding with sparse gradients"
+    return ""
+
+
+def _watch_scalers() -> None:
+    """Know the GradScalers that are used: residuals of lossy forms must follow their scale."""
+    inner = GradScaler.scale
+
+    def scale(self: GradScaler, outputs: Any) -> Any:
+        if self._enabled:
+            _scalers.add(self)
+        return inner(self, outputs)
+
+    GradScaler.scale = scale  # type: ignore[method-assign]
+
+
+def check_floor(floor: str) -> None:
+    """Raises UsageError for what EVENER_FLOOR cannot be."""
+    from evener.comm import wires
+
+    if floor and floor not in wires.names():
+        raise settings.SettingError(
+            settings.EVENER_FLOOR.name, floor, f"one of {', '.join(wires.names())}"
+        )
+
+
+def _digest(model: DistributedDataParallel) -> str:
+    text = ";".join(f"{n}{tuple(p.shape)}" for n, p in model.module.named_parameters())
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _name(model: DistributedDataParallel) -> str:
+    return type(getattr(model.module, "_orig_mod", model.module)).__name__
+
+
+def _one_line(error: BaseException) -> str:
+    text = error.problem if isinstance(error, EvenerError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:300]
+
+
+def _at_end(process: int) -> None:
+    """The job's last lines. Not in what was forked from it."""
+    if os.getpid() != process:
+        return
+    for report in _reports:
+        try:
+            text = report()
+        except Exception:  # noqa: BLE001 - a device that is gone must not spoil the end
+            continue
+        if text:
+            logger.info("EVENER_DDP=%s: %s", settings.EVENER_DDP.get(), text)

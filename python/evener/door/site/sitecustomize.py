@@ -1,0 +1,31 @@
+"""Run by Python at its start, where this folder is first on PYTHONPATH: opens Evener's door.
+
+A sitecustomize that was on the path before runs too: this one only stands in front of it.
+"""
+
+import os
+import sys
+
+
+def _next() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib costs time
+    import importlib.machinery
+    import importlib.util
+
+    others = [part for part in sys.path if os.path.abspath(part) != here]  # noqa: PTH100
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+if os.environ.get("EVENER_DDP"):
+    try:
+        from evener.door.enter import arm
+    except ImportError:
+        sys.stderr.write("evener: EVENER_DDP has no effect: this Python finds no evener\n")
+    else:
+        arm()
+_next()
