@@ -149,13 +149,23 @@ class AcceleratedDataParallel(DistributedDataParallel):
         return _Joined(self)
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> None:
-        """Evener's reducer takes the place of communication hooks."""
+        """Evener's reducer takes the place of communication hooks.
+
+        A program that did not ask for Evener (`evener.door`) gets its plain DDP back instead.
+        """
+        if self.__dict__.get("_evener_door"):
+            logger.info("a communication hook is registered: it is plain DDP's from here on")
+            restore(self).register_comm_hook(*args, **kwargs)
+            return
         raise UsageError(
             "a communication hook has no effect after evener.ddp.accelerate()",
             "choose with accelerate(mode=...), or leave accelerate out",
         )
 
     def _register_builtin_comm_hook(self, *args: Any, **kwargs: Any) -> None:
+        if self.__dict__.get("_evener_door"):
+            restore(self)._register_builtin_comm_hook(*args, **kwargs)
+            return
         self.register_comm_hook()
 
     def _set_static_graph(self) -> None:

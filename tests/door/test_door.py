@@ -180,6 +180,44 @@ def test_what_cannot_be_accelerated_is_left_on_every_rank(case: str) -> None:
     assert worlds.run((1, 1), _refused, case, env=ENV) == [(True, True, False)] * 2
 
 
+def _hook_later(rank: int, size: int) -> tuple[bool, bool, bool, bool]:
+    def once(door: bool) -> tuple[torch.Tensor, DistributedDataParallel, bool]:
+        inner = net()
+        model = DistributedDataParallel(inner)
+        optimizer = adamw(model)
+        with opened() if door else contextlib.nullcontext():
+            train(model, 8, rank, optimizer)
+            before = is_evener(model)
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+            train(model, 8, rank, optimizer)
+        return weights(inner), model, before
+
+    (plain, _, _), (ours, model, before) = once(False), once(True)
+    return torch.equal(plain, ours), alike(ours), before, is_evener(model)
+
+
+def test_a_communication_hook_that_comes_later_gets_plain_ddp_back() -> None:
+    assert worlds.run((1, 1), _hook_later, env=ENV) == [(True, True, True, False)] * 2
+
+
+def _compiled(rank: int, size: int) -> tuple[bool, bool, bool]:
+    def once(door: bool) -> tuple[torch.Tensor, DistributedDataParallel]:
+        torch._dynamo.reset()
+        inner = net()
+        model = DistributedDataParallel(inner)
+        with opened() if door else contextlib.nullcontext():
+            compiled = torch.compile(model, backend="eager")
+            train(compiled, 12, rank, adamw(model))
+        return weights(inner), model
+
+    (plain, _), (ours, model) = once(False), once(True)
+    return torch.equal(plain, ours), alike(ours), is_evener(model)
+
+
+def test_a_compiled_model() -> None:
+    assert worlds.run((1, 1), _compiled, env=ENV) == [(True, True, True)] * 2
+
+
 def _sparse(rank: int, size: int) -> tuple[bool, bool]:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))

@@ -40,7 +40,7 @@ logger = logging.getLogger("evener.door")
 # On the model: False while a follower waits, True when it has decided.
 _MARK = "_evener_door"
 _WARM = 3  # DDP's first steps lay out its buckets and allocate memory
-_SETTLING = 12  # Evener's first steps measure
+_SETTLING = 16  # Evener's first steps measure and try
 
 _forward: Callable[..., Any] = DistributedDataParallel.forward
 _followers: weakref.WeakKeyDictionary[torch.nn.Module, Follower] = weakref.WeakKeyDictionary()
@@ -156,7 +156,10 @@ class Follower:
         error = self._accelerate(model)
         why = agree(f"{key}/made", error, self.group, seconds)
         if why:
-            _restore(model)
+            from evener.ddp import AcceleratedDataParallel, restore
+
+            if isinstance(model, AcceleratedDataParallel):
+                restore(model)
             self._left(why)
             return False
         self.after = Pace(self.device, _SETTLING * self.per_step)
@@ -235,24 +238,6 @@ class Follower:
             f"{self.name}: {used}; DDP's own step took {own:.1f} ms (median of {of}), Evener's "
             f"{ours:.1f} ms (median of {among}): {own / ours:.2f} times as fast"
         )
-
-
-def _restore(model: DistributedDataParallel) -> None:
-    """Plain DDP again, as it makes itself where it is unpickled."""
-    from evener.ddp import AcceleratedDataParallel
-
-    if isinstance(model, AcceleratedDataParallel):
-        if model.evener_steps.overlap is not None:
-            model.evener_steps.overlap.detach()
-        model.evener.detach()
-        model.__class__ = DistributedDataParallel  # type: ignore[assignment]
-        for name in ("evener", "evener_steps", "_modules_then"):
-            model.__dict__.pop(name, None)
-        parameters, sparse = model._build_params_for_reducer()
-        names = model._build_debug_param_to_name_mapping(parameters)
-        model._ddp_init_helper(parameters, sparse, names, model.static_graph)
-        if model.static_graph:
-            model._set_static_graph()
 
 
 def _refusal(model: DistributedDataParallel) -> str:
