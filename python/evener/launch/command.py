@@ -236,8 +236,10 @@ def launch(
         opened = variables({**environment, **set_env}, floor or "")
         said = " ".join(f"{name}={opened[name]}" for name in opened if name != "PYTHONPATH")
         click.echo(f"evener launch: --ddp: {said} under every DistributedDataParallel", err=True)
-        environment.update(opened)
-        wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
+        environment["PYTHONPATH"] = opened.pop("PYTHONPATH")
+        wishes = replace(
+            wishes, env={**opened, **wishes.env}, forward=(*wishes.forward, "PYTHONPATH")
+        )
     if elastic and map_file:
         raise UsageError(
             "--map and an elastic job: hosts that come and go have no place on a map",
