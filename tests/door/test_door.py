@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evener import settings
 from evener.door import agree, enter, models, optimizers
 from evener.errors import UsageError
+from evener.launch.command import launch
 from tests import worlds
 
 PLAIN = 4
@@ -308,3 +310,13 @@ def test_the_variables_of_a_job() -> None:
         enter.variables({"EVENER_DDP": "off"})
     with pytest.raises(settings.SettingError, match="int9"):
         enter.variables({}, "int9")
+
+
+def test_launch_opens_it_on_every_host() -> None:
+    words = ["-np", "2", "--dry-run", "-x", "PYTHONPATH=/theirs", "python", "train.py"]
+    done = CliRunner().invoke(launch, ["--ddp", *words])
+    assert done.exit_code == 0, done.output
+    assert f"PYTHONPATH={enter.SITE}{os.pathsep}/theirs" in done.output
+    assert "EVENER_DDP=exact" in done.output
+    done = CliRunner().invoke(launch, ["--floor", "int8", *words])
+    assert isinstance(done.exception, UsageError) and "--ddp" in done.exception.fix

@@ -236,9 +236,11 @@ def launch(
         opened = variables({**environment, **set_env}, floor or "")
         said = " ".join(f"{name}={opened[name]}" for name in opened if name != "PYTHONPATH")
         click.echo(f"evener launch: --ddp: {said} under every DistributedDataParallel", err=True)
-        environment["PYTHONPATH"] = opened.pop("PYTHONPATH")
+        environment["PYTHONPATH"] = opened["PYTHONPATH"]
+        if "PYTHONPATH" not in set_env:  # given by -x, it would hide the environment's
+            del opened["PYTHONPATH"]
         wishes = replace(
-            wishes, env={**opened, **wishes.env}, forward=(*wishes.forward, "PYTHONPATH")
+            wishes, env={**wishes.env, **opened}, forward=(*wishes.forward, "PYTHONPATH")
         )
     if elastic and map_file:
         raise UsageError(
