@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import evener.horovod.torch as hvd
+from evener.horovod.timeline import Timeline
 from tests import worlds
 
 
@@ -104,3 +106,18 @@ def test_gradient_buckets_are_on_the_timeline(tmp_path: Path) -> None:
     assert (end["algorithm"], end["form"], end["bucket"]) == ("2d", "exact", 0)
     times = [e["ts"] for e in events if e.get("name") in stages]
     assert times == sorted(times)
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    timeline = Timeline(lambda: 1.0)
+    timeline.start("/dev/full", mark_cycles=True)
+    assert timeline.active
+    for number in range(10_000):
+        timeline._write(name=f"event {number}", ph="i", pid=0)
+    timeline._flush()
+    timeline.stop()
+    assert not timeline.active
+    assert caplog.text.count("the timeline /dev/full ends here: No space left") == 1
+    timeline.start("/dev/full", mark_cycles=False)  # what is still in the buffer fails at the end
+    timeline.stop()
+    assert caplog.text.count("ends here") == 2

@@ -148,7 +148,10 @@ class Steps:
         if profile is not None:
             self.profile = profile
             if self._path and self.reducer.communicators.rank == 0:
-                profile.save(Path(self._path))
+                try:
+                    profile.save(Path(self._path))
+                except OSError as error:  # a job does not end for it
+                    logger.warning("no profile: %s cannot be written: %s", self._path, error)
         if self.planner is not None:
             self.planner.decide(profile, self.overlap)
         elif self.overlap is not None:

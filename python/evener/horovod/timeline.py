@@ -12,12 +12,15 @@ The file is a JSON array; it is complete after `stop`, and what is there before 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from evener.log import logger
 
 if TYPE_CHECKING:
     from evener._native import Answer
@@ -66,8 +69,12 @@ class Timeline:
                 for pid, depth in list(self._depth.items()):
                     for _ in range(depth):
                         self._write(ph="E", pid=pid)
-                self._file.write("{}]\n")
-                self._file.close()
+                self._put("{}]\n")
+            if self._file is not None:
+                try:
+                    self._file.close()
+                except OSError as error:
+                    self._give_up(error)
                 self._file = None
 
     def negotiated(self, events: Sequence[tuple[float, str, int, int, int]]) -> None:
@@ -168,11 +175,29 @@ class Timeline:
                     return
                 self._depth[fields["pid"]] = depth
             fields.setdefault("ts", self.now() * 1e6)
-            self._file.write(json.dumps(fields) + ",\n")
+            self._put(json.dumps(fields) + ",\n")
+
+    def _put(self, text: str) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(text)
+            except OSError as error:
+                self._give_up(error)
 
     def _flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A job does not end because its timeline cannot be written."""
+        file, self._file, self.active = self._file, None, False
+        if file is not None:
+            logger.warning("the timeline %s ends here: %s", file.name, error.strerror)
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def _elements(shape: Sequence[int]) -> int:
