@@ -161,6 +161,20 @@ def _rank(
     dist.destroy_process_group()
 
 
+def table(
+    chosen: Sequence[Variant], results: Mapping[tuple[str, str], list[dict[str, float]]]
+) -> list[dict[str, Any]]:
+    """A row for each variant that has been trained with every seed with which exact was."""
+    rows = []
+    for variant in chosen:
+        runs = results.get((variant.optimizer, variant.name), [])
+        exact = [run["accuracy"] for run in results.get((variant.optimizer, "exact"), [])]
+        if runs and len(runs) == len(exact):
+            figures = summary([run["accuracy"] for run in runs], exact)
+            rows.append({**asdict(variant), **figures, "runs": runs})
+    return rows
+
+
 def main() -> None:
     """Run the variants, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -185,37 +199,8 @@ def main() -> None:
     ]
     context = multiprocessing.get_context("spawn")
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        out = context.Queue()
-        # The ranks inherit it.
-        os.environ.update(ENVIRONMENT, EVENER_GUARD_STEPS=str(given.guard_steps))
-        arguments = (given.ranks, f"{folder}/store", chosen, given.seeds, given.epochs, out)
-        ranks = [context.Process(target=_rank, args=(r, *arguments)) for r in range(given.ranks)]
-        for process in ranks:
-            process.start()
-        while (item := out.get(timeout=600)) is not None:
-            variant, figures = item
-            results.setdefault((variant.optimizer, variant.name), []).append(figures)
-            print(
-                f"{variant.optimizer:6} {variant.name:26} seed {figures['seed']}: "
-                f"{figures['accuracy']:6.2f}%  {figures['seconds']:5.1f} s",
-                flush=True,
-            )
-        for process in ranks:
-            process.join()
-    rows = []
-    for variant in chosen:
-        runs = results[variant.optimizer, variant.name]
-        exact = [run["accuracy"] for run in results[variant.optimizer, "exact"]]
-        figures = summary([run["accuracy"] for run in runs], exact)
-        rows.append({**asdict(variant), **figures, "runs": runs})
-    print(f"\n{'':6} {'':26} accuracy  seeds' spread  against exact, 95% interval")
-    for row in rows:
-        print(
-            f"{row['optimizer']:6} {row['name']:26} {row['accuracy']:7.2f}% {row['spread']:10.2f}"
-            f"     {row['difference']:+6.2f} +- {row['interval']:.2f} points"
-        )
-    if given.json:
+
+    def write() -> None:
         found = {
             "command": "python benchmarks/accuracy_digits.py"
             + f" --seeds {given.seeds} --epochs {given.epochs} --guard-steps {given.guard_steps}"
@@ -229,9 +214,37 @@ def main() -> None:
                 "test": TEST,
                 "epochs": given.epochs,
             },
-            "rows": rows,
+            "rows": table(chosen, results),
         }
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = context.Queue()
+        # The ranks inherit it.
+        os.environ.update(ENVIRONMENT, EVENER_GUARD_STEPS=str(given.guard_steps))
+        arguments = (given.ranks, f"{folder}/store", chosen, given.seeds, given.epochs, out)
+        ranks = [context.Process(target=_rank, args=(r, *arguments)) for r in range(given.ranks)]
+        for process in ranks:
+            process.start()
+        while (item := out.get(timeout=600)) is not None:
+            variant, figures = item
+            results.setdefault((variant.optimizer, variant.name), []).append(figures)
+            if given.json:
+                write()  # what is measured stays, whatever happens
+            print(
+                f"{variant.optimizer:6} {variant.name:26} seed {figures['seed']}: "
+                f"{figures['accuracy']:6.2f}%  {figures['seconds']:5.1f} s",
+                flush=True,
+            )
+        for process in ranks:
+            process.join()
+    rows = table(chosen, results)
+    print(f"\n{'':6} {'':26} accuracy  seeds' spread  against exact, 95% interval")
+    for row in rows:
+        print(
+            f"{row['optimizer']:6} {row['name']:26} {row['accuracy']:7.2f}% {row['spread']:10.2f}"
+            f"     {row['difference']:+6.2f} +- {row['interval']:.2f} points"
+        )
 
 
 if __name__ == "__main__":
