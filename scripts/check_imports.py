@@ -32,7 +32,6 @@ USES = {
     ("plan", "bench"),  # the models and the clock of the bench
     ("plan", "lab"),  # the rates' notation
     ("launch", "place"),  # --map
-    ("doctor", "launch"),  # how a host is reached by ssh: --peer asks as the launcher does
 }
 
 KNOWN = {
