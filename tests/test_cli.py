@@ -46,6 +46,12 @@ def test_settings_as_json() -> None:
     assert rows["LIGHT_TOPK_RATIO"]["set"]
 
 
+def test_a_key_is_not_shown() -> None:
+    done = evener("settings", EVENER_RUN='[[["127.0.0.1", 1]], "5ecret"]')
+    assert "EVENER_RUN=<hidden>" in done.stdout
+    assert "5ecret" not in done.stdout
+
+
 def test_a_wrong_value_is_two_lines_and_exit_status_2() -> None:
     shown = evener("settings", LIGHT_TOPK_RATIO="7")
     assert shown.returncode == 2

@@ -10,6 +10,7 @@ import click
 
 from evener import settings
 from evener._click import LazyGroup, run
+from evener.launch.secret import shown
 from evener.net import plugin
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -65,7 +66,7 @@ def show_settings(as_json: bool) -> None:
     rows = [
         {
             "name": setting.name,
-            "value": setting.show(setting.get()),
+            "value": shown(setting.name, setting.show(setting.get())),
             "default": setting.show(setting.default),
             "set": setting.is_set(),
             "allowed": setting.allowed,
