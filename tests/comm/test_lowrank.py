@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.comm import lowrank, wires
-from evener.comm.buckets import Buckets
+from evener.comm.buckets import Buckets, row_width
 from evener.comm.groups import Communicators
 from evener.comm.lowrank import Layout, Memory
 from evener.comm.options import Options
@@ -41,7 +41,7 @@ def test_matrices_are_whole_rows_in_memory(
     for index, view in enumerate(buckets.views):
         # The number of the parameter and the row, counted where the row begins in memory.
         flat = torch.arange(view.numel(), dtype=torch.float32)
-        width = lowrank_width(view) or 1
+        width = row_width(view) or 1
         view.copy_(torch.as_strided(flat // width + 1000 * (index + 1), view.size(), view.stride()))
     covered = 0
     for bucket in buckets:
@@ -65,9 +65,20 @@ def test_matrices_are_whole_rows_in_memory(
     assert bool(whole) <= (covered > 0)
 
 
-def lowrank_width(view: torch.Tensor) -> int:
-    steps = [step for size, step in zip(view.shape, view.stride(), strict=True) if size > 1]
-    return max(steps) if len(steps) > 1 else 0
+def test_rows_of_more_than_two_dimensions() -> None:
+    """Memory is cut where rows and columns together are fewest, in whatever order it is."""
+    for shape, width in (
+        ((64, 64, 3, 3), 576),
+        ((8, 512, 256), 256),
+        ((1, 40, 30), 30),
+        ((40, 30), 30),
+        ((40, 1), 0),
+        ((40,), 0),
+        ((), 0),
+    ):
+        assert row_width(torch.empty(shape)) == width, shape
+    assert row_width(torch.empty(40, 30).T) == 30
+    assert row_width(torch.empty(64, 64, 3, 3).to(memory_format=torch.channels_last)) == 192
 
 
 def test_equal_neighbours_are_one_stack() -> None:

@@ -241,12 +241,17 @@ def place(buffer: torch.Tensor, slot: Slot, parameter: torch.Tensor) -> torch.Te
 
 
 def row_width(parameter: torch.Tensor) -> int:
-    """Entries of a row in the memory of its view; 0 where it has fewer than two dimensions."""
+    """Entries of a row in the memory of its view; 0 where it has fewer than two dimensions.
+
+    Of more than two dimensions, memory is cut into rows so that rows and columns together are
+    fewest: filters [64, 64, 3, 3] are 64 x 576, experts [8, 512, 256] are 4,096 x 256.
+    """
     strides = parameter.stride()
     if not _dense(parameter):
         strides = torch.empty(parameter.shape, device="meta").stride()
     real = [step for size, step in zip(parameter.shape, strides, strict=True) if size > 1]
-    return max(real) if len(real) > 1 else 0
+    widths = sorted(real)[1:]  # the shortest step is within a row
+    return min(widths, key=lambda width: parameter.numel() // width + width, default=0)
 
 
 def _zeros(numel: int, like: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,10 @@ the sum of the M_i. (The paper subtracts P Q^T from each; the sum is the same, a
 smaller residuals where ranks differ.) Q is the next step's basis (warm start), brought to length 1.
 
 Which matrices: a bucket's shard holds slices of several parameters. Of each with two dimensions or
-more the whole rows that lie in the shard are a matrix, in the order of the parameter's memory
-(filters [out, in, h, w] have rows of in * h * w). So it works on the shards of two levels as on
-whole buckets: a slice of rows has no higher rank than the whole. What is left (parts of rows at the
-ends, small matrices) is sent exactly, beside P.
+more the whole rows that lie in the shard are a matrix, in the order of the parameter's memory (how
+long rows are where there are more than two: `buckets.row_width`). So it works on the shards of two
+levels as on whole buckets: a slice of rows has no higher rank than the whole. What is left (parts
+of rows at the ends, small matrices) is sent exactly, beside P.
 
 Columns that mean nothing (a gradient of zeros, or of a rank below r) are dropped: their part of the
 result is 0, and their place in the basis is taken by what it began with.

@@ -21,7 +21,6 @@ How the exchange enters FSDP2 is `evener.fsdp`'s; which form a unit takes, where
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from evener.comm import guard, wires
 from evener.comm.agree import require_agreement
-from evener.comm.buckets import Bucket, Slot
+from evener.comm.buckets import Bucket, Slot, row_width
 from evener.comm.errors import CommError
 from evener.comm.exchange import Exchange, Step
 from evener.comm.groups import Communicators
@@ -68,7 +67,7 @@ class Piece:
         local = self.parameter
         if isinstance(local, DTensor):
             local = local.to_local()
-        return 0 if self.dense else math.prod(local.shape[1:])
+        return 0 if self.dense else row_width(local)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its entries, a view of [numel]."""
