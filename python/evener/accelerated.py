@@ -94,7 +94,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
             with_input = float(work.get_future().wait()[0].item())
             self._evener_share = self.evener.communicators.size / with_input
         if torch.is_grad_enabled() and not self._evener_expects:
-            self.evener.active = self.require_backward_grad_sync
+            self.evener.arrivals.active = self.require_backward_grad_sync
 
     @_disable_dynamo
     def _forward_ended(self, output: Any) -> None:
@@ -104,7 +104,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
         if syncs:
             self.expect_gradients()
         elif torch.is_grad_enabled() and not self._evener_expects:
-            self.evener.active = False
+            self.evener.arrivals.active = False
         if torch.is_grad_enabled():
             # Know the whole backward from one of a checkpointed part of the model.
             begins = _Begins(self.evener)
@@ -114,7 +114,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
 
     def expect_gradients(self) -> None:
         """The next backward is reduced."""
-        self._evener_expects = self.evener.active = True
+        self._evener_expects = self.evener.arrivals.active = True
 
     def backward_ended(self) -> None:
         """Of a backward that brought gradients."""
@@ -125,7 +125,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
                 if parameter.grad is not None:
                     parameter.grad.mul_(self._evener_share)
         # Else a backward that went round the model's forward is reduced as well.
-        self.evener.active = not self._evener_shares
+        self.evener.arrivals.active = not self._evener_shares
 
     @_disable_dynamo
     def _forward_as_before(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,8 @@ class AcceleratedDataParallel(DistributedDataParallel):
     def _set_static_graph(self) -> None:
         """As DDP's: every step uses the same parameters, as often as the first."""
         self.static_graph = True
-        self.evener.track_unused = self.evener.repeats = True
+        self.evener.track_unused = True
+        self.evener.arrivals.expect_repeats()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP had to say of itself when it was accelerated."""
@@ -246,7 +247,7 @@ class _Begins:
     def __call__(self, gradient: Any) -> None:
         reducer = self._reducer()
         if reducer is not None:
-            reducer.backward_begins()
+            reducer.arrivals.backward_begins()
 
 
 class _StandIn:
@@ -309,7 +310,7 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
         if (model := this()) is not None:
             model.backward_ended()
 
-    reducer.on_backward_end = ended
+    reducer.arrivals.on_backward_end = ended
     _LIVE.add(accelerated)
     _notice_others()
     return accelerated
@@ -350,7 +351,7 @@ def _notice_others() -> None:
         for model in list(_LIVE):
             if any(id(parameter) in theirs for parameter in model.evener.parameters):
                 model._evener_shares = True
-                model.evener.active = model._evener_expects
+                model.evener.arrivals.active = model._evener_expects
 
     helper.evener = True  # type: ignore[attr-defined]
     DistributedDataParallel._ddp_init_helper = helper  # type: ignore[method-assign]

@@ -126,8 +126,7 @@ def passes(rank: int, size: int) -> None:
     """Horovod's way: the reducer counts the backward passes itself, and steps flush."""
     model, own = models.seeded(), models.seeded()
     reducer = Reducer(model.named_parameters(), Options())
-    reducer.passes = 2
-    reducer._reset()
+    reducer.set_passes(2)
     for step in range(2):
         model.zero_grad()
         own.zero_grad()

@@ -7,22 +7,37 @@ among its own ranks: the sum is the same, so the model gets what it is owed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from evener.comm import wires
 from evener.comm.buckets import Bucket, Buckets, Slot, place
+from evener.comm.exchange import Exchange
+from evener.comm.state import LossScale
 from evener.errors import UsageError
-
-if TYPE_CHECKING:
-    from evener.comm.exchange import Exchange
-    from evener.comm.reducer import Reducer
 
 VERSION = 1
 
 
-def collect(reducer: Reducer) -> dict[str, Any]:
+class Owner(Protocol):
+    """The reducer, as far as it matters here."""
+
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    exchanges: list[Exchange]
+    loss_scale: LossScale
+    steps: int
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is under way."""
+
+    def use(self, bucket: int, form: str) -> None:
+        """From the next step on, exchange `bucket` in `form`, or a milder one."""
+
+
+def collect(reducer: Owner) -> dict[str, Any]:
     """See `Reducer.state_dict`."""
     _require_between_steps(reducer)
     if (change := reducer.loss_scale.change()) is not None:
@@ -57,13 +72,13 @@ def collect(reducer: Reducer) -> dict[str, Any]:
     return found
 
 
-def _lasting(reducer: Reducer) -> list[Exchange]:
+def _lasting(reducer: Owner) -> list[Exchange]:
     """Those that may keep something from step to step: rows do not."""
     return [exchange for exchange in reducer.exchanges if not exchange.bucket.by_rows]
 
 
 def _add(
-    found: dict[str, torch.Tensor], reducer: Reducer, bucket: Bucket, whole: torch.Tensor
+    found: dict[str, torch.Tensor], reducer: Owner, bucket: Bucket, whole: torch.Tensor
 ) -> None:
     """Bring a bucket's parts of parameters into `found`: name to all of it, flat, on the CPU."""
     for slot in bucket.slots:
@@ -74,7 +89,7 @@ def _add(
         found[name][slot.start : slot.start + slot.numel] = part.cpu()
 
 
-def _shaped(reducer: Reducer, flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _shaped(reducer: Owner, flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What `_add` has brought together, in the shape of the parameters."""
     parameters = dict(zip(reducer.names, reducer.parameters, strict=True))
     return {
@@ -83,7 +98,7 @@ def _shaped(reducer: Reducer, flat: dict[str, torch.Tensor]) -> dict[str, torch.
     }
 
 
-def check(reducer: Reducer, state: dict[str, Any]) -> None:
+def check(reducer: Owner, state: dict[str, Any]) -> None:
     """Raise UsageError unless `state` fits the reducer's parameters."""
     _require_between_steps(reducer)
     if state.get("version") != VERSION:
@@ -103,7 +118,7 @@ def check(reducer: Reducer, state: dict[str, Any]) -> None:
 
 
 def install(
-    reducer: Reducer, state: dict[str, Any], *, forms: bool = True, first_step_taken: bool = False
+    reducer: Owner, state: dict[str, Any], *, forms: bool = True, first_step_taken: bool = False
 ) -> None:
     """Divide what `check` has accepted among the ranks. The layout is settled.
 
@@ -126,7 +141,7 @@ def install(
         install_velocity(reducer, state)
 
 
-def install_velocity(reducer: Reducer, state: dict[str, Any]) -> None:
+def install_velocity(reducer: Owner, state: dict[str, Any]) -> None:
     """Divide the velocities among the ranks, in whatever layout there is."""
     for exchange in _lasting(reducer):
         mine = exchange.state
@@ -139,7 +154,7 @@ def install_velocity(reducer: Reducer, state: dict[str, Any]) -> None:
     reducer.loss_scale.resume(1.0)
 
 
-def _fall_back(reducer: Reducer, bucket: int, forms: set[str | None]) -> None:
+def _fall_back(reducer: Owner, bucket: int, forms: set[str | None]) -> None:
     """Where the guard had fallen back from the form that is asked for here, do so again."""
     form = reducer.exchanges[bucket].wire.name
     milder = []
@@ -150,7 +165,7 @@ def _fall_back(reducer: Reducer, bucket: int, forms: set[str | None]) -> None:
         reducer.use(bucket, fallen[-1])
 
 
-def _whole(reducer: Reducer, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def _whole(reducer: Owner, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     whole = torch.zeros(bucket.buffer.numel(), dtype=torch.float32)
     for slot in bucket.slots:
         tensor = tensors.get(reducer.names[slot.index])
@@ -163,7 +178,7 @@ def _whole(reducer: Reducer, bucket: Bucket, tensors: dict[str, torch.Tensor]) -
     return whole
 
 
-def move_velocity(reducer: Reducer, before: Buckets, velocity: dict[int, torch.Tensor]) -> None:
+def move_velocity(reducer: Owner, before: Buckets, velocity: dict[int, torch.Tensor]) -> None:
     """From the buckets of the first step, a guess, into those of its measured order."""
     if not velocity:
         return
@@ -176,7 +191,7 @@ def move_velocity(reducer: Reducer, before: Buckets, velocity: dict[int, torch.T
         exchange.state.velocity = exchange.take_over(whole, local=False)
 
 
-def _require_between_steps(reducer: Reducer) -> None:
+def _require_between_steps(reducer: Owner) -> None:
     if reducer.pending:
         raise UsageError(
             "the state of the compression was asked for in the middle of a step",

@@ -25,24 +25,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from evener.comm import lookups
-from evener.comm.buckets import Bucket
+from evener.comm.arrivals import Arrivals
+from evener.comm.buckets import Bucket, Buckets
 from evener.comm.errors import CommError
+from evener.comm.groups import Communicators
 from evener.comm.lookups import Lookup
+from evener.comm.options import Options
 from evener.comm.rows import Rows, merged
 
 if TYPE_CHECKING:
     from torch import nn
 
     from evener.comm.profile import StepProfile
-    from evener.comm.reducer import Reducer
 
 logger = logging.getLogger("evener.comm")
 
@@ -102,10 +104,29 @@ class _Seen:
     accumulates: bool = False
 
 
+class Owner(Protocol):
+    """The reducer, as far as it matters here."""
+
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    device: torch.device
+    options: Options
+    communicators: Communicators
+    buckets: Buckets
+    arrivals: Arrivals
+    own_hooks: int
+    steps: int
+    finish: Callable[[str], None]
+
+    @property
+    def compressible(self) -> bool:
+        """Whether gradients cross a network, and not only the largest of them."""
+
+
 class Parts:
     """Those of one reducer; empty until `watch`."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Owner) -> None:
         self.reducer = reducer
         self.of: dict[int, Part] = {}
         self._seen: dict[int, _Seen] = {}
@@ -150,7 +171,7 @@ class Parts:
 
     def watches(self, index: int) -> bool:
         """See `lookups.Watcher`."""
-        if not self.reducer.active or _capturing(self.reducer.device):
+        if not self.reducer.arrivals.active or _capturing(self.reducer.device):
             return False
         part = self.of.get(index)
         return index in self._seen if part is None else not part.whole
@@ -169,7 +190,11 @@ class Parts:
     def came(self, index: int, lookup: Lookup | None, gradient: torch.Tensor) -> bool:
         """See `lookups.Watcher`. In autograd's thread."""
         part, reducer = self.of.get(index), self.reducer
-        if not reducer.active or gradient.requires_grad or gradient.layout != torch.strided:
+        if (
+            not reducer.arrivals.active
+            or gradient.requires_grad
+            or gradient.layout != torch.strided
+        ):
             return False
         if self._hooked(index):
             return False
@@ -179,7 +204,7 @@ class Parts:
             part.awaited = max(0, part.awaited - 1)
         if part.whole or (lookup is None and part.sent):
             return False
-        reducer.here(index)
+        self._mark(index)
         if lookup is None:
             part.dense = gradient if part.dense is None else part.dense + gradient
             # Where no lookup is known they will come by the parameter itself.
@@ -201,8 +226,8 @@ class Parts:
             seen.rows += lookup.rows().numel()
             seen.other |= lookup not in seen.looked
         elif seen.place is None:
-            seen.place = self.reducer.arrived
-        self.reducer.here(index)
+            seen.place = len(self.reducer.arrivals.order)
+        self._mark(index)
         seen.dense = gradient if seen.dense is None else seen.dense + gradient
         return True
 
@@ -228,18 +253,27 @@ class Parts:
         seen.other |= grad is not None and not seen.accumulates
         return True
 
-    def arrived(self, part: Part) -> None:
-        """Something came to the parameter itself, which is not (yet) on either way."""
-        self.reducer.here(part.index)
+    def takes(self, index: int) -> bool:
+        """Something came to the parameter itself: whether that is to be on one of the two ways."""
+        part = self.of.get(index)
+        if part is None or part.whole:
+            return False
+        self._mark(index)
         if part.sent:
             self._miss(part)
         elif part.layers:
             self._complete(part)
+        return True
+
+    def _mark(self, index: int) -> None:
+        """A part of this gradient has come."""
+        self.reducer.finish("backward while gradients or updates were on their way")
+        self.reducer.arrivals.mark(index)
 
     def _complete(self, part: Part) -> None:
         if not part.complete:
             part.complete = True
-            self.reducer.complete(part.index)
+            self.reducer.arrivals.complete(part.index)
 
     def begin(self) -> None:
         """With the first gradient of a step: ask how many rows there are. Does not wait."""

@@ -4,12 +4,11 @@
     flush()          submit what is missing (zeros where no gradient came)
     apply()          wait, and leave the results as `p.grad`, views of the buckets
 
-Autograd hooks count a bucket's gradients; the bucket is submitted by the hook of its last one, from
-autograd's own thread, **in one `sequence`, equal on all ranks**: a bucket that is complete early
-waits for those before it. Ranks may produce gradients in different orders, yet every communicator
-sees the same sequence on all of them. A front door decides when to flush and apply: at the end of
-backward (`evener.ddp`) or in the optimizer's step (Horovod); or lets results come in while the next
-forward runs (`defer`, `wait`, `end_step`; see `evener.comm.overlap`).
+When a bucket is complete, and which one leaves next, is `evener.comm.arrivals`': one `sequence`,
+equal on all ranks, so that every communicator sees the same on all of them. A front door decides
+when to flush and apply: at the end of backward (`evener.ddp`) or in the optimizer's step (Horovod);
+or lets results come in while the next forward runs (`defer`, `wait`, `end_step`; see
+`evener.comm.overlap`).
 
 The first step measures: the order in which rank 0 produced gradients becomes the order of the
 buckets from then on, and forms that keep a residual send exactly, so that none depends on a layout
@@ -27,18 +26,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd import Variable
 
 from evener.comm import buckets as layout
 from evener.comm import checkpoint, guard, wires
 from evener.comm.agree import require_agreement
+from evener.comm.arrivals import Arrivals, Phase
 from evener.comm.buckets import Bucket, Buckets
 from evener.comm.errors import CommError
 from evener.comm.exchange import Exchange, Step
@@ -59,10 +57,8 @@ logger = logging.getLogger("evener.comm")
 class Reducer:
     """Reduces the gradients of `parameters` over all ranks of `group`.
 
-    Attributes for front doors: `active` (False: hooks do nothing, gradients accumulate locally, as
-    under `no_sync`), `passes` (backward passes whose gradients are summed before a submission),
-    `on_first` (called when the first gradient of a step comes) and `on_backward_end` (called by
-    autograd when a backward that brought gradients has ended).
+    Attributes for front doors: `arrivals`, with some of its own, and `on_first` (called when the
+    first gradient of a step comes).
     A sparse gradient is refused, unless the door makes it dense (`densifies`; `densified` says
     which were) or reduces it itself (`on_sparse(index)`, when it came; `sparse` says which did).
     """
@@ -90,28 +86,19 @@ class Reducer:
         self.parameters = [p for _, p in named]
         self.device = _device(named)
         self.options = options
-        self.active = True
-        self.passes = 1
         self.on_first: Callable[[], None] | None = None
-        self.on_backward_end: Callable[[], None] | None = None
         self.on_sparse: Callable[[int], None] | None = None
         self.densifies = False
         # Parameters whose gradients are sparse, or were; and whether this step's came as such.
         self.sparse: set[int] = set()
         self.densified: set[int] = set()
         self.track_unused = track_unused
-        self.repeats = repeats
         # Whether it is worth a warning that a gradient does not come. Said once.
         self.needs_all = False
-        # How often each gradient comes in a backward.
-        self._times = [1] * len(self.parameters)
-        self._ends_in: int | None = None
         self.recorder: Recorder | None = None
-        # Nothing is issued before `flush`: backward is then seen without communication beside it.
-        self.holds = False
         # Brings in what a front door has left on its way between steps; why is for the log.
         self.finish: Callable[[str], None] = lambda _: None
-        # Hooks of Evener's own on each parameter's gradient, besides the one below.
+        # Hooks of Evener's own on each parameter's gradient.
         self.own_hooks = 0
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
@@ -131,14 +118,10 @@ class Reducer:
         self._measuring = True
         self._failed = False
         self._choices: tuple[tuple[str, str], ...] | None = None
+        self.arrivals = Arrivals(self.names, self, repeats=repeats)
         self.parts = Parts(self)
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
-        # On the nodes that accumulate, as DDP's: they run behind the hooks of the user's own,
-        # whenever those were registered. A parameter does not hold its node, so we do.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
-        self._hooks = [
-            node.register_hook(_Arrival(self, index)) for index, node in enumerate(self._nodes)
-        ]
+        self.arrivals.hook(self.parameters)
         if self.communicators.rank == 0:
             logger.info("%s", self.describe())
 
@@ -162,14 +145,21 @@ class Reducer:
         self._make_exchanges()
         last = [bucket.index for bucket in self.buckets if bucket.by_rows]
         rest = [bucket.index for bucket in self.buckets if not bucket.by_rows]
-        self.sequence = self.parts.ordered([*rest, *last])
+        self.arrivals.sequence = self.parts.ordered([*rest, *last])
+        sizes = [len(bucket.slots) for bucket in self.buckets]
+        self.arrivals.lay_out(sizes, self.buckets.buckets_of)
         self._reset()
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The buckets in the order in which they leave."""
+        return self.arrivals.sequence
 
     def resequence(self, sequence: Sequence[int]) -> None:
         """Issue the buckets in this order from the next step on. The same on every rank."""
         if sorted(sequence) != list(range(len(self.buckets))):
             raise ValueError(f"{list(sequence)} is not an order of {len(self.buckets)} buckets")
-        self.sequence = self.parts.ordered(sequence)
+        self.arrivals.sequence = self.parts.ordered(sequence)
 
     def adopt(self, choices: Sequence[tuple[str, str]], sequence: Sequence[int]) -> None:
         """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
@@ -227,7 +217,7 @@ class Reducer:
         return self.communicators.route
 
     def _make_exchanges(self) -> None:
-        self.exchanges = []
+        self.exchanges: list[Exchange] = []
         for bucket in self.buckets:
             route = self._route_of(bucket)
             wire = self._wire(route, self._first_form(route, bucket))
@@ -264,158 +254,87 @@ class Reducer:
 
     def _reset(self) -> None:
         """Forget the step: every gradient is still to come."""
-        self._used = [False] * len(self.parameters)
-        self._passes_left = [self.passes * times for times in self._times]
-        self._missing = [len(bucket.slots) for bucket in self.buckets]
-        self._here = [False] * len(self.parameters)
         self._packed: set[int] = set()
-        self._order: list[int] = []
-        self._next = 0
-        self._tickets: dict[int, Ticket] = {}
-        self._begun = False
+        self.arrivals.reset()
         self.parts.reset()
 
     def set_passes(self, passes: int) -> None:
         """From now on a gradient is complete after `passes` backward passes. Between steps only."""
-        self.passes = passes
+        self.arrivals.set_passes(passes)
         self._reset()
 
     @property
     def pending(self) -> bool:
         """Whether gradients came, or were submitted, that were not applied yet."""
-        return bool(self._tickets) or any(
-            left < self.passes * times
-            for left, times in zip(self._passes_left, self._times, strict=True)
-        )
+        return self.arrivals.phase is not Phase.WAITING
 
-    # --- gradients arrive ---
+    # --- gradients arrive: `Arrivals`' owner ---
 
-    def came(self, index: int) -> None:
-        """Backward has added to this parameter's gradient. From autograd's thread."""
-        # Also under no_sync: what came then is part of what is reduced later.
-        self._used[index] = True
-        if self.active:
-            self._arrived(index, self.parameters[index])
+    def began(self) -> None:
+        """The first gradient of this step has come."""
+        self.parts.begin()
+        if self.on_first is not None:
+            self.on_first()
 
-    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        sparse = parameter.grad is not None and parameter.grad.layout != torch.strided
-        if sparse and self.densifies:
-            assert parameter.grad is not None
+    def arrived(self, index: int) -> None:
+        """A backward has added to this parameter's gradient, which is to be reduced."""
+        sparse = self._is_sparse(index)
+        self.arrivals.begin()
+        if self.parts.takes(index):
+            return
+        # In the first step a gradient may have come by uses that are told apart, so not by count.
+        if not self.parts.first_arrived(index):
+            if not self.arrivals.count(index):
+                return
+            if sparse and self.on_sparse is not None:
+                self.sparse.add(index)
+                self.on_sparse(index)
+                self.arrivals.complete(index)
+                return
+            if index in self.sparse:
+                raise CommError(
+                    f"the gradient of {self.names[index]} is dense, and was sparse before",
+                    "make it sparse in every step or in none; sparse_as_dense=True makes it dense",
+                )
+        self.arrivals.order.append(index)
+        self.arrivals.complete(index)
+
+    def _is_sparse(self, index: int) -> bool:
+        """Whether it came as a sparse gradient, and stays one."""
+        parameter = self.parameters[index]
+        if parameter.grad is None or parameter.grad.layout == torch.strided:
+            return False
+        if self.densifies:
             parameter.grad = parameter.grad.to_dense()
             self.densified.add(index)
-            sparse = False
-        if sparse and self.on_sparse is None:
+            return False
+        if self.on_sparse is None:
             raise UsageError(
                 f"the gradient of {self.names[index]} is sparse",
                 "use a dense one (sparse=False), or hvd.DistributedOptimizer, which reduces those",
             )
-        self._began()
-        part = self.parts.of.get(index)
-        if part is not None and not part.whole:
-            self.parts.arrived(part)
-            return
-        if self.parts.first_arrived(index):
-            self._order.append(index)
-            self.complete(index)
-            return
-        self._passes_left[index] -= 1
-        if self._passes_left[index] > 0:
-            return
-        if self._here[index]:
-            if self.repeats and self._measuring:
-                self._times[index] += 1
-                return
-            raise CommError(
-                f"the gradient of {self.names[index]} came again before it was applied",
-                "step once a backward, or say how many passes are accumulated "
-                "(no_sync(), backward_passes_per_step); where checkpointed layers share it, "
-                "checkpoint with use_reentrant=False, or set static_graph=True",
-            )
-        self._here[index] = True
-        if sparse:
-            assert self.on_sparse is not None
-            self.sparse.add(index)
-            self.on_sparse(index)
-        elif index in self.sparse:
-            raise CommError(
-                f"the gradient of {self.names[index]} is dense, and was sparse before",
-                "make it sparse in every step or in none; sparse_as_dense=True makes it dense",
-            )
-        else:
-            self._order.append(index)
-        self.complete(index)
+        return True
 
-    def _began(self) -> None:
-        """A gradient of this step has come."""
-        if self._ends_in is None:
-            self.backward_begins()
-        if not self._begun:
-            self._begun = True
-            self.parts.begin()
-            if self.on_first is not None:
-                self.on_first()
-
-    def backward_begins(self) -> None:
-        """Have `on_backward_end` called when the backward ends that runs now, in this thread.
-
-        A front door calls it where a backward reaches the model's outputs. Without that it is the
-        one in which the first gradient comes, and that may be the backward of one checkpointed
-        part, in the middle of the whole one.
-        """
-        task = int(torch._C._current_graph_task_id())
-        if self.on_backward_end is not None and task not in (-1, self._ends_in):
-            self._ends_in = task
-            Variable._execution_engine.queue_callback(self._backward_ended)
-
-    def _backward_ended(self) -> None:
-        self._ends_in = None
-        if self._begun and self.on_backward_end is not None:
-            self.on_backward_end()
-
-    def complete(self, index: int) -> None:
-        """All of this parameter's gradient, or all that its own buckets are for, is there."""
-        for bucket in self.buckets.buckets_of[index]:
-            self._missing[bucket] -= 1
-            if self.recorder is not None and not self._missing[bucket]:
-                self.recorder.complete(bucket)
-        if not self.holds and not (self.repeats and self._measuring):
-            self._issue_complete()
-
-    def here(self, index: int) -> None:
-        """A part of this parameter's gradient has come; from where it came, not by its hook."""
-        self.finish("backward while gradients or updates were on their way")
-        self._began()
-        self._here[index] = self._used[index] = True
-        self._passes_left[index] = 0
-
-    @property
-    def arrived(self) -> int:
-        """How many gradients have come in this step."""
-        return len(self._order)
+    def completed(self, bucket: int) -> None:
+        """All gradients of this bucket are there."""
+        if self.recorder is not None:
+            self.recorder.complete(bucket)
 
     def catch_up(self) -> None:
         """Take the gradients that are there as this step's: they came before this reducer."""
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                self._passes_left[index] = 1
-                self._used[index] = True
-                self._arrived(index, parameter)
+                self.arrivals.expect_one(index)
+                self.arrived(index)
 
-    def _issue_complete(self) -> None:
-        while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
-            self.submit(self.sequence[self._next])
-
-    def submit(self, index: int) -> None:
-        """Issue the next bucket; `index` must be its number, so that the order is explicit."""
-        if index != self.sequence[self._next]:
-            raise ValueError(
-                f"bucket {index} is out of order: bucket {self.sequence[self._next]} comes next"
-            )
+    def submit(self, index: int) -> Ticket:
+        """Issue the collectives of bucket `index`. `Arrivals` says when."""
         exchange = self.exchanges[index]
         rows = exchange.bucket.by_rows
         if not rows and exchange.bucket.slots[0].index not in self._packed:
             self._pack(exchange.bucket, exchange.route)
-        if self._next == 0:
+        place = self.arrivals.place
+        if place == 0:
             self._step = self._begin_step()
         name = f"bucket {index} ({exchange.names[0]} ...)"
         stages: tuple[Stage | None, Stage | None, Stage | None] = (None, None, None)
@@ -428,8 +347,7 @@ class Reducer:
         turns = exchange.route.outer.transport is not None
         with self._failing():
             exchange.route.outer.check()
-            self._tickets[index] = self.lanes.issue(name, stages, self._next if turns else 0)
-        self._next += 1
+            return self.lanes.issue(name, stages, place if turns else 0)
 
     def _begin_step(self) -> Step:
         due = guard.due(self.steps + 1, self.options.guard_steps, self.optimizers.strict)
@@ -481,7 +399,8 @@ class Reducer:
     def _rows_stage(self, exchange: RowsExchange, step: Step) -> Stage | None:
         index = exchange.bucket.slots[0].index
         given, view = self.parts.rows(self.parts.of[index]), self.buckets.views[index]
-        before = [self._tickets[b] for b in exchange.bucket.parts if b in self._tickets]
+        tickets = self.arrivals.tickets
+        before = [tickets[b] for b in exchange.bucket.parts if b in tickets]
         if given is None:
             return None
 
@@ -507,14 +426,13 @@ class Reducer:
         with self._failing():
             self.communicators.check()
             self.parts.agree()
-        if self.needs_all and False in self._used:
+        if self.needs_all and False in self.arrivals.used:
             self._warn_of_unused()
-        while self._next < len(self.sequence):
-            self.submit(self.sequence[self._next])
+        self.arrivals.flush()
 
     def _warn_of_unused(self) -> None:
         self.needs_all = False
-        names = [n for n, used in zip(self.names, self._used, strict=True) if not used]
+        names = [n for n, used in zip(self.names, self.arrivals.used, strict=True) if not used]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         first = self.communicators.rank == 0
         logger.log(
@@ -533,7 +451,7 @@ class Reducer:
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
         unused = self._unused() if self.track_unused else frozenset()
-        for index in list(self._tickets):
+        for index in list(self.arrivals.tickets):
             self.wait(index)
         self._adopt(unused)
         self.end_step()
@@ -550,7 +468,7 @@ class Reducer:
         with self._failing():
             self.exchanges[index].route.outer.check()
         try:
-            self._tickets[index].wait()
+            self.arrivals.tickets[index].wait()
         except Exception as error:
             self._failed = True
             raise CommError(
@@ -577,8 +495,9 @@ class Reducer:
         """All buckets were waited for: expect the next step's gradients."""
         with self._failing():
             self.communicators.check()
-        order, first_step, self._measuring = self._order, self._measuring, False
+        order, first_step, self._measuring = self.arrivals.order, self._measuring, False
         self.steps += 1
+        self.arrivals.settle()
         self._reset()
         verdicts = self._guard()
         if first_step:
@@ -588,7 +507,7 @@ class Reducer:
 
     def _unused(self) -> frozenset[int]:
         """Parameters that no rank used: those keep the gradient that they had."""
-        used = torch.tensor(self._used, dtype=torch.int32)
+        used = torch.tensor(self.arrivals.used, dtype=torch.int32)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.communicators.control.handle)
         return frozenset((used == 0).nonzero().flatten().tolist())
 
@@ -734,8 +653,7 @@ class Reducer:
 
     def detach(self) -> None:
         """Remove the hooks and end the lanes. May be called at any time, and twice."""
-        for hook in self._hooks:
-            hook.remove()
+        self.arrivals.detach()
         self.parts.detach()
         self.optimizers.settle()
         self.loss_scale.settle()
@@ -754,18 +672,6 @@ class Reducer:
         self.detach()
         if not self._failed:
             self.communicators.close()
-
-
-class _Arrival:
-    """A hook of a node that accumulates. It dies with its reducer."""
-
-    def __init__(self, reducer: Reducer, index: int) -> None:
-        self._reducer, self.index = weakref.ref(reducer), index
-
-    def __call__(self, nothing: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        reducer = self._reducer()
-        if reducer is not None and gradients[0] is not None:
-            reducer.came(self.index)
 
 
 def _device(named: list[tuple[str, torch.nn.Parameter]]) -> torch.device:

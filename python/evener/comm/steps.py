@@ -67,7 +67,7 @@ class Steps:
             return
         if self.on_forward is not None:
             self.on_forward()
-        if not self.reducer.active:
+        if not self.reducer.arrivals.active:
             return
         if self._recorder is not None and "landed" in self._recorder.marks:
             self._recorder.mark("end")
@@ -84,7 +84,7 @@ class Steps:
         if self._wanted and 0 <= place < len(self._held):
             if self._recorder is None:
                 self._recorder = self.reducer.recorder = Recorder(self.reducer.device)
-                self.reducer.holds = self._held[place]
+                self.reducer.arrivals.holds = self._held[place]
             if self.overlap is not None:
                 self.overlap.trace(self._recorder)
             self._recorder.mark("begin")
@@ -104,7 +104,7 @@ class Steps:
     def shadow(self) -> None:
         """A step of the other ranks, to which this one brings nothing: it has no more inputs."""
         self.finish("join()")
-        self.reducer.active = True
+        self.reducer.arrivals.active = True
         with torch.enable_grad():
             self.forward_began(compiled=False)
             self.finish("join()")
@@ -113,7 +113,7 @@ class Steps:
         for parameter in self.reducer.parameters:
             parameter.grad = None  # of its own last step
         self.reducer.flush()
-        self.reducer.holds = False
+        self.reducer.arrivals.holds = False
         self.reducer.apply()
         if self._recorder is not None:  # without the other marks: it tells nothing
             self._recorder.mark("landed")
@@ -125,7 +125,7 @@ class Steps:
         `at_once`: nothing is left on its way.
         """
         self.reducer.flush()
-        self.reducer.holds = False
+        self.reducer.arrivals.holds = False
         recorder = self._recorder
         if recorder is not None:
             recorder.mark("backward_ended")
