@@ -168,6 +168,13 @@ class AcceleratedDataParallel(DistributedDataParallel):
             return
         self.register_comm_hook()
 
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Evener's groups are made of the old one."""
+        raise UsageError(
+            "the process group of an accelerated DistributedDataParallel cannot be replaced",
+            "evener.ddp.restore(model) first, and accelerate it again afterwards",
+        )
+
     def _set_static_graph(self) -> None:
         """As DDP's: every step uses the same parameters, as often as the first."""
         self.static_graph = True
@@ -269,6 +276,13 @@ class _StandIn:
 
     def _set_static_graph(self) -> None:
         """The model has been told."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Steps end by themselves."""
+
+    def _get_zeros_like_grad_buckets(self) -> list[Any]:
+        """There are none of DDP's."""
+        return []
 
     def set_runtime_stats_and_log(self) -> None:
         """DDP's own measurements are not made."""

@@ -64,6 +64,22 @@ def test_a_dropped_model_gives_back_what_it_had() -> None:
             assert max(kind[6:]) <= max(kind[:6]), counts
 
 
+def made_anew(rank: int, size: int) -> None:
+    """What was dropped belongs to a default group that is gone."""
+    for turn in range(3):
+        model = accelerate(DistributedDataParallel(nn.Linear(16, 16)))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
+        dist.destroy_process_group()
+        store = dist.FileStore(os.environ["STORE"] + str(turn), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        del model
+        gc.collect()
+
+
+def test_groups_of_another_default_group_are_not_taken(tmp_path: Path) -> None:
+    worlds.run([1, 1], made_anew, env={"STORE": str(tmp_path / "store")})
+
+
 def limits(rank: int, size: int) -> None:
     group = dist.new_group(list(range(size)), timeout=timedelta(seconds=77))
     model = accelerate(DistributedDataParallel(nn.Linear(4, 4), process_group=group))

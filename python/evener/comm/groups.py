@@ -272,6 +272,8 @@ class Communicators:
         self.ranks = dist.get_process_group_ranks(parent)
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
+        # Not those of a default group that is made later.
+        self._pool, self._world = _pool(), weakref.ref(_world())
         self._lent: list[tuple[Key, dist.ProcessGroup]] = []
         self._carriers: list[tuple[object, Carrier]] = []
         gloo.settle_at_exit()
@@ -332,18 +334,19 @@ class Communicators:
 
         A second call does nothing. After an error do not call it: what is in flight is unknown.
         """
-        free = _pool().free
+        world = self._world()
         for key, handle in self._lent:
-            free.setdefault(key, []).append(handle)
+            self._pool.free.setdefault(key, []).append(handle)
         self._lent.clear()
         for place, carrier in self._carriers:
-            transport.give_back(_world(), place, carrier)
+            if world is not None:
+                transport.give_back(world, place, carrier)
         self._carriers.clear()
 
     def drop(self) -> None:
         """`close`, once all ranks have dropped them: at any moment."""
-        if self._lent and dist.is_initialized():
-            _pool().dropped[self._serial] = self
+        if self._lent:
+            self._pool.dropped[self._serial] = self
 
     def _meet(self) -> list[str]:
         """Wait for all ranks, learn their hosts."""
@@ -387,7 +390,7 @@ class Communicators:
     def _group(self, places: tuple[int, ...], backend: str) -> Group:
         ranks = [self.ranks[place] for place in places]
         key = (tuple(ranks), backend, self.timeout)
-        free = _pool().free.get(key)
+        free = self._pool.free.get(key)
         handle = free.pop(0) if free else self._new(ranks, backend)
         self._lent.append((key, handle))
         return Group(handle, ranks.index(dist.get_rank()), len(ranks))
