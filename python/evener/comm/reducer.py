@@ -278,33 +278,34 @@ class Reducer:
 
     def arrived(self, index: int) -> None:
         """A backward has added to this parameter's gradient, which is to be reduced."""
-        sparse = self._is_sparse(index)
-        self.arrivals.begin()
-        if self.parts.takes(index):
+        # Once for each parameter and step: what is rare is asked for here, before it is called.
+        arrivals, gradient = self.arrivals, self.parameters[index].grad
+        sparse = gradient is not None and gradient.layout is not torch.strided
+        sparse = sparse and self._is_sparse(index)
+        arrivals.begin()
+        if index in self.parts.of and self.parts.takes(index):
             return
         # In the first step a gradient may have come by uses that are told apart, so not by count.
-        if not self.parts.first_arrived(index):
-            if not self.arrivals.count(index):
+        if not (self._measuring and self.parts.first_arrived(index)):
+            if not arrivals.count(index):
                 return
             if sparse and self.on_sparse is not None:
                 self.sparse.add(index)
                 self.on_sparse(index)
-                self.arrivals.complete(index)
+                arrivals.complete(index)
                 return
             if index in self.sparse:
                 raise CommError(
                     f"the gradient of {self.names[index]} is dense, and was sparse before",
                     "make it sparse in every step or in none; sparse_as_dense=True makes it dense",
                 )
-        self.arrivals.order.append(index)
-        self.arrivals.complete(index)
+        arrivals.order.append(index)
+        arrivals.complete(index)
 
     def _is_sparse(self, index: int) -> bool:
-        """Whether it came as a sparse gradient, and stays one."""
+        """Whether a gradient that came sparse stays so."""
         parameter = self.parameters[index]
-        if parameter.grad is None or parameter.grad.layout == torch.strided:
-            return False
-        if self.densifies:
+        if self.densifies and parameter.grad is not None:
             parameter.grad = parameter.grad.to_dense()
             self.densified.add(index)
             return False
