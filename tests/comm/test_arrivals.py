@@ -29,6 +29,9 @@ class Owner:
     def began(self) -> None:
         self.began_count += 1
 
+    def special(self) -> tuple[int, ...] | None:
+        return None
+
     def arrived(self, index: int) -> None:
         self.arrivals.begin()
         if self.arrivals.count(index):
@@ -119,3 +122,43 @@ def test_a_gradient_that_comes_again_is_an_error_unless_it_does_so_in_every_step
         assert owner.left == left
     with pytest.raises(CommError):
         owner.arrivals.came(0)
+
+
+@given(steps(), st.sets(st.integers(0, 3)), st.integers(1, 2))
+def test_gradients_that_are_only_counted_leave_alike(
+    step: tuple[list[int], list[int], list[int], int], special: set[int], times: int
+) -> None:
+    """The quick way for plain gradients and the whole way: the same buckets, order and phase."""
+    sizes, sequence, came, passes = step
+    kept = tuple(index for index in special if index < sum(sizes))
+    owners = [Owner(sizes, sequence), Owner(sizes, sequence)]
+    owners[0].special = lambda: kept  # type: ignore[method-assign]
+    quick = 0
+    for _ in range(times):
+        for owner in owners:
+            owner.arrivals.set_passes(passes)
+            owner.left.clear()
+            for index in came:
+                if owner.arrivals._plain[index]:
+                    owner.arrivals.came_plain(index)
+                    quick += 1
+                else:
+                    owner.arrivals.came(index)
+        one, other = (owner.arrivals for owner in owners)
+        assert owners[0].left == owners[1].left and owners[0].complete == owners[1].complete
+        assert (one.order, one.used, one.phase) == (other.order, other.used, other.phase)
+        assert one.partly() == other.partly()
+        for owner in owners:
+            owner.arrivals.flush()
+    if passes == 1 and not kept:
+        assert quick == times * max(0, len(came) - 1)
+
+
+def test_a_plain_gradient_that_comes_again_is_refused() -> None:
+    owner = Owner([2, 1], [0, 1])
+    owner.special = lambda: ()  # type: ignore[method-assign]
+    owner.arrivals.came(0)
+    owner.arrivals.came_plain(1)
+    assert owner.left == [0] and not any(owner.arrivals._plain[:2])
+    with pytest.raises(CommError, match="came again"):
+        owner.arrivals.came(1)

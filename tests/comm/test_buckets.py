@@ -100,6 +100,21 @@ def test_a_parameter_with_holes_gets_a_contiguous_view() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("sizes", [((7,), (4, 3), (5,)), ((300, 200), (100, 100), (5,))])
+def test_pack_scales_each_once(scale: float, sizes: tuple[tuple[int, ...], ...]) -> None:
+    """Small ones together, large ones each: in place, from elsewhere, and none at all."""
+    params = parameters(*sizes)
+    buckets = Buckets(params, range(3), 1 << 20, 1)
+    here, elsewhere = buckets.views[0], torch.randn(sizes[1])
+    here.copy_(params[0])
+    buckets.views[2].fill_(3.0)
+    pack(buckets[0], buckets.views, [here, elsewhere, None], scale)
+    assert torch.equal(buckets.views[0], params[0] * scale)
+    assert torch.equal(buckets.views[1], elsewhere * scale)
+    assert torch.equal(buckets.views[2], torch.zeros(5))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_pack_moves_only_what_lives_elsewhere(scale: float) -> None:
     params = parameters((7,), (4, 3))
     buckets = Buckets(params, range(2), 1 << 20, 1)
@@ -107,6 +122,6 @@ def test_pack_moves_only_what_lives_elsewhere(scale: float) -> None:
     here.copy_(params[0])
     assert is_view(here, buckets.views[0])
     assert not is_view(elsewhere, buckets.views[1])
-    pack(buckets.views, [here, elsewhere], scale)
+    pack(buckets[0], buckets.views, [here, elsewhere], scale)
     assert torch.equal(buckets.views[0], params[0] * scale)
     assert torch.equal(buckets.views[1], elsewhere * scale)

@@ -46,6 +46,12 @@ class Owner(Protocol):
     def began(self) -> None:
         """The first gradient of a step has come."""
 
+    def special(self) -> Iterable[int] | None:
+        """Of which gradients `arrived` must be told, where others are only counted; None: of all.
+
+        Asked with the first gradient of each step.
+        """
+
     def arrived(self, index: int) -> None:
         """A backward has added to the gradient of parameter `index`, which is to be reduced."""
 
@@ -129,6 +135,7 @@ class Arrivals:
         self.tickets = {}
         self.used = [False] * len(self.used)
         self._here = [False] * len(self.used)
+        self._plain = [False] * len(self.used)
         self._left = [self.passes * times for times in self._times]
         self._missing = list(self._sizes)
         self._next = 0
@@ -142,6 +149,34 @@ class Arrivals:
         if self.active:
             self._owner.arrived(index)
 
+    def came_plain(self, index: int) -> None:
+        """As `came`, for a gradient that has come once, whole, and needs no more than counting.
+
+        A model of many small layers has thousands of these in a step.
+        """
+        self._plain[index] = False
+        self.used[index] = self._here[index] = True
+        self._left[index] = 0
+        self.order.append(index)
+        bucket = self._buckets_of[index][0]
+        self._missing[bucket] = left = self._missing[bucket] - 1
+        if not left:
+            self._owner.completed(bucket)
+            self._issue_complete()
+
+    def _all_plain(self) -> list[bool]:
+        """Which gradients need no more than counting, from the second one of a step on."""
+        special = self._owner.special()
+        if special is None or self.passes != 1 or self._counting:
+            return [False] * len(self.used)
+        plain = [
+            times == 1 and not here and len(buckets) == 1
+            for times, here, buckets in zip(self._times, self._here, self._buckets_of, strict=True)
+        ]
+        for index in special:
+            plain[index] = False
+        return plain
+
     def begin(self) -> None:
         """A gradient of this step has come."""
         if self._ends_in is None:
@@ -149,6 +184,7 @@ class Arrivals:
         if self.phase is Phase.WAITING:
             self.phase = Phase.ARRIVING
             self._owner.began()
+            self._plain = self._all_plain()
 
     def count(self, index: int) -> bool:
         """One pass has brought this gradient: whether it was the last that is waited for."""
@@ -165,14 +201,14 @@ class Arrivals:
                 "(no_sync(), backward_passes_per_step); where checkpointed layers share it, "
                 "checkpoint with use_reentrant=False, or set static_graph=True",
             )
-        self._here[index] = True
+        self._here[index], self._plain[index] = True, False
         return True
 
     def mark(self, index: int) -> None:
         """A part of this gradient has come, from where it came, and not by its hook."""
         self.begin()
         self._here[index] = self.used[index] = True
-        self._left[index] = 0
+        self._left[index], self._plain[index] = 0, False
 
     def expect_one(self, index: int) -> None:
         """It has come before anybody looked: `count` once is all of it."""
@@ -190,6 +226,9 @@ class Arrivals:
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._owner.completed(bucket)
+        self._issue_complete()
+
+    def _issue_complete(self) -> None:
         if not self.holds and not self._counting:
             while self._next < len(self.sequence) and not self._missing[self.sequence[self._next]]:
                 self.issue()
@@ -235,6 +274,10 @@ class _Hook:
         self._arrivals, self.index = weakref.ref(arrivals), index
 
     def __call__(self, nothing: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        arrivals = self._arrivals()
-        if arrivals is not None and gradients[0] is not None:
+        arrivals, gradient = self._arrivals(), gradients[0]
+        if arrivals is None or gradient is None:
+            return
+        if arrivals._plain[self.index] and arrivals.active and not gradient.is_sparse:
+            arrivals.came_plain(self.index)
+        else:
             arrivals.came(self.index)

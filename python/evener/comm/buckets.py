@@ -281,23 +281,42 @@ def is_view(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     )
 
 
-def pack(views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float) -> None:
-    """Bring `gradients` into `views`, multiplied by `scale`: one pass over what must move.
+# Up to this mean size a pass over a whole bucket costs less than an operation a tensor.
+_SMALL = 1 << 15
 
-    On a GPU without a scale that is one fused copy of all tensors.
+
+def pack(
+    bucket: Bucket,
+    views: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    scale: float,
+) -> None:
+    """Bring `gradients` into the `views` of `bucket`, multiplied by `scale`; None counts as zeros.
+
+    One pass over what must move; on a GPU without a scale it is one fused copy of all tensors.
+    Where tensors are small they are copied together and the bucket is scaled as a whole.
     """
-    outside = [
-        (view, gradient)
-        for view, gradient in zip(views, gradients, strict=True)
-        if not is_view(gradient, view)
-    ]
+    inside, outside, given = [], [], []
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.zero_()
+        elif gradient is view or is_view(gradient, view):
+            inside.append(view)
+        else:
+            outside.append(view)
+            given.append(gradient)
+    small = bucket.bytes <= _SMALL * len(views)
+    if outside and (scale == 1.0 or small):
+        torch._foreach_copy_(outside, given)
     if scale == 1.0:
-        if outside:
-            torch._foreach_copy_([view for view, _ in outside], [grad for _, grad in outside])
         return
-    moved = {id(view) for view, _ in outside}
-    for view, gradient in outside:
-        torch.mul(gradient, scale, out=view)
-    inside = [view for view in views if id(view) not in moved]
+    if small and bucket.whole:  # what lies between the views is zero
+        bucket.buffer.mul_(scale)
+        return
+    if outside and not small:
+        for view, gradient in zip(outside, given, strict=True):
+            torch.mul(gradient, scale, out=view)
+    elif outside:
+        inside += outside
     if inside:
         torch._foreach_mul_(inside, scale)

@@ -378,6 +378,11 @@ class Parts:
     def _shared(self) -> list[Part]:
         return [part for part in self.of.values() if part.layers and not part.whole]
 
+    @property
+    def watched(self) -> bool:
+        """Whether `gradient` may be anything but the parameter's own."""
+        return bool(self.of or self._seen)
+
     def gradient(self, index: int) -> torch.Tensor | None:
         """What goes into the parameter's own buckets now: they leave."""
         parameter = self.reducer.parameters[index]

@@ -100,6 +100,8 @@ class Reducer:
         self.finish: Callable[[str], None] = lambda _: None
         # Hooks of Evener's own on each parameter's gradient.
         self.own_hooks = 0
+        # Whether a front door has left something on its way that a gradient must not be added to.
+        self.is_pending: Callable[[], bool] = lambda: False
         self.communicators = Communicators(options, self.device, group)
         require_agreement(self.communicators, self.names, self.parameters, options)
         self.lanes: Lanes = (
@@ -272,9 +274,18 @@ class Reducer:
 
     def began(self) -> None:
         """The first gradient of this step has come."""
+        if self.is_pending():  # no call of torch.autograd's has said that a backward begins
+            raise CommError(
+                "a backward has added to gradients that were on their way",
+                "call torch.autograd.backward() or Tensor.backward(), not autograd's engine itself",
+            )
         self.parts.begin()
         if self.on_first is not None:
             self.on_first()
+
+    def special(self) -> Iterable[int] | None:
+        """Of which gradients `arrived` must be told; others are only counted. None: of all."""
+        return None if self._measuring else (*self.parts.of, *self.sparse)
 
     def arrived(self, index: int) -> None:
         """A backward has added to this parameter's gradient, which is to be reduced."""
@@ -361,22 +372,23 @@ class Reducer:
         )
 
     def _pack(self, bucket: Bucket, route: Route) -> None:
-        views, gradients = [], []
-        for slot in bucket.slots:
-            view, gradient = self.buckets.views[slot.index], self.parts.gradient(slot.index)
-            if gradient is None or slot.index in self.sparse:
-                view.zero_()
-                continue
-            views.append(view)
-            gradients.append(gradient)
-        with torch.no_grad():
-            layout.pack(views, gradients, route.scaling.pack)
-        for slot in bucket.slots:
-            parameter = self.parameters[slot.index]
-            if parameter.grad is not None and slot.index not in self.sparse:
-                parameter.grad = self.buckets.views[slot.index]
         if not bucket.whole:  # the first part of a tensor brings all of it
             self._packed.add(bucket.slots[0].index)
+        if self.parts.watched or self.sparse:
+            gradients: list[torch.Tensor | None] = [
+                None if slot.index in self.sparse else self.parts.gradient(slot.index)
+                for slot in bucket.slots
+            ]
+        else:
+            gradients = [self.parameters[slot.index].grad for slot in bucket.slots]
+        views = [self.buckets.views[slot.index] for slot in bucket.slots]
+        with torch.no_grad():
+            layout.pack(bucket, views, gradients, route.scaling.pack)
+        for slot, view in zip(bucket.slots, views, strict=True):
+            parameter = self.parameters[slot.index]
+            gradient = parameter.grad
+            if gradient is not view and gradient is not None and slot.index not in self.sparse:
+                parameter.grad = view
 
     def _stages(self, exchange: Exchange, step: Step) -> tuple[Stage | None, Stage, Stage | None]:
         route, whole = exchange.route, exchange.bucket.buffer
@@ -488,6 +500,8 @@ class Reducer:
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
+            if parameter.grad is self.buckets.views[index]:
+                continue
             keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
             if not keeps and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]

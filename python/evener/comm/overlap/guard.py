@@ -140,9 +140,20 @@ class _Hook:
 
 
 def hook_modules(model: nn.Module, owner: Owner) -> list[torch.utils.hooks.RemovableHandle]:
-    """Before a module with parameters of its own runs, they count as used."""
+    """Before a module with parameters of its own runs, they count as used.
+
+    But for torch's own modules, whose forward goes through torch's Python operations: a hook costs
+    each call of a module more than all the rest of this.
+    """
     return [
         module.register_forward_pre_hook(_Hook(owner))
         for module in model.modules()
-        if any(p is not None for p in module._parameters.values())
+        if any(p is not None for p in module._parameters.values()) and not _of_torch(module)
     ]
+
+
+def _of_torch(module: nn.Module) -> bool:
+    """Whether its forward is one of torch.nn's own."""
+    forward = type(module).forward
+    own = str(getattr(forward, "__module__", "")).startswith("torch.nn.modules.")
+    return own and "forward" not in vars(module)

@@ -3,6 +3,9 @@ graph (it reads parameters by address), and destroying the process groups (a pee
 what is on its way from here). The first overlap of a process wraps them; there is no hook for
 either. A process that ends without them waits in `atexit`.
 
+A backward that begins while something is pending is told of: it may be another model's, or one that
+goes round this one's forward and writes the gradients that are on their way.
+
 And one that must wait for more than it says: a stream that is made to wait for the stream of
 `optimizer.step()` may read all parameters from then on. Updates run on another stream, so it waits
 for them too.
@@ -43,6 +46,7 @@ def watch(overlap: StepOverlap) -> None:
             setattr(graph, name, _first(getattr(graph, name), reason))
         event = torch.cuda.Event
         event.wait = _for_updates(event.wait)  # type: ignore[method-assign]
+        torch.autograd._engine_run_backward = _backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
         atexit.register(_at_exit)
 
 
@@ -52,6 +56,18 @@ def _first(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         for overlap in list(_LIVE):
             overlap.finish(reason, on_host=True)
         return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What `Tensor.backward`, `torch.autograd.backward` and `.grad` go through."""
+
+    @functools.wraps(run)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for overlap in list(_LIVE):
+            overlap.backward_begins()
+        return run(*args, **kwargs)
 
     return wrapped
 

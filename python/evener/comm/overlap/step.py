@@ -63,7 +63,7 @@ class StepOverlap:
     ) -> None:
         self.reducer, self.optimizer = reducer, optimizer
         self.device = reducer.device
-        self.state = State.IDLE
+        self._state = State.IDLE
         self.off = ""  # why steps are not deferred any more, where they are not
         self.wanted = True  # False: not for now, because a planner found it slower
         # Steps that could not be deferred, because something looked at their results before
@@ -91,18 +91,32 @@ class StepOverlap:
         optimizer.zero_grad = types.MethodType(  # type: ignore[method-assign]
             lambda _, set_to_none=True: self._zero_all(set_to_none), optimizer
         )
+        self._watched: list[Any] = []  # hooks on gradients, for a backward that may write them
         self._handles = [
             *guard.hook_modules(model, self),
-            *(p.register_hook(self._before_accumulation) for p in reducer.parameters),
             optimizer.register_state_dict_pre_hook(lambda _: self.finish("optimizer.state_dict()")),
             optimizer.register_load_state_dict_pre_hook(
                 lambda _, __: self.finish("optimizer.load_state_dict()")
             ),
         ]
         interpose.watch(self)
-        own = weakref.WeakMethod(self.finish)
+        own, still = weakref.WeakMethod(self.finish), weakref.WeakMethod(self._is_pending)
         reducer.finish = lambda why: None if (call := own()) is None else call(why)
-        reducer.own_hooks = 1
+        reducer.is_pending = lambda: False if (call := still()) is None else call()
+
+    @property
+    def state(self) -> State:
+        """See the module."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        if state is State.IDLE and self._watched:
+            watched, self._watched = self._watched, []
+            self.reducer.own_hooks = 0
+            for handle in watched:
+                handle.remove()
 
     def _step_method(self) -> Callable[..., Any]:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,7 +173,7 @@ class StepOverlap:
             if not optimizers.closure_first(self.optimizer):
                 self.finish("step(closure)")
                 return self._inner_step(closure)
-            if self.state is State.REDUCING:
+            if self.state in (State.REDUCING, State.WATCHED):
                 self.finish("step(closure) after a backward")
             # Without the lock: backward may run in any thread.
             with torch.enable_grad():
@@ -181,7 +195,11 @@ class StepOverlap:
 
     def _defer(self) -> None:
         self._groups = optimizers.split(self.optimizer, self._place)
-        self._disarm(self._members)
+        # They stay armed, and the optimizer's own uses of them are none.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._update()
+
+    def _update(self) -> None:
         optimizers.update(self.optimizer, self._groups.pop(optimizers.NOWHERE, []))
         self._waiting = set(self._members)
         self._dropped.clear()
@@ -200,7 +218,6 @@ class StepOverlap:
                 self.reducer.end_step()
             self._groups.clear()
         self.state = State.DEFERRED
-        self._arm(self._waiting)
 
     def _land(self, unit: int) -> None:
         """The unit's parameters as they are after the step, from here on the current stream."""
@@ -242,13 +259,28 @@ class StepOverlap:
                 self.finish("zero_grad(set_to_none=False)")
             elif self.state in (State.REDUCING, State.WATCHED):
                 self.finish("zero_grad() between backward and step")
+            if self.state is State.DEFERRED:
+                parameters = self._drop(parameters)
         for parameter in parameters:
             if set_to_none:
-                parameter.grad = None  # where it is pending, `dropped` does it in time
+                parameter.grad = None
             elif parameter.grad is not None:
                 if parameter.grad.grad_fn is not None:  # a graph of gradients ends here
                     parameter.grad = parameter.grad.detach()
                 parameter.grad.requires_grad_(False).zero_()
+
+    def _drop(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Drop the gradients of those that are pending, in time; returns the others."""
+        left = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                if type(parameter) is not Pending or id(parameter) not in self._place:
+                    left.append(parameter)
+                elif self._stream is None:
+                    self._dropped.add(id(parameter))
+                else:  # all that reads it was enqueued by step()
+                    parameter.grad = None
+        return left
 
     def _zero_all(self, set_to_none: bool) -> None:
         groups = self.optimizer.param_groups
@@ -356,6 +388,25 @@ class StepOverlap:
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = None
             return True
+
+    def backward_begins(self) -> None:
+        """Some backward begins, in this process: it may write gradients that are on their way.
+
+        This model's own does not come here so: its forward has brought in everything.
+        """
+        with self._lock:
+            if self.state is State.IDLE or self._watched:
+                return
+            with torch._C.DisableTorchFunctionSubclass():
+                self.reducer.own_hooks = 1
+                self._watched = [
+                    p.register_hook(self._before_accumulation)
+                    for p in self.reducer.parameters
+                    if p.requires_grad
+                ]
+
+    def _is_pending(self) -> bool:
+        return self.state is not State.IDLE
 
     def _before_accumulation(self, gradient: torch.Tensor) -> None:
         del gradient
