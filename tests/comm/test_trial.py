@@ -60,7 +60,7 @@ def test_never_slower_than_the_best_that_was_tried(
     times = [took for took, _, _ in made]
     trial = Trial([way(n, said, harsh) for n, (_, said, harsh) in enumerate(made)], steps, rounds)
     result = drive(trial, times, noise, seed)
-    assert times[result.kept] <= min(times) * (1 + EQUAL) * (1 + 5 * noise)
+    assert times[result.kept] <= min(times) * (1 + EQUAL) * (1 + 8 * noise)
     assert all(trial.samples), "every way was tried"
     assert result.ms == tuple(statistics.median(samples) for samples in trial.samples)
 
@@ -84,18 +84,30 @@ def test_of_equals_the_mildest_is_kept(made: list[tuple[float, float, int]]) -> 
 
 
 def test_a_lossy_form_must_win_by_more_than_the_noise() -> None:
-    """A model of a few KB: exact and FP16 take the same, and 10% is noise."""
-    for seed in range(200):
-        trial = Trial([way(0, 1.0, harsh=1), way(1, 1.0)], 3)
-        result = drive(trial, [1.0, 1.0], noise=0.02, seed=seed)
-        best = min(result.ms)
-        assert result.kept == 1 or result.ms[1] > (1 + EQUAL) * best
+    """A model of a few KB: exact and three lossy ways take the same; then one that is faster."""
+    for noise in (0.005, 0.05, 0.1):
+        wrong = missed = 0
+        for seed in range(100):
+            dice = random.Random(seed)
+            trial = Trial([way(0, 1.0, 1), way(1, 1.0), way(2, 1.0, 1), way(3, 1.0, 2)], 3)
+            while (window := trial.window) is not None:
+                trial.took([dice.gauss(1.0, noise) for _ in range(window.steps)])
+            wrong += trial.result.kept != 1
+            trial = Trial([way(0, 1.0, harsh=1), way(1, 1.0)], 3)
+            while (window := trial.window) is not None:
+                real = [0.8, 1.0][window.way]
+                trial.took([dice.gauss(real, noise) for _ in range(window.steps)])
+            missed += trial.result.kept != 0
+        assert wrong <= 25 and missed <= 5, (noise, wrong, missed)
     assert drive(Trial([way(0, 1.0, harsh=1), way(1, 1.0)], 3), [1.0, 1.1]).kept == 0
-    # Samples that scatter say how much is noise, up to a limit.
+    # Samples that scatter say how much is noise, up to a limit, and more of them decide it.
     trial = Trial([way(0, 1.0, harsh=1), way(1, 1.0)], 3, rounds=1)
-    trial.took([0.90, 1.00, 1.20])
-    trial.took([0.95, 1.03, 1.15])
-    assert trial.result.kept == 1 and MOST_EQUAL > 0.03
+    trial.took([0.95, 1.00, 1.10])
+    trial.took([0.95, 1.05, 1.15])
+    assert trial.result.kept == 1 and MOST_EQUAL >= 0.05 and trial.window is not None
+    while (window := trial.window) is not None:
+        trial.took([[1.0, 1.2][window.way]] * window.steps)
+    assert trial.result.kept == 0
 
 
 def test_what_cannot_win_costs_one_step() -> None:

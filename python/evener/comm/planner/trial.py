@@ -10,11 +10,14 @@ each of its steps `took`, and reads `result` when there is no window left. All r
 equal times, so all come to the same result.
 
     round 1    every way, a window each; one that cannot win by what was predicted gets one step
-    later      those near the best, in turn forward and backward, so that a drift falls on all
+    round 2    those near the best, in turn forward and backward, so that a drift falls on all
+    later      those between which the noise of so few steps does not decide, while one of them
+               sends less exactly than another: a lossy form must win by more than noise
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +32,8 @@ FAR = 2.0
 NEAR = 1.15
 # Ways this close to the fastest are equal, and then the mildest of them is taken: at least, and at
 # most, where the samples scatter by more.
-EQUAL, MOST_EQUAL = 0.01, 0.05
+EQUAL, MOST_EQUAL = 0.01, 0.10
+_MOST_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Trial:
             for number, way in enumerate(ways)
         ]
         if len(ways) == 1:
-            self._queue, self._round = [Window(0, steps)], rounds
+            self._queue, self._round = [Window(0, steps)], _MOST_ROUNDS
 
     @property
     def window(self) -> Window | None:
@@ -95,14 +99,46 @@ class Trial:
             return
         self._round += 1
         figures = self.figures()
-        near = [n for n, ms in enumerate(figures) if ms <= NEAR * min(figures)]
-        if self._round < self._rounds and len(near) > 1:
+        reach = max(NEAR, 1 + 2 * self._noise(self._steps))
+        near = [n for n, ms in enumerate(figures) if ms <= reach * min(figures)]
+        if self._round >= self._rounds:
+            near = self._undecided(figures) if self._round < _MOST_ROUNDS else []
+        if len(near) > 1:
             order = near if self._round % 2 == 0 else near[::-1]
             self._queue = [Window(number, self._steps) for number in order]
 
     def figures(self) -> tuple[float, ...]:
         """The median step of each way so far, in milliseconds; infinite where none was taken."""
         return tuple(statistics.median(s) if s else float("inf") for s in self.samples)
+
+    def _undecided(self, figures: Sequence[float]) -> list[int]:
+        """Ways that may be as fast as the fastest, where some of them are lossless and some not."""
+        best = min(range(len(figures)), key=lambda n: figures[n])
+        margins = [self._margin(best, n) for n in range(len(figures))]
+        within = [n for n, ms in enumerate(figures) if ms <= (1 + margins[n]) * figures[best]]
+        kinds = {self.ways[n].harsh > 0 for n in within}
+        return within if len(kinds) > 1 and any(margins[n] > EQUAL for n in within) else []
+
+    def _margin(self, one: int, other: int) -> float:
+        """By how much the figures of two ways may differ by chance, as a share of them."""
+        fewer = min(len(self.samples[one]), len(self.samples[other]))
+        return max(EQUAL, 2 * self._noise(fewer))
+
+    def _noise(self, count: int) -> float:
+        """The standard error of the difference of two medians of `count` steps, as a share.
+
+        From the deviations of all ways' steps: one way has too few. A slow step now and then does
+        not count.
+        """
+        apart = []
+        for samples in self.samples:
+            middle = statistics.median(samples) if samples else 0.0
+            found = sorted(abs(sample / middle - 1) for sample in samples) if middle > 0 else []
+            apart += found[1:]  # the median's own is nothing
+        if not apart or not count:
+            return 0.0
+        # 1.4826 MAD is a standard deviation; a median's is 1.25 of that over the root of n.
+        return math.sqrt(2) * 1.25 * 1.4826 * statistics.median(apart) / math.sqrt(count)
 
     @property
     def result(self) -> Result:
@@ -111,22 +147,11 @@ class Trial:
         best = min(range(len(figures)), key=lambda n: figures[n])
         chosen = best
         for number, ms in enumerate(figures):
-            within = max(_scatter(self.samples[best]), _scatter(self.samples[number]))
-            equal = 1 + min(MOST_EQUAL, max(EQUAL, within))
-            if ms <= equal * figures[best]:
+            margin = min(MOST_EQUAL, self._margin(best, number))
+            if ms <= (1 + margin) * figures[best]:
                 ahead = (self.ways[number].harsh, number) < (self.ways[chosen].harsh, chosen)
                 chosen = number if ahead else chosen
         return Result(chosen, figures)
-
-
-def _scatter(samples: Sequence[float]) -> float:
-    """How far the median of these may be off, as a share of it: from the middle half of them."""
-    if len(samples) < 3:
-        return 0.0
-    middle = statistics.median(samples)
-    apart = statistics.median(abs(sample - middle) for sample in samples)
-    # 1.4826 MAD is a standard deviation; a median's own is 1.25 of it over the root of n.
-    return 1.25 * 1.4826 * apart / (len(samples) ** 0.5 * middle) if middle > 0 else 0.0
 
 
 class Watch:
