@@ -412,8 +412,9 @@ def _planner(reducer: Reducer) -> Planner | None:
     if reducer.options.wire != "exact":
         info0("mode=auto: no planner, because %s was asked for", reducer.options.wire)
         return None
-    # Decided once: a rank that has joined makes no steps, and would be waited for later.
-    return Planner(reducer, overlap=False, watch_every=sys.maxsize)
+    # Decided once, and nothing is tried: a rank that has joined makes no steps, and would be waited
+    # for.
+    return Planner(reducer, overlap=False, watch_every=sys.maxsize, trial_steps=0)
 
 
 def _steps(reducer: Reducer, planner: Planner) -> Steps:
