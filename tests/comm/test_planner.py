@@ -566,7 +566,7 @@ def forced(rank: int, size: int, form: str) -> tuple[list[Any], bytes, list[str]
 
 @pytest.mark.parametrize("form", ["fp16", "int8"])
 def test_a_forced_form_leaves_in_the_planners_order(form: str) -> None:
-    first, second = worlds.run([1, 1], forced, form)
+    first, second = worlds.run([1, 1], forced, form, env={"EVENER_TRIAL_STEPS": "0"})
     assert first[:2] == second[:2]
     order = " ".join(map(str, first[0][0].sequence))
     said = f"plan: the form is fixed, {form} was asked for; buckets leave in the order {order}:"
@@ -694,6 +694,31 @@ def trials_change_nothing(rank: int, size: int) -> list[bytes]:
 def test_a_trial_of_exact_ways_changes_no_bit() -> None:
     (plain_one, tried_one), (plain_two, tried_two) = worlds.run([1, 1], trials_change_nothing)
     assert plain_one == tried_one == plain_two == tried_two
+
+
+def forced_and_tried(rank: int, size: int) -> tuple[str, list[str], bool, set[str]]:
+    """A forced form stays; whether steps outlast themselves is tried."""
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = accelerate(DistributedDataParallel(net), optimizer, mode="fp16", bucket_bytes=20_000)
+    planner, overlap = model.evener_steps.planner, model.evener_steps.overlap
+    forms: set[str] = set()
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        if planner.decision is not None:
+            forms |= {exchange.wire.name for exchange in model.evener.exchanges}
+    model.evener_steps.finish("")
+    return planner.kept.name, sorted(planner.tried), overlap.wanted, forms
+
+
+def test_a_forced_form_is_tried_without_overlap_too() -> None:
+    (kept, ways, wanted, sent), other = worlds.run([1, 1], forced_and_tried)
+    assert (kept, ways, wanted, sent) == other
+    assert ways == ["planned", "without overlap"] and sent == {"fp16"}
+    assert wanted == (kept == "planned")
 
 
 def in_one_node(rank: int, size: int) -> bool:

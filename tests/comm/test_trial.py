@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.comm.planner.bounds import plausible
 from evener.comm.planner.choose import Choice, Decision, choose
-from evener.comm.planner.costs import Curve
+from evener.comm.planner.costs import Costs, Curve
 from evener.comm.planner.trial import EQUAL, MOST_EQUAL, NEAR, Result, Trial, Watch, Way
 from evener.comm.planner.ways import ways
-from tests.comm.test_planner import RESNET, VGG, down_to, network
+from tests.comm.test_planner import RESNET, VGG, down_to, network, step_of
 
 
 def way(number: int, predicted: float, harsh: int = 0, overlap: bool = False) -> Way:
@@ -180,6 +181,31 @@ def test_the_ways_are_those_that_win_where_the_model_is_wrong() -> None:
         allowed=everything, library="2d",
     )  # fmt: skip
     assert len(same) == 1 and same[0].own
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_noise_of_the_probe_chooses_no_form(seed: int) -> None:
+    """A model of 40 KB: every form's calls take 0.3 ms and 20% more or less, as it happens."""
+    dice = random.Random(seed)
+
+    def probed(bytes_a_ms: float) -> Curve:
+        points = []
+        for size in (1 << 16, 1 << 20):
+            took = 0.3 + size / bytes_a_ms
+            points.append((float(size), took * dice.uniform(0.8, 1.2)))
+        return Curve(tuple(points))
+
+    exchange = {"exact": probed(1e6), "fp16": probed(2e6)}
+    costs = Costs(2, 1, Curve(()), Curve(()), exchange)
+    profile = step_of([0.01] * 4).scaled(2.0)
+    held = plausible(costs, {"exact": 1.0, "fp16": 0.5})
+    made = choose(profile, held, ["exact", "fp16"])
+    assert {c.form for c in made.choices} == {"exact"}
+    # Where bytes are what counts, they still do.
+    large = choose(step_of([64.0] * 4), held, ["exact", "fp16"])
+    assert {c.form for c in large.choices} == {"fp16"}
+    with_more = plausible(costs, {"exact": 1.0})
+    assert with_more.exchange["fp16"] == costs.exchange["fp16"]
 
 
 def test_a_step_shorter_than_its_computing_corrects_it() -> None:

@@ -19,6 +19,8 @@ from evener.comm.profile import StepProfile
 
 # A step this close to its compute time, or to the best one, counts as equal.
 TOLERANCE = 0.01
+# By so much the step must be shorter than with exact forms, or it is those that are taken.
+WORTH = 0.015
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,9 @@ class _Search:
                     played,
                 )
         best = min(best, self._ordered(best[0]), key=lambda found: found[2].step_ms)
+        exact = self._ordered([0] * len(levels))
+        if exact[2].step_ms <= best[2].step_ms * (1 + WORTH):
+            return exact
         hidden = best[2].step_ms <= goal
         return self._milder(*best, goal if hidden else best[2].step_ms * (1 + TOLERANCE))
 

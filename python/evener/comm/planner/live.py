@@ -37,6 +37,7 @@ from evener import settings
 from evener.comm import wires
 from evener.comm.overlap import StepOverlap
 from evener.comm.planner import choose, probe
+from evener.comm.planner.bounds import plausible
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs
 from evener.comm.planner.sequence import first_sequence
@@ -278,16 +279,22 @@ class Planner:
         # One node: nothing crosses a network.
         forms = self.forms if communicators.route.levels.nodes > 1 else ("exact",)
         made = {form: wires.get(form)(communicators.route, options) for form in forms}
-        return probe.Probe(communicators, self.reducer.lanes).costs(
+        found = probe.Probe(communicators, self.reducer.lanes).costs(
             made, (min(sizes), max(sizes)), flat=options.algorithm != "2d"
+        )
+        entries = 1 << 20
+        exact = max(1, made["exact"].sent_bytes(entries, 4))
+        return plausible(
+            found, {form: wire.sent_bytes(entries, 4) / exact for form, wire in made.items()}
         )
 
     # --- trying ---
 
     @property
     def _tries(self) -> bool:
-        """Whether there is anything to choose from."""
-        return self.forced is None and self.reducer.communicators.route.levels.nodes > 1
+        """Whether there is anything to choose from: a way, or whether steps outlast themselves."""
+        several = self.reducer.communicators.route.levels.nodes > 1
+        return several and (self.forced is None or self.overlap)
 
     def _from_first(self, make: Callable[[], list[Way]]) -> list[Way]:
         """What rank 0 makes. Collective: costs differ in their last digits from rank to rank."""
@@ -304,6 +311,8 @@ class Planner:
 
     def _ways(self, planned: Decision, profile: StepProfile) -> list[Way]:
         assert self.costs is not None
+        if self.forced is not None:
+            return [Way("planned", planned), Way("without overlap", self._alone(profile))]
         route = self.reducer.communicators.route
         alone = route.outer.transport is None and not route.levels.two_level
         return ways(
@@ -317,6 +326,17 @@ class Planner:
             library="2d" if alone else "own",
         )
 
+    def _alone(self, profile: StepProfile) -> Decision:
+        """The forced form, with nothing left for the next forward."""
+        assert self.costs is not None and self.forced is not None
+        return choose.choose(
+            profile,
+            self.costs,
+            [self.forced],
+            algorithm="2d",
+            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
+        )
+
     def _try(self, found: Sequence[Way]) -> None:
         """Begin a trial of these, between steps."""
         self._trial = Trial(found, self._trial_steps)
@@ -326,7 +346,10 @@ class Planner:
         """From the step that begins now on this way; everything that was on its way comes in."""
         self.reducer.finish("")
         made = way.decision
-        self.reducer.adopt([(c.algorithm, c.form) for c in made.choices], made.sequence)
+        if self.forced is None:
+            self.reducer.adopt([(c.algorithm, c.form) for c in made.choices], made.sequence)
+        else:
+            self.reducer.resequence(made.sequence)
         for exchange, choice in zip(self.reducer.exchanges, made.choices, strict=True):
             exchange.predicted_ms = choice.stages_ms[1]
         if self._overlap is not None:
@@ -395,7 +418,7 @@ class Planner:
         """What to try once more, where a step was shorter than its computing was said to be."""
         profile = self._profile
         assert profile is not None and self.costs is not None
-        if self._corrected or took >= _SHORTER * profile.compute_ms:
+        if self.forced is not None or self._corrected or took >= _SHORTER * profile.compute_ms:
             return None
         self._corrected = True
         said, costs = profile.compute_ms, self.costs
