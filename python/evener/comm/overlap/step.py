@@ -195,11 +195,8 @@ class StepOverlap:
 
     def _defer(self) -> None:
         self._groups = optimizers.split(self.optimizer, self._place)
-        # They stay armed, and the optimizer's own uses of them are none.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._update()
-
-    def _update(self) -> None:
+        if self._stream is not None:  # torch's fused and foreach updates are for plain parameters
+            self._disarm(self._members)
         optimizers.update(self.optimizer, self._groups.pop(optimizers.NOWHERE, []))
         self._waiting = set(self._members)
         self._dropped.clear()
@@ -217,6 +214,7 @@ class StepOverlap:
                 # Here, on the stream that waits for all of them: it may look at what they measured.
                 self.reducer.end_step()
             self._groups.clear()
+            self._arm(self._waiting)
         self.state = State.DEFERRED
 
     def _land(self, unit: int) -> None:
