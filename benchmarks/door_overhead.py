@@ -35,7 +35,7 @@ VARIANTS = {
     "planned-model": 'accelerate(model, mode="auto")',
 }
 MODELS = ("500", "10000", "mobilenet")
-_SETTLING = 120
+_SETTLING = 200
 
 
 def build(name: str) -> tuple[Any, Any]:

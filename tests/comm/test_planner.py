@@ -619,7 +619,9 @@ def tried(
     Exchange.run = late  # type: ignore[method-assign]
     try:
         with heard() as said:
-            for step in range(70):
+            for step in range(400):
+                if planner.kept is not None:
+                    break
                 torch.manual_seed(10 * step + rank)
                 optimizer.zero_grad()
                 model(torch.randn(4, 64)).square().mean().backward()
@@ -679,7 +681,7 @@ def trials_change_nothing(rank: int, size: int) -> list[bytes]:
         model = accelerate(DistributedDataParallel(net), optimizer, bucket_bytes=20_000)
         planner = Planner(model.evener, overlap=True, trial_steps=trial_steps)
         model.evener_steps.planner, model.evener_steps._wanted = planner, True
-        for step in range(30):
+        for step in range(60):
             torch.manual_seed(10 * step + rank)
             optimizer.zero_grad()
             model(torch.randn(4, 64)).square().mean().backward()

@@ -9,8 +9,9 @@ This is the state machine: no clock, no collective. Whoever drives it runs `wind
 each of its steps `took`, and reads `result` when there is no window left. All ranks drive it with
 equal times, so all come to the same result.
 
-    round 1    every way, a window each; one that cannot win by what was predicted gets one step
-    round 2    those near the best, in turn forward and backward, so that a drift falls on all
+    round 1    every way, a window each; one that cannot win by what was predicted gets one step.
+               Memory is allocated in it, and connections wake up: it only tells who goes on
+    2 and 3    those near the best, in turn forward and backward, so that a drift falls on all
     later      those between which the noise of so few steps does not decide, while one of them
                sends less exactly than another: a lossy form must win by more than noise
 """
@@ -25,15 +26,15 @@ from dataclasses import dataclass
 from evener.comm.planner.choose import Decision
 
 # Steps at the start of a window that count for nobody: what the way before left is still landing.
-SETTLE = 1
+SETTLE = 2
 # A way that was predicted to take so many times as long as the best prediction gets one step.
 FAR = 2.0
 # Ways within this of the best measured one go on to the next round.
-NEAR = 1.15
+NEAR = 1.25
 # Ways this close to the fastest are equal, and then the mildest of them is taken: at least, and at
 # most, where the samples scatter by more.
 EQUAL, MOST_EQUAL = 0.01, 0.10
-_MOST_ROUNDS = 6
+_MOST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,13 @@ class Result:
 class Trial:
     """See the module. The first way is the planner's choice."""
 
-    def __init__(self, ways: Sequence[Way], steps: int, rounds: int = 2) -> None:
+    def __init__(self, ways: Sequence[Way], steps: int, rounds: int = 3) -> None:
         """`steps`: timed in each window, at least 1."""
         if not ways or steps < 1 or rounds < 1:
             raise ValueError(f"{len(ways)} ways, {steps} steps, {rounds} rounds: each must be 1")
         self.ways = tuple(ways)
         self.samples: list[list[float]] = [[] for _ in ways]
+        self._first = [0] * len(ways)  # samples of the first round
         self._steps, self._rounds = steps, rounds
         self._round = 0
         least = min(way.decision.step_ms for way in ways)
@@ -98,6 +100,8 @@ class Trial:
         if self._queue:
             return
         self._round += 1
+        if self._round == 1:
+            self._first = [len(samples) for samples in self.samples]
         figures = self.figures()
         reach = max(NEAR, 1 + 2 * self._noise(self._steps))
         near = [n for n, ms in enumerate(figures) if ms <= reach * min(figures)]
@@ -109,7 +113,13 @@ class Trial:
 
     def figures(self) -> tuple[float, ...]:
         """The median step of each way so far, in milliseconds; infinite where none was taken."""
-        return tuple(statistics.median(s) if s else float("inf") for s in self.samples)
+        counted = map(self._counted, range(len(self.ways)))
+        return tuple(statistics.median(s) if s else float("inf") for s in counted)
+
+    def _counted(self, way: int) -> list[float]:
+        """Its samples: those of the first round only where there are no others."""
+        samples = self.samples[way]
+        return samples[self._first[way] :] or samples
 
     def _undecided(self, figures: Sequence[float]) -> list[int]:
         """Ways that may be as fast as the fastest, where some of them are lossless and some not."""
@@ -121,7 +131,7 @@ class Trial:
 
     def _margin(self, one: int, other: int) -> float:
         """By how much the figures of two ways may differ by chance, as a share of them."""
-        fewer = min(len(self.samples[one]), len(self.samples[other]))
+        fewer = min(len(self._counted(one)), len(self._counted(other)))
         return max(EQUAL, 2 * self._noise(fewer))
 
     def _noise(self, count: int) -> float:
@@ -131,7 +141,7 @@ class Trial:
         not count.
         """
         apart = []
-        for samples in self.samples:
+        for samples in map(self._counted, range(len(self.ways))):
             middle = statistics.median(samples) if samples else 0.0
             found = sorted(abs(sample / middle - 1) for sample in samples) if middle > 0 else []
             apart += found[1:]  # the median's own is nothing
