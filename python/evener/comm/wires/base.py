@@ -8,7 +8,7 @@ A further form is one file in this folder with one class, which says everything 
         title = "INT4"
         what = "4-bit integers in blocks between nodes, with error feedback"
         place = 30  # harsher than INT8
-        first_update = 0.1
+        first_update = 0.05
         milder, rows_as = "int8", "int8"
         lossy = feedback = True
         limits = Limits(residual=1.0, cosine=0.9)

@@ -131,7 +131,7 @@ class LowRank4Wire(LowRankWire):
     title = "low rank, 4"
     what = "matrices as products of rank 4 between nodes (PowerSGD), with error feedback"
     place = 40
-    first_update = 0.4
+    first_update = 0.2
     rank = 4
 
 
@@ -143,7 +143,7 @@ class LowRank2Wire(LowRankWire):
     title = "low rank, 2"
     what = "matrices as products of rank 2 between nodes (PowerSGD), with error feedback"
     place = 41
-    first_update = 0.4
+    first_update = 0.2
     rank = 2
 
 
@@ -155,5 +155,5 @@ class LowRank1Wire(LowRankWire):
     title = "low rank, 1"
     what = "matrices as products of rank 1 between nodes (PowerSGD), with error feedback"
     place = 42
-    first_update = 0.4
+    first_update = 0.2
     rank = 1
