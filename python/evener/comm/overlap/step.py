@@ -133,6 +133,8 @@ class StepOverlap:
         """Observe the forward that begins now."""
         with self._lock:
             self.finish("")
+            if self.off:  # a compiled forward must not meet parameters of another class
+                return
             self._look_at_layout()
             self._recorder, self.state = recorder, State.TRACING
             self._arm(self._members)
