@@ -485,7 +485,7 @@ def watched(rank: int, size: int) -> tuple[list[bool], float, StepProfile]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = accelerate(DistributedDataParallel(net), optimizer, bucket_bytes=0, mode="auto")
     left = []
-    net[0].weight.register_hook(lambda _: left.append(model.evener._next > 0))
+    net[0].weight.register_hook(lambda _: left.append(model.evener.arrivals.place > 0))
     for _ in range(6):
         optimizer.zero_grad()
         model(torch.randn(4, 64)).square().mean().backward()

@@ -75,6 +75,8 @@ CASES = (
     Case("torchvision", "torchvision", "torchvision_reference"),
     Case("trainer", "transformers", "trainer"),
     Case("trainer-accumulate", "transformers", "trainer", args=("--accumulate", "--bf16")),
+    Case("trainer-reentrant", "transformers", "trainer", args=("--reentrant",)),
+    Case("trainer-again", "transformers", "trainer", args=("--again",)),
     Case("accelerate", "accelerate", "accelerate_loop"),
     Case("lightning", "lightning", "lightning_fit"),
     Case("lightning-manual", "lightning", "lightning_fit", args=("--manual",)),

@@ -33,6 +33,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--accumulate", action="store_true")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--reentrant", action="store_true", help="checkpointing in two backwards")
+    parser.add_argument("--again", action="store_true", help="a second Trainer goes on")
     args = parser.parse_args()
     wild.begin()
     model = GPT2LMHeadModel(
@@ -41,10 +43,11 @@ def main() -> None:
     wild.watch(model)
     given = TrainingArguments(
         output_dir=str(wild.OUT / "trainer"),
-        max_steps=wild.STEPS,
+        max_steps=wild.STEPS // 2 if args.again else wild.STEPS,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2 if args.accumulate else 1,
-        gradient_checkpointing=args.accumulate,
+        gradient_checkpointing=args.accumulate or args.reentrant,
+        gradient_checkpointing_kwargs={"use_reentrant": args.reentrant},
         bf16=args.bf16,
         learning_rate=1e-3,
         logging_steps=1,
@@ -57,12 +60,15 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    follow = Follow()
     evaluated = torch.utils.data.Subset(Tokens(), range(16))
-    follow.trainer = Trainer(
-        model, given, train_dataset=Tokens(), eval_dataset=evaluated, callbacks=[follow]
-    )
-    follow.trainer.train()
+    kept = []
+    for _ in range(2 if args.again else 1):
+        follow = Follow()
+        follow.trainer = Trainer(
+            model, given, train_dataset=Tokens(), eval_dataset=evaluated, callbacks=[follow]
+        )
+        follow.trainer.train()
+        kept.append(follow)  # as a notebook does: the first wrapper lives on
     wild.end()
 
 
