@@ -321,6 +321,13 @@ EVENER_HOROVOD_ZERO_STEP = _flag(
     "state, as upstream's: it counts in Adam's bias correction, and weight decay moves parameters. "
     "0: no such step.",
 )
+HOROVOD_AUTOTUNE = _flag(
+    _COMM,
+    "HOROVOD_AUTOTUNE",
+    False,
+    "hvd.DistributedOptimizer lets the planner choose, among what loses nothing, as with "
+    'mode="auto", floor="exact". Upstream\'s other autotuning variables have no effect.',
+)
 HOROVOD_TIMELINE = _text(
     _COMM,
     "HOROVOD_TIMELINE",

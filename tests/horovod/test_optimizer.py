@@ -109,6 +109,26 @@ def test_training_is_that_of_one_process(shape: list[int]) -> None:
     worlds.run(shape, trains, env={"LIGHT_2D_ALLREDUCE": "1"} if shape == [2, 2] else {})
 
 
+def autotunes(rank: int, size: int) -> str:
+    hvd.init()
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer: Any = hvd.DistributedOptimizer(inner, model.named_parameters())
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+    planner = optimizer._steps.planner
+    assert planner.forms == ("exact",) and planner.decision is not None
+    same(model, reference(size, 6), 1e-5)
+    return str(optimizer._reducer.describe())
+
+
+def test_autotune_is_the_planners_and_loses_nothing() -> None:
+    for description in worlds.run([1, 1], autotunes, env={"HOROVOD_AUTOTUNE": "1"}):
+        assert "flat" in description or "2-D" in description
+
+
 def plans(rank: int, size: int) -> list[tuple[tuple[str, ...], bool, int]]:
     hvd.init()
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,15 @@ from evener.log import logger
 
 # Seconds for the launcher to say that a member has died.
 _PATIENCE = 3.0
+
+
+def _tell(ranks: Ranks) -> None:
+    """Put this process's place where programs look for it, whatever launcher started it."""
+    if ranks.source == "a single process":
+        return
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    places = {f"HOROVOD_{name.upper()}": getattr(ranks, name) for name in names}
+    os.environ.update({name: str(value) for name, value in places.items() if value is not None})
 
 
 class State:
@@ -61,6 +71,7 @@ class State:
         sets = process_sets_module.at_init(process_sets, ranks.size)
         self._engine = Engine(ranks, settings.EVENER_TIMEOUT.get(), sets)
         self._ranks = ranks
+        _tell(ranks)
 
     def shutdown(self) -> None:
         """End the engine and the groups. Does nothing where nothing runs."""

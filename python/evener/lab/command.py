@@ -31,6 +31,7 @@ from evener.lab.faults import Action, Event, Target
 from evener.lab.lab import Lab, Node, signal_name
 from evener.lab.plan import Plan
 from evener.lab.spec import Spec
+from evener.launch import door
 from evener.net.plugin import adopt, has_gpus
 
 _DEFAULT = Spec()
@@ -172,6 +173,9 @@ def lab() -> None:
     "--ddp", is_flag=True, help="Evener under every DistributedDataParallel, without a line."
 )
 @click.option("--floor", metavar="FORM", help="With --ddp: may send less, down to this form.")
+@click.option(
+    "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be built and run.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(
@@ -182,6 +186,7 @@ def run(
     env: tuple[str, ...],
     ddp: bool,
     floor: str | None,
+    horovod: bool,
     dry_run: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -201,9 +206,16 @@ def run(
             click.echo(f"  fault     {event}")
         click.echo(f"  command   {shlex.join(command)}  ({order.spec.world_size} times)")
         return
+    if horovod:
+        _say(door.put_in_place("")[1])
     with order.up(command) as built:
         result = built.launch(
-            command, env=variables, timeout=timeout, prefix=not no_prefix, output_dir=output_dir
+            command,
+            env=variables,
+            timeout=timeout,
+            prefix=not no_prefix,
+            output_dir=output_dir,
+            horovod=horovod,
         )
     if result.timed_out:
         _say(f"not done after {timeout:g} s")

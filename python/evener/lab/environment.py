@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from evener.launch import horovod_env
+
 # Ranks and rendezvous of every launcher, and the interfaces and addresses of the host.
 _LEAKS = re.compile(
     r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
@@ -112,6 +114,12 @@ def of_slot(
         # Output goes through a pipe: lines should come when they are written.
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def of_horovod_slot(node: int, slot: int, nodes: int, slots: int, name: str) -> dict[str, str]:
+    """What Horovod's launcher tells a rank on host `name`."""
+    rank = node * slots + slot
+    return horovod_env.variables(rank, nodes * slots, slot, slots, (node, nodes), name)
 
 
 def merged(*layers: Mapping[str, str | None] | None) -> dict[str, str]:

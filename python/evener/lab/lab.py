@@ -33,6 +33,7 @@ from evener.lab.launch import LineCallback, Result, run_slots
 from evener.lab.plan import NodePlan, Plan
 from evener.lab.spec import Spec
 from evener.lab.timeline import Timeline
+from evener.launch import door
 
 logger = logging.getLogger("evener.lab")
 
@@ -221,12 +222,14 @@ class Lab:
         quiet: bool = False,
         output_dir: Argument | None = None,
         grace: float = 5.0,
+        horovod: bool = False,
     ) -> Result:
         """Run `argv` once a slot, as a launcher would, and wait for all of them.
 
         Every process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, NODE_RANK,
         MASTER_ADDR (node0) and MASTER_PORT, and its node's variables; `env` is laid over them. A
-        node sees its own `slots` GPUs alone, in order, where there are enough for all.
+        node sees its own `slots` GPUs alone, in order, where there are enough for all. `horovod`:
+        `import horovod` gives Evener's, and a process gets HOROVOD_RANK and so on too.
 
         Output: `on_line(rank, node, stream, line)` for each line, else lines are printed, with
         `[rank@node]` in front unless `prefix` is off, or dropped with `quiet`. `output_dir`: also
@@ -242,12 +245,20 @@ class Lab:
         port = 29499 + self._launches if self.mode != "loopback" else _free_port()
         address = self.nodes[0].addresses[0]
 
+        python_path: dict[str, str] = {}
+        if horovod:
+            path = (env or {}).get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+            python_path = {"PYTHONPATH": door.put_in_place(path)[0]}
+
         def start(rank: int) -> subprocess.Popen[bytes]:
             index, slot = divmod(rank, spec.slots)
             told = environment.of_slot(index, slot, spec.nodes, spec.slots, address, port)
+            if horovod:
+                name = self.nodes[index].name
+                told |= environment.of_horovod_slot(index, slot, spec.nodes, spec.slots, name)
             return self.nodes[index].popen(
                 argv,
-                env={**told, **(env or {})},
+                env={**told, **(env or {}), **python_path},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -227,7 +227,7 @@ def launch(
         path, note = door.put_in_place(environment.get("PYTHONPATH", ""))
         click.echo(f"evener launch: {note}", err=True)
         environment["PYTHONPATH"] = path
-        wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"))
+        wishes = replace(wishes, forward=(*wishes.forward, "PYTHONPATH"), horovod=True)
     elif (note := door.describe()) and verbose:
         click.echo(f"evener launch: {note}", err=True)
     if floor and not ddp:

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import click
 
+from evener.launch import horovod_env
 from evener.launch.discovery import DiscoveryError, Pool
 from evener.launch.hosts import is_local
 from evener.launch.job import JobError, end_all, start_guarded, tell_to_end
@@ -407,13 +408,25 @@ class ElasticJob:
 
     # --- processes ---
 
+    def _place(self, host: str, slot: int) -> dict[str, str]:
+        """Horovod's variables as they are before the world is formed; hvd.init() says them anew."""
+        hosts: dict[str, int] = {}
+        for name, at in self._wanted():
+            hosts[name] = max(hosts.get(name, 0), at + 1)
+        if slot >= hosts.get(host, 0):
+            return {"HOROVOD_HOSTNAME": host}
+        slots = list(hosts.values())
+        rank = sum(slots[: list(hosts).index(host)]) + slot
+        _, local, size, *cross = horovod_env.place(rank, slots)
+        return horovod_env.variables(rank, sum(slots), local, size, (cross[0], cross[1]), host)
+
     def _start(self, host: str, slot: int) -> None:
         number, self._started = self._started, self._started + 1
         env = {
             **self._wishes.env,
             **{name: self._env[name] for name in self._wishes.forward if name in self._env},
+            **self._place(host, slot),
             "HOROVOD_ELASTIC": "1",
-            "HOROVOD_HOSTNAME": host,
             "EVENER_ELASTIC": self._contact,
             "EVENER_ELASTIC_WORKER": str(number),
             "PYTHONUNBUFFERED": self._env.get("PYTHONUNBUFFERED") or "1",

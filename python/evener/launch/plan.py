@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from evener.errors import EvenerError, UsageError
 from evener.launch.hosts import Host
@@ -27,7 +28,7 @@ FORWARDED_PREFIXES = (
 )
 # These belong to the process that reads them.
 _NEVER = re.compile(
-    r"HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)$|HOROVOD_HOSTNAME$|EVENER_LAUNCH_|_EVENER_COMPLETE"
+    r"HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)$|HOROVOD_HOSTNAME$|HOROVOD_GLOO_|EVENER_LAUNCH_|_EVENER_COMPLETE"
 )
 
 RANK_MARK = "<<evener-rank "
@@ -50,6 +51,7 @@ class Wishes:
     scratch: str = "/tmp/evener-launch"
     mpi_args: tuple[str, ...] = ()  # more arguments for mpirun
     binding: tuple[str, ...] | None = None  # mpirun's; None: nothing is bound
+    horovod: bool = False  # tell each rank its place in Horovod's variables, too
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,10 @@ def torchrun(
         argv += [f"--master-addr={master_address(hosts, local)}"]
         argv += [f"--master-port={wishes.master_port}"]
         argv += [f"--rdzv-conf=timeout={max(1, round(wishes.start_timeout))}"]
-        argv += [f"--log-dir={wishes.scratch}", "--tee=3", "--no-python", wishes.command[0]]
+        program, *arguments = started(wishes, hosts)
+        argv += [f"--log-dir={wishes.scratch}", "--tee=3", "--no-python", program]
         # torchrun fills in ${local_rank}, and makes one $ of two.
-        argv += [argument.replace("$", "$$") for argument in wishes.command[1:]]
+        argv += [argument.replace("$", "$$") for argument in arguments]
         commands.append(HostCommand(host.name, tuple(argv), first, host.slots, remote, env))
         first += host.slots
     return Plan("torchrun", why, tuple(commands), _rank_hosts(hosts))
@@ -150,10 +153,19 @@ def mpirun(
     hidden = {name: value for name, value in shared.items() if is_secret(name)}
     for name, value in shared.items():
         argv += ["-x", name if name in hidden else f"{name}={value}"]
-    argv += wishes.command
+    argv += started(wishes, hosts)
     command = HostCommand(socket.gethostname(), tuple(argv), 0, ranks, False, hidden)
     rank_hosts = _rank_hosts(hosts) if hosts is not None else ("",) * ranks
     return Plan(f"mpirun (Open MPI {major})", why, (command,), rank_hosts)
+
+
+def started(wishes: Wishes, hosts: list[Host] | None) -> tuple[str, ...]:
+    """What an engine starts for each rank."""
+    if not wishes.horovod:
+        return wishes.command
+    names = ",".join(f"{host.name}:{host.slots}" for host in hosts or ())
+    script = str(Path(__file__).with_name("horovod_env.py"))
+    return (sys.executable, "-I", "-S", script, names, *wishes.command)
 
 
 def open_mpi_major(version_text: str) -> int:

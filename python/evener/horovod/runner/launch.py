@@ -49,7 +49,9 @@ class Knob:
         return self.option.removeprefix("--").replace("-", "_")
 
 
-_PLANNED = "autotuning is planned; the sizes stay as they are set"
+_PLANNER = (
+    "autotuning is the planner's, which measures a few steps; EVENER_LOG=info shows its choice"
+)
 KNOBS = (
     Knob(
         "--fusion-threshold-mb",
@@ -68,23 +70,23 @@ KNOBS = (
         "params.hierarchical_allgather",
         note="all-gathers go in one level; the result is the same",
     ),
-    Knob("--autotune", bool, "autotune.enabled", note=_PLANNED),
-    Knob("--autotune-log-file", str, "autotune.log_file", note=_PLANNED),
-    Knob("--autotune-warmup-samples", click.IntRange(0), "autotune.warmup_samples", note=_PLANNED),
+    Knob("--autotune", bool, "autotune.enabled", "HOROVOD_AUTOTUNE"),
+    Knob("--autotune-log-file", str, "autotune.log_file", note=_PLANNER),
+    Knob("--autotune-warmup-samples", click.IntRange(0), "autotune.warmup_samples", note=_PLANNER),
     Knob(
-        "--autotune-steps-per-sample", click.IntRange(0), "autotune.steps_per_sample", note=_PLANNED
+        "--autotune-steps-per-sample", click.IntRange(0), "autotune.steps_per_sample", note=_PLANNER
     ),
     Knob(
         "--autotune-bayes-opt-max-samples",
         click.IntRange(0),
         "autotune.bayes_opt_max_samples",
-        note=_PLANNED,
+        note=_PLANNER,
     ),
     Knob(
         "--autotune-gaussian-process-noise",
         click.FloatRange(0, 1),
         "autotune.gaussian_process_noise",
-        note=_PLANNED,
+        note=_PLANNER,
     ),
     Knob("--timeline-filename", str, "timeline.filename", "HOROVOD_TIMELINE"),
     Knob("--timeline-mark-cycles", bool, "timeline.mark_cycles", "HOROVOD_TIMELINE_MARK_CYCLES"),

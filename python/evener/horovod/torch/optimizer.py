@@ -101,6 +101,12 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"DistributedOptimizer(op={op}): gradients are averaged, summed or Adasum")
     _check_mode(mode, floor, compression, op)
+    if mode is None and settings.HOROVOD_AUTOTUNE.get():
+        if compression is NoneCompressor and op != Adasum:
+            info0("HOROVOD_AUTOTUNE: the planner chooses, among what loses nothing")
+            mode, floor = "auto", "exact"
+        else:
+            info0("HOROVOD_AUTOTUNE: no planner, because the script says what crosses")
     if op == Adasum and size() > 1:
         return adasum_optimizer(
             optimizer,
