@@ -241,9 +241,9 @@ def refusals(rank: int, size: int) -> str:
     other = model_of() if rank == 0 else nn.Sequential(nn.Linear(6, 9))
     inner = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(hvd.HorovodInternalError, match="has other parameters"):
-        wrap(inner, other.named_parameters(), compression=Flat)  # type: ignore[arg-type]
+        wrap(inner, other.named_parameters(), compression=Flat).synchronize()  # type: ignore[arg-type]
     with pytest.raises(hvd.HorovodInternalError) as refused:
-        wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+        wrap(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters()).synchronize()
     return refused.value.problem
 
 
@@ -380,6 +380,7 @@ def learns(rank: int, size: int) -> tuple[float, float]:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters()
     )
+    optimizer._arm()
     assert "topk" in optimizer._reducer.describe()
     assert optimizer._reducer.optimizers.linear  # the guard knows an SGD in our clothes
     losses = []

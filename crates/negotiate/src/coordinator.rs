@@ -46,6 +46,8 @@ impl Default for Policy {
     }
 }
 
+/// The name of the launch by which all ranks learn that a first one has joined.
+pub const JOINING: &str = "joining";
 /// The longest schedule, in steps.
 const LONGEST: usize = 16;
 /// The most repeats that are asked for, however often a schedule was left.
@@ -294,6 +296,9 @@ impl Coordinator {
         }
         self.event(&key.1, kind, Moment::Ready(rank));
         if kind == Kind::Join {
+            if self.joined.is_empty() {
+                self.tell_of_join(&key);
+            }
             self.joined.insert(rank);
             self.last_joined = rank;
             // One rank less to wait for, in everything.
@@ -308,6 +313,28 @@ impl Coordinator {
         } else if self.complete(&key) && !ready.contains(&key) {
             ready.push(key);
         }
+    }
+
+    /// The first rank has joined. What the others do beside the negotiation, it must do too: they
+    /// are told, with what the rank has said of it in its request's splits.
+    fn tell_of_join(&mut self, key: &Key) {
+        let joins = self.table.get(key).map(|entry| entry.requests.values());
+        let Some(join) = joins.and_then(|mut requests| requests.next()) else {
+            return;
+        };
+        let request = Request {
+            name: JOINING.to_owned(),
+            kind: Kind::Barrier,
+            ..(**join).clone()
+        };
+        let answer = Answer {
+            request,
+            rows: Vec::new(),
+            value: 0,
+            error: String::new(),
+        };
+        self.out
+            .push(Down::Launch(vec![Part::New(0, Arc::new(answer))]));
     }
 
     fn complete(&self, key: &Key) -> bool {

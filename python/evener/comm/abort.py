@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.comm import transport
+from evener.comm import transport, world
 from evener.errors import EvenerError
 from evener.log import logger
 
@@ -39,10 +39,11 @@ _ENDED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 def nccl_backends() -> list[tuple[dist.ProcessGroup, Any]]:
     """Every group of this process that has an NCCL backend, with it."""
-    if not (torch.cuda.is_available() and dist.is_nccl_available() and dist.is_initialized()):
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return []
     device, found = torch.device("cuda"), []
-    for group in list(dist.distributed_c10d._world.pg_map):
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    for group in [*groups, *(group for one in world.live() for group in one.groups())]:
         try:
             backend = group._get_backend(device)
         except RuntimeError:  # this group has none for GPUs
@@ -57,7 +58,7 @@ def end_collectives(limit: float = 30.0) -> None:
 
     limit: seconds. Raises AbortError where NCCL, or the GPU after it, has not come to an end then.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() and not world.live():
         return
     deadline = time.monotonic() + limit
     with _LOCK:
@@ -68,6 +69,7 @@ def end_collectives(limit: float = 30.0) -> None:
         _ENDED.update(group for group, _ in backends)
         if dist.group.WORLD is not None:
             _ENDED.add(dist.group.WORLD)
+        _ENDED.update(one.group for one in world.live())
     for job in jobs:
         if job.error is not None:
             logger.debug("a group was not aborted: %s", job.error)
@@ -102,12 +104,15 @@ def wait_for_gpu(limit: float = 30.0) -> None:
 
 
 def aborted() -> bool:
-    """Whether `end_collectives` was called since the default group was made."""
-    return dist.is_initialized() and dist.group.WORLD in _ENDED
+    """Whether `end_collectives` was called since the default group, or a world, was made."""
+    bases = [one.group for one in world.live()]
+    if dist.group.WORLD is not None:
+        bases.append(dist.group.WORLD)
+    return any(base in _ENDED for base in bases)
 
 
 def forget_groups() -> None:
-    """Drop all groups, the default one too, without waiting for what they were doing."""
+    """Drop torch.distributed's groups, the default one too, without waiting for what they do."""
     try:
         # It aborts Gloo's groups as well: their peers learn that we have given up.
         dist.distributed_c10d._abort_process_group()

@@ -18,12 +18,13 @@ import logging
 import weakref
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evener import settings
-from evener.comm import gloo, sums, transport
+from evener.comm import gloo, sums, transport, world
 from evener.comm.buckets import padded
 from evener.comm.errors import CommError
 from evener.comm.options import Options
@@ -183,13 +184,13 @@ class Route:
         return len(self.levels.inner)
 
 
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if world is None:
+def _base(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    base = world.base_of(parent)
+    if base is None:
         raise CommError(
             "torch.distributed has no default process group", "call init_process_group() first"
         )
-    return world
+    return base
 
 
 Key = tuple[tuple[int, ...], str, timedelta]
@@ -199,7 +200,7 @@ Serial = tuple[tuple[int, ...], int]
 
 @dataclass
 class _Pool:
-    """What belongs to one default process group, and is not in use."""
+    """What belongs to one default process group, or world, and is not in use."""
 
     free: dict[Key, list[dist.ProcessGroup]] = field(default_factory=dict)
     made: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -210,8 +211,8 @@ class _Pool:
 _POOLS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
 
 
-def _pool() -> _Pool:
-    return _POOLS.setdefault(_world(), _Pool())
+def _pool(base: dist.ProcessGroup) -> _Pool:
+    return _POOLS.setdefault(base, _Pool())
 
 
 @dataclass(frozen=True)
@@ -224,19 +225,23 @@ class _Told:
     place: gloo.Place
 
 
-def _meet_parent(parent: dist.ProcessGroup, timeout: timedelta) -> Serial:
+def _meet_parent(base: dist.ProcessGroup, parent: dist.ProcessGroup, timeout: timedelta) -> Serial:
     """Make all ranks of `parent` ready to make groups; the number of this meeting. Collective.
 
     torch names a group that only its own ranks make by their numbers and the number of groups that
     exist in the process, and so the ranks would not meet after some of them made one without the
     others (a Horovod process set). Groups of one rank fill the difference; they connect nothing.
+    (A world of our own names its groups by their ranks alone, and has chosen Gloo's interface.)
     """
-    pool, ranks = _pool(), tuple(dist.get_process_group_ranks(parent))
-    names = dist.distributed_c10d._world.pg_names
-    mine = _Told(len(names), pool.made.get(ranks, 0), frozenset(pool.dropped), gloo.own_place())
+    pool, ranks = _pool(base), tuple(world.ranks_of(parent))
+    own = world.of(parent) is not None
+    names = {} if own else dist.distributed_c10d._world.pg_names
+    place = gloo.Place("", "") if own else gloo.own_place()
+    mine = _Told(len(names), pool.made.get(ranks, 0), frozenset(pool.dropped), place)
     told: list[_Told] = [mine] * len(ranks)
     dist.all_gather_object(told, mine, group=parent)
-    gloo.choose_interface(dist.get_rank(parent), [each.place for each in told])
+    if not own:
+        gloo.choose_interface(dist.get_rank(parent), [each.place for each in told])
     by_rank = dict(zip(ranks, told, strict=True))
     for serial in sorted(pool.dropped):
         if all(rank in by_rank and serial in by_rank[rank].dropped for rank in serial[0]):
@@ -266,19 +271,20 @@ class Communicators:
     ) -> None:
         """Collective over `parent` (default: all ranks). CommError when a rank is missing."""
         self.options, self.device = options, device
-        parent = parent or _world()
+        base = _base(parent)
+        parent = parent or base
         own = timedelta(seconds=options.timeout)
         self.timeout = own if options.timeout else timeout_of(parent)
-        self.ranks = dist.get_process_group_ranks(parent)
-        self.rank = self.ranks.index(dist.get_rank())
+        self.ranks = world.ranks_of(parent)
+        self.rank = parent.rank()
         self.size = len(self.ranks)
         # Not those of a default group that is made later.
-        self._pool, self._world = _pool(), weakref.ref(_world())
+        self._pool, self._world = _pool(base), weakref.ref(base)
         self._lent: list[tuple[Key, dist.ProcessGroup]] = []
         self._carriers: list[tuple[object, Carrier]] = []
         gloo.settle_at_exit()
         try:
-            self._serial = _meet_parent(parent, self.timeout)
+            self._serial = _meet_parent(base, parent, self.timeout)
             self.control = self._group(tuple(range(self.size)), "gloo")
             self.hosts = self._meet()
         except RuntimeError as error:
@@ -329,18 +335,25 @@ class Communicators:
         if self._flat is not None:
             self._flat.outer.check()
 
+    @property
+    def _base(self) -> dist.ProcessGroup:
+        base = self._world()
+        if base is None:
+            raise CommError("the process groups of this reducer have been destroyed", "make it anew")
+        return base
+
     def close(self) -> None:
         """Give the groups back, healthy: call it in the same order on all ranks.
 
         A second call does nothing. After an error do not call it: what is in flight is unknown.
         """
-        world = self._world()
+        base = self._world()
         for key, handle in self._lent:
             self._pool.free.setdefault(key, []).append(handle)
         self._lent.clear()
         for place, carrier in self._carriers:
-            if world is not None:
-                transport.give_back(world, place, carrier)
+            if base is not None:
+                transport.give_back(base, place, carrier)
         self._carriers.clear()
 
     def drop(self) -> None:
@@ -350,7 +363,8 @@ class Communicators:
 
     def _meet(self) -> list[str]:
         """Wait for all ranks, learn their hosts."""
-        dist.monitored_barrier(self.control.handle, self.timeout, wait_all_ranks=True)
+        control: Any = self.control.handle  # torch's stubs do not know its barrier
+        control.monitored_barrier(self.timeout, wait_all_ranks=True)
         hosts: list[str] = [""] * self.size
         dist.all_gather_object(hosts, host_identity(), group=self.control.handle)
         return hosts
@@ -373,7 +387,7 @@ class Communicators:
         ranks = [self.ranks[place] for place in shape.outer]
         key = (tuple(ranks), self.device, self.options.outer, self.timeout)
         carrier = transport.lend(
-            _world(),
+            self._base,
             key,
             lambda: transport.connect(
                 outer,
@@ -393,11 +407,7 @@ class Communicators:
         free = self._pool.free.get(key)
         handle = free.pop(0) if free else self._new(ranks, backend)
         self._lent.append((key, handle))
-        return Group(handle, ranks.index(dist.get_rank()), len(ranks))
+        return Group(handle, places.index(self.rank), len(ranks))
 
     def _new(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
-        handle: dist.ProcessGroup | None = dist.new_group(
-            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
-        )
-        assert handle is not None  # this process is always one of `ranks`
-        return handle
+        return world.new_group(self._base, ranks, backend, self.timeout)

@@ -270,6 +270,10 @@ class Reducer:
         """Whether gradients came, or were submitted, that were not applied yet."""
         return self.arrivals.phase is not Phase.WAITING
 
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters whose gradients have come in this step."""
+        return [self.parameters[index] for index in self.arrivals.order]
+
     # --- gradients arrive: `Arrivals`' owner ---
 
     def began(self) -> None:

@@ -1,4 +1,6 @@
-"""How the ranks of a job find each other: makes torch.distributed's default group, however started.
+"""How the ranks of a job find each other, however started, and their first groups.
+
+`init_process_group` makes torch.distributed's default group, `make_world` groups beside it.
 
 torch.distributed needs one address that all ranks know. torchrun and `evener launch` give it;
 plain `mpirun python train.py` does not. So rank 0 opens a key-value store on a free port, and its
@@ -47,6 +49,7 @@ from evener import settings
 from evener.comm import abort, contact, elastic, gloo, libmpi, pmix, transport
 from evener.comm.ranks import Ranks, detect
 from evener.comm.topology import host_identity
+from evener.comm.world import World
 from evener.errors import EvenerError
 from evener.log import info0, logger, set_rank
 
@@ -111,19 +114,7 @@ def init_process_group(
     deadline = time.monotonic() + seconds
     if dist.is_initialized():
         return _adopt(ranks, deadline)
-    if ranks is None and elastic.active():
-        ranks, store = _join(seconds)
-    else:
-        ranks = detect() if ranks is None else ranks
-        set_rank(ranks.rank if ranks.size > 1 else None)
-        if _process.store is None or _process.place != (ranks.rank, ranks.size):
-            _process.store, _process.way = _open_store(ranks, seconds, deadline)
-            _process.place = (ranks.rank, ranks.size)
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"evener/{restart}.{_process.generation + 1}", _process.store)
-        ranks = _check_in(ranks, store, seconds, deadline)
-    _process.generation += 1
-    _remove_file()
+    ranks, store = _meet(ranks, seconds, deadline)
 
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     if backend is None:
@@ -153,6 +144,78 @@ def init_process_group(
     return ranks
 
 
+def make_world(timeout: float | None = None, mpi: Any = None) -> tuple[Ranks, World]:
+    """Groups of all ranks of the job beside torch.distributed's, whose default group stays as it
+    is, or stays away; and the place of this process, with every field known. Collective.
+
+    timeout: as of `init_process_group`. mpi: an mpi4py communicator, whose processes are then the
+    job. Without it, and where there is a default group of all ranks, the ranks are that group's.
+    Raises what `init_process_group` raises.
+    """
+    seconds = settings.EVENER_TIMEOUT.get() if timeout is None else timeout
+    deadline = time.monotonic() + seconds
+    if mpi is not None:
+        ranks, store = _met_by(mpi, seconds, deadline)
+    elif dist.is_initialized() and not elastic.active() and _is_the_jobs():
+        ranks, store = _adopted(None, deadline)
+    else:
+        ranks, store = _meet(None, seconds, deadline)
+    try:
+        made = World(ranks.rank, ranks.size, PrefixStore("world", store), seconds)
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"rank {ranks.rank} of {ranks.size} found its peers, but Gloo could not connect them: "
+            f"{_first_line(error)}",
+            "set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes",
+        ) from error
+    gloo.settle_at_exit()
+    return ranks, made
+
+
+def end_world(made: World) -> None:
+    """Destroy the groups of a world. Another one can be made afterwards."""
+    transport.end_all(made.group)
+    # What is left of reducers holds groups. A group that nobody holds waits for its threads when
+    # it is destroyed; others' run on.
+    gc.collect()
+    if abort.aborted():
+        made.abort()
+    else:
+        made.destroy()
+
+
+def _met_by(mpi: Any, seconds: float, deadline: float) -> tuple[Ranks, Any]:
+    """As `_meet`, for the processes of an mpi4py communicator, by its own broadcast."""
+    ranks = Ranks(mpi.Get_rank(), mpi.Get_size(), source="mpi4py")
+    set_rank(ranks.rank if ranks.size > 1 else None)
+    way = _Way("mpi4py", lambda text, _ranks: str(mpi.bcast(text, root=0)))
+    _process.generation += 1
+    store = _process.store = (
+        HashStore() if ranks.size == 1 else _store_by(way, ranks, seconds, deadline)
+    )
+    _process.place, _process.way = None, way.name
+    store = PrefixStore(f"evener/mpi.{_process.generation}", store)
+    return _check_in(ranks, store, seconds, deadline), store
+
+
+def _meet(ranks: Ranks | None, seconds: float, deadline: float) -> tuple[Ranks, Any]:
+    """All ranks of the job have come: the place of this process, and a store for this meeting."""
+    if ranks is None and elastic.active():
+        ranks, store = _join(seconds)
+    else:
+        ranks = detect() if ranks is None else ranks
+        set_rank(ranks.rank if ranks.size > 1 else None)
+        if _process.store is None or _process.place != (ranks.rank, ranks.size):
+            _process.store, _process.way = _open_store(ranks, seconds, deadline)
+            _process.place = (ranks.rank, ranks.size)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"evener/{restart}.{_process.generation + 1}", _process.store)
+        ranks = _check_in(ranks, store, seconds, deadline)
+    _process.generation += 1
+    _remove_file()
+    return ranks, store
+
+
 def _join(seconds: float) -> tuple[Ranks, Any]:
     """A place in the next generation of an elastic job whose members have all come, and its store.
 
@@ -174,7 +237,7 @@ def _join(seconds: float) -> tuple[Ranks, Any]:
 def shutdown() -> None:
     """Destroy the default group if `init_process_group` made it. A later init works again."""
     if _process.ours and dist.is_initialized():
-        transport.end_all()
+        transport.end_all(dist.group.WORLD)
         # What is left of reducers holds groups. A group that nobody holds waits for its threads
         # when it is destroyed; others' run on.
         gc.collect()
@@ -194,6 +257,17 @@ def _adopt(ranks: Ranks | None, deadline: float) -> Ranks:
     """The place of this process in a default group that is there already."""
     if _process.ours and _process.ranks is not None and ranks in (None, _process.ranks):
         return _process.ranks
+    return _adopted(ranks, deadline)[0]
+
+
+def _is_the_jobs() -> bool:
+    """Whether the default group is of all ranks of the job, and not of a program's own choice."""
+    ranks = detect()
+    return ranks.size == 1 or (ranks.rank, ranks.size) == (dist.get_rank(), dist.get_world_size())
+
+
+def _adopted(ranks: Ranks | None, deadline: float) -> tuple[Ranks, Any]:
+    """The place of this process in the default group, and a store of its ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if ranks is None:
         ranks = detect()
@@ -212,7 +286,7 @@ def _adopt(ranks: Ranks | None, deadline: float) -> Ranks:
     parent = dist.distributed_c10d._get_default_store()
     store = PrefixStore(f"evener/adopted.{_process.generation}", parent)
     seconds = max(deadline - time.monotonic(), 0.001)
-    return _check_in(ranks, store, seconds, deadline)
+    return _check_in(ranks, store, seconds, deadline), store
 
 
 # --- the store -----------------------------------------------------------------------------------
@@ -391,6 +465,8 @@ def _store_at_master(ranks: Ranks, seconds: float) -> Any:
             ranks.rank == 0 and not hosted,
             timedelta(seconds=seconds),
             wait_for_workers=False,
+            # A default group that the program makes at this address shares the server.
+            multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
         if ranks.rank == 0 and not hosted:

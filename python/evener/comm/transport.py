@@ -316,19 +316,24 @@ def live() -> list[Transport]:
         return [transport for owned in _OWNED.values() for transport in owned]
 
 
-def take_all() -> list[Callable[[], None]]:
-    """What closes each transport of this process, which knows them no more: the world has ended."""
+def take_all(world: dist.ProcessGroup | None = None) -> list[Callable[[], None]]:
+    """What closes each transport of this process, which knows them no more: the world has ended.
+
+    world: those of this one alone.
+    """
     with _LOCK:
-        ends = [transport.close for owned in _OWNED.values() for transport in owned]
-        for owned in _OWNED.values():
-            owned.clear()
-        _FREE.clear()
+        worlds = [one for one in _OWNED if world is None or one is world]
+        ends = [transport.close for one in worlds for transport in _OWNED[one]]
+        for one in worlds:
+            _OWNED[one].clear()
+        for one in [one for one in _FREE if world is None or one is world]:
+            del _FREE[one]
     return ends
 
 
-def end_all() -> None:
-    """Close every transport of this process, one after the other: nothing is in flight."""
-    _end(take_all())
+def end_all(world: dist.ProcessGroup | None = None) -> None:
+    """Close the transports of this process (or `world`) one after the other: all are idle."""
+    _end(take_all(world))
 
 
 def _close(owned: list[Transport]) -> None:

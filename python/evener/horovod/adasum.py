@@ -29,25 +29,18 @@ def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (wide_a * factor_a + wide_b * factor_b).to(a.dtype).view(a.shape)
 
 
-def adasum(
-    vector: torch.Tensor, group: dist.ProcessGroup, ranks: list[int], place: int
-) -> torch.Tensor:
+def adasum(vector: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The combination of all members' vectors, the same on each. Their number is a power of 2."""
     mine = vector.contiguous().clone()
+    place, size = group.rank(), group.size()
     distance = 1
-    while distance < len(ranks):
-        partner = ranks[place ^ distance]
+    while distance < size:
+        partner = place ^ distance
         theirs = torch.empty_like(mine)
         if mine.numel():
             ours, other = mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, ours, partner, group),
-                    dist.P2POp(dist.irecv, other, partner, group),
-                ]
-            )
-            for work in works:
-                work.wait()
+            rows = [ours.numel() if member == partner else 0 for member in range(size)]
+            dist.all_to_all_single(other, ours, rows, rows, group=group)
         lower = place & distance == 0
         mine = combine(mine, theirs) if lower else combine(theirs, mine)
         distance *= 2

@@ -36,9 +36,11 @@ import torch.distributed as dist
 
 from evener import settings
 from evener._native import Answer, Negotiator
-from evener.comm import abort, contact, rendezvous
+from evener.comm import contact, rendezvous
 from evener.comm.ranks import Ranks
+from evener.comm.world import World
 from evener.horovod.common.exceptions import HorovodInternalError
+from evener.horovod.steps import Steps
 from evener.horovod.timeline import Timeline
 from evener.log import logger
 
@@ -150,12 +152,16 @@ class Engine:
     """The negotiator, the thread and the groups, from `hvd.init()` to `hvd.shutdown()`."""
 
     def __init__(
-        self, ranks: Ranks, timeout: float, process_sets: Sequence[Sequence[int]] = ()
+        self,
+        ranks: Ranks,
+        world: World,
+        timeout: float,
+        process_sets: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Collective over the default group. timeout: seconds a collective may wait."""
+        """Collective over the world's ranks. timeout: seconds a collective may wait."""
         from evener.horovod.executor import Executor
 
-        self._ranks, self._timeout = ranks, timeout
+        self._ranks, self._world, self._timeout = ranks, world, timeout
         self.limit = timedelta(seconds=timeout)
         self.groups: dict[tuple[int, ...], Set] = {}
         self.sets: dict[int, Set] = {0: self.make_set(list(range(ranks.size)))}
@@ -195,6 +201,7 @@ class Engine:
         self._news_lock = threading.Lock()
         self._driver = 0
         self._executor = Executor(self)
+        self.steps = Steps(self._announce)
         self._thread = threading.Thread(target=self._work, name="evener-horovod", daemon=True)
         self._thread.start()
 
@@ -255,17 +262,19 @@ class Engine:
         return True
 
     def make_set(self, ranks: list[int]) -> Set:
-        """Groups of these ranks. Collective over all ranks; made once for the same ranks."""
+        """Groups of these ranks. Collective over them; made once for the same ranks."""
         key = tuple(ranks)
         if key not in self.groups:
-            mine = self._ranks.rank
-            place = ranks.index(mine) if mine in ranks else None
-            cpu = dist.new_group(ranks, backend="gloo", timeout=self.limit)
-            cuda = cpu
-            if torch.cuda.is_available() and dist.is_nccl_available():
-                cuda = dist.new_group(ranks, backend="nccl", timeout=self.limit)
-            none = place is None
-            self.groups[key] = Set(ranks, place, None if none else cpu, None if none else cuda)
+            made = Set(ranks, None, None, None)
+            if self._ranks.rank in ranks:
+                made.place = ranks.index(self._ranks.rank)
+                world = self._world
+                every = len(ranks) == world.size
+                made.cpu = world.group if every else world.new_group(ranks, "gloo", self.limit)
+                made.cuda = made.cpu
+                if torch.cuda.is_available() and dist.is_nccl_available():
+                    made.cuda = world.new_group(ranks, "nccl", self.limit)
+            self.groups[key] = made
         return self.groups[key]
 
     # --- the callers' side ---
@@ -425,6 +434,11 @@ class Engine:
             raise handle.error
         return handle.value
 
+    def _announce(self, name: str) -> None:
+        """Submit a barrier of this name, for which nobody waits."""
+        self._handles.pop(self.submit(Entry(BARRIER, name)), None)
+        self._negotiator.flush(False)
+
     def set_of(self, number: int | None) -> Set:
         """The process set of that number. ValueError where there is none."""
         found = None if number is None else self.sets.get(number)
@@ -453,21 +467,16 @@ class Engine:
         return self._negotiator.frozen()
 
     def close(self) -> None:
-        """Finish what is agreed, end the thread, drop the groups. All other ranks' too."""
+        """Finish what is agreed, and end the thread. All other ranks' too."""
         self._negotiator.shutdown()
         self._thread.join(timeout=5.0)
         self._closing = True
         self._negotiator.close(1.0)
         self.stop_timeline()
-        if not self._thread.is_alive() and not self._broken_for_good and not abort.aborted():
-            for made in self.groups.values():
-                for group in {made.cpu, made.cuda} - {None}:
-                    dist.destroy_process_group(group)
-                made.cpu = made.cuda = None
+        for made in self.groups.values():
+            made.cpu = made.cuda = None  # they end with their world
 
     # --- launching ---
-
-    _broken_for_good = False
 
     def _work(self) -> None:
         while not self._closing and self._broken is None:
@@ -536,7 +545,10 @@ class Engine:
             answers = [answer for answer, _ in pairs]
             entries = [entry for _, entry in pairs]
             self._executor.run(answers, entries)
+            if answers[0].kind == BARRIER and entries[0] is None:
+                self.steps.take(answers[0].name, list(answers[0].splits))
             if answers[0].kind == JOIN:
+                self.steps.all_joined()
                 # Ranks that joined early made fewer calls; counting starts anew on all of them.
                 with self._lock:
                     self._counters.clear()
@@ -569,7 +581,6 @@ class Engine:
 
     def _fail(self, failed: list[str], error: RuntimeError) -> None:
         names = ", ".join(failed[:4])
-        self._broken_for_good = True
         self._break(
             HorovodInternalError(
                 f"rank {self._ranks.rank} of {self._ranks.size}: {names} failed: "

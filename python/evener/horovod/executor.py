@@ -321,7 +321,7 @@ class Executor:
         for source, target in zip(inputs, outputs, strict=True):
             group = cast(dist.ProcessGroup, made.cuda if source.is_cuda else made.cpu)
             scaled = _scaled(source, answer.factors[0]) if answer.factors[0] != 1.0 else source
-            combined = adasum(scaled, group, made.ranks, cast(int, made.place))
+            combined = adasum(scaled, group)
             target.copy_(_scaled(combined, answer.factors[1]))
 
     # --- the others; their entries are there, because a join was refused ---
@@ -375,19 +375,20 @@ class Executor:
         self._activity([answer], "BROADCAST")
         group = made.cuda if answer.gpu else made.cpu
         if len(outputs) == 1 and outputs[0].is_contiguous():
-            dist.broadcast(outputs[0].view(-1).view(torch.uint8), answer.root, group=group)
+            data = outputs[0].view(-1).view(torch.uint8)
+            dist.broadcast(data, group=group, group_src=made.ranks.index(answer.root))
             return
         chunk: list[torch.Tensor] = []
         size = 0
-        root = self._engine.sets[answer.set].ranks[cast(int, made.place)] == answer.root
+        root = made.ranks.index(answer.root)
         for output in outputs:
             chunk.append(output)
             size += output.numel() * output.element_size()
             if size >= _PACKED:
-                _send(chunk, answer.root, root, group)
+                _send(chunk, root, made.place == root, group)
                 chunk, size = [], 0
         if chunk:
-            _send(chunk, answer.root, root, group)
+            _send(chunk, root, made.place == root, group)
 
     def _alltoall(self, answer: Answer, entry: Entry | None) -> None:
         assert entry is not None
@@ -493,7 +494,7 @@ def _gathered(
 def _send(chunk: list[torch.Tensor], root: int, is_root: bool, group: Any) -> None:
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in chunk]
     packed = torch.cat(parts)
-    dist.broadcast(packed, root, group=group)
+    dist.broadcast(packed, group=group, group_src=root)
     if is_root:
         return
     offset = 0

@@ -6,12 +6,13 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from evener import settings
 from evener.comm import elastic, rendezvous
 from evener.comm.ranks import Ranks
+from evener.comm.world import World
 from evener.errors import EvenerError
 from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
@@ -37,6 +38,7 @@ class State:
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
         self._engine: Engine | None = None
+        self._world: World | None = None
         # Called at shutdown, while the groups still exist: reducers of optimizers.
         self._closers: weakref.WeakKeyDictionary[Any, Callable[[], None]]
         self._closers = weakref.WeakKeyDictionary()
@@ -58,18 +60,22 @@ class State:
                 if launcher_gone or not elastic.await_broken(_PATIENCE):
                     raise
                 logger.info("meeting anew, %s: %s", elastic.broken(), error)
-                rendezvous.shutdown()
+                self.leave()
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self._on_exit)
 
     def _enter(self, comm: Any, process_sets: Any) -> None:
-        # The script pins its GPU itself (torch.cuda.set_device(hvd.local_rank())).
-        ranks = rendezvous.init_process_group(set_device=False)
-        if comm is not None and list(comm) != list(range(ranks.size)):
+        # Not torch.distributed's default group: that one is the program's (evener.comm.world).
+        mpi = comm if hasattr(comm, "Get_rank") and hasattr(comm, "bcast") else None
+        if comm is not None and mpi is None and not isinstance(comm, Iterable):
+            raise ValueError(f"init(comm={comm!r}): give a list of ranks, or mpi4py's communicator")
+        ranks, self._world = rendezvous.make_world(mpi=mpi)
+        if comm is not None and mpi is None and list(comm) not in ([], list(range(ranks.size))):
+            self.leave()
             raise NotBuiltError("hvd.init(comm=...) with a part of the ranks")
         sets = process_sets_module.at_init(process_sets, ranks.size)
-        self._engine = Engine(ranks, settings.EVENER_TIMEOUT.get(), sets)
+        self._engine = Engine(ranks, self._world, settings.EVENER_TIMEOUT.get(), sets)
         self._ranks = ranks
         _tell(ranks)
 
@@ -82,7 +88,14 @@ class State:
             close()
         self._closers.clear()
         engine.close()
-        rendezvous.shutdown()
+        del engine
+        self.leave()
+
+    def leave(self) -> None:
+        """End the groups, also where `init` came only half of its way."""
+        world, self._world = self._world, None
+        if world is not None:
+            rendezvous.end_world(world)
 
     @property
     def ranks(self) -> Ranks:

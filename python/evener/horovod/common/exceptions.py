@@ -30,6 +30,23 @@ class NotInitializedError(EvenerError, ValueError):
         super().__init__("Horovod has not been initialized", "call hvd.init() first")
 
 
+class NotServedError(EvenerError, ImportError):
+    """A module of upstream's that Evener does not have. An ImportError: libraries try the next."""
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Upstream's: built for another version of a framework. Evener builds nothing; not raised."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name, self.version, self.installed_version = name, version, installed_version
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """A line that names both versions of framework `name`."""
+    return f"{name} {version} is here, and {installed_version} was expected"
+
+
 class NotBuiltError(EvenerError, NotImplementedError):
     """A part of Horovod's interface that is planned."""
 

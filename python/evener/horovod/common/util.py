@@ -5,10 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
+import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+from evener.horovod.common.exceptions import (
+    HorovodVersionMismatchError,
+    NotServedError,
+    get_version_mismatch_message,
+)
+
 T = TypeVar("T")
+
+EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 
 
 def _cache(function: Callable[..., T]) -> Callable[..., T]:
@@ -20,6 +32,61 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether the framework `tensorflow`, `torch` or `mxnet` is served. Only torch is, so far."""
     del verbose
     return ext_base_name == "torch"
+
+
+def get_ext_suffix() -> str:
+    """How the name of a compiled module ends here."""
+    return str(sysconfig.get_config_var("EXT_SUFFIX") or ".so")
+
+
+def get_extension_full_path(pkg_path: str, *args: str) -> str:
+    """Where upstream would have a compiled module: `args` beside the file `pkg_path`."""
+    return str(Path(pkg_path).parent.joinpath(*args)) + get_ext_suffix()
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Raise ImportError where framework `ext_name` ("horovod.torch") is not served.
+
+    The other arguments say where upstream's compiled module would be; Evener has none.
+    """
+    del ext_env_var, pkg_path, args
+    if not extension_available(ext_name.rpartition(".")[2]):
+        raise NotServedError(f"{ext_name} is not part of Evener's Horovod", "use horovod.torch")
+
+
+def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
+    """Nothing: no version of a framework is built in."""
+    del name, version, exception
+
+
+def get_average_backwards_compatibility_fun(
+    reduce_ops: Any,
+) -> Callable[[int | None, bool | None], int]:
+    """A function (op, average) -> op for the time when `average` was a flag.
+
+    reduce_ops: has Average and Sum. Raises ValueError where both were given.
+    """
+
+    def choose(op: int | None, average: bool | None) -> int:
+        if op is not None and average is not None:
+            raise ValueError("average and op were both given: op alone is enough")
+        if average is not None:
+            warnings.warn("`average` is deprecated: use `op`", DeprecationWarning, stacklevel=3)
+            return int(reduce_ops.Average if average else reduce_ops.Sum)
+        return int(reduce_ops.Average if op is None else op)
+
+    return choose
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether version `ver` is `target` or newer. Raises ValueError for what is no version."""
+    for given in (ver, target):
+        if not isinstance(given, str):
+            raise ValueError(f"{given!r} is not a version: give a string such as '1.2.3'")
+    if len(target.split(".")) != 3:
+        raise ValueError(f"target {target!r} is not of the form major.minor.patch")
+    numbers = [[int(n) for n in re.findall(r"\d+", text)[:3]] for text in (ver, target)]
+    return numbers[0] >= numbers[1]
 
 
 def gloo_built(verbose: bool = False) -> bool:
@@ -96,3 +163,28 @@ def is_iterable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+__all__ = [
+    "EXTENSIONS",
+    "HorovodVersionMismatchError",
+    "_cache",
+    "ccl_built",
+    "check_extension",
+    "check_installed_version",
+    "ddl_built",
+    "env",
+    "extension_available",
+    "get_average_backwards_compatibility_fun",
+    "get_ext_suffix",
+    "get_extension_full_path",
+    "get_version_mismatch_message",
+    "gloo_built",
+    "gpu_available",
+    "is_iterable",
+    "is_version_greater_equal_than",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "split_list",
+]

@@ -14,10 +14,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -26,6 +28,7 @@ import yaml
 from evener import _click
 from evener.errors import UsageError
 from evener.horovod import __version__
+from evener.horovod.common.util import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
 from evener.launch.command import launch
 
 
@@ -147,7 +150,7 @@ _LEVELS = {
 # Variables that belong to a host or a terminal, or that nobody else should see. All others are
 # passed on, as upstream does (horovod/runner/common/util/env.py), PATH included; which GPUs there
 # are is a host's own matter.
-_STAYS = re.compile(
+STAYS = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|TERM.*|DISPLAY|LS_COLORS"
     r"|.*CUDA_VISIBLE_DEVICES|SSH_.*|XDG_.*|DBUS_.*|TMPDIR|.*SECRET.*|.*TOKEN.*|.*PASSWORD.*"
     r"|HOROVOD_(LOCAL_|CROSS_)?RANK|HOROVOD_(LOCAL_|CROSS_)?SIZE|HOROVOD_HOSTNAME|RANK|WORLD_SIZE|MASTER_.*|EVENER_ELASTIC.*"
@@ -304,15 +307,88 @@ def arguments_for_launch(
             arguments.append("--torchrun")
     arguments += ["--timestamps"] * given["timestamps"] + ["-v"] * given["verbose"]
     for name in sorted(env):
-        if (
-            name not in variables
-            and not _STAYS.fullmatch(name)
-            and name.replace("_", "a").isalnum()
-        ):
+        if name not in variables and not STAYS.fullmatch(name) and name.replace("_", "a").isalnum():
             arguments += ["-x", name]
     for name, value in variables.items():
         arguments += ["-x", f"{name}={value}"]
     return [*arguments, *given["command"]], notes
+
+
+# What upstream calls an option, where this command calls it otherwise.
+_THEIRS = {
+    "min_np": "min_num_proc",
+    "max_np": "max_num_proc",
+    "slots_per_host": "slots",
+    "blacklist_cooldown_range": "cooldown_range",
+    "gloo": "use_gloo",
+    "mpi": "use_mpi",
+    "jsrun": "use_jsrun",
+    "tcp": "tcp_flag",
+    "timestamps": "prefix_output_with_timestamp",
+}
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> SimpleNamespace:
+    """horovodrun's options as upstream's attributes, from sys.argv by default.
+
+    Raises ValueError for an option that is not known, or a value that cannot be.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        context = horovodrun.make_context("horovodrun", words)
+        given = context.params
+        if given["config_file"] is not None:
+            given = with_config(given, given["config_file"])
+    except (click.ClickException, UsageError) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        raise ValueError(text) from error
+    found = SimpleNamespace(**{_THEIRS.get(name, name): value for name, value in given.items()})
+    found.cooldown_range = list(found.cooldown_range) if found.cooldown_range else None
+    found.command, found.nics = list(found.command), set(found.nics) or None
+    found.run_func = found.executable = None
+    return found
+
+
+def run_controller(
+    use_gloo: bool,
+    gloo_run: Callable[[], Any],
+    use_mpi: bool,
+    mpi_run: Callable[[], Any],
+    use_jsrun: bool,
+    js_run: Callable[[], Any],
+    verbosity: int,
+) -> None:
+    """Call the one of three launchers that was asked for; gloo_run where none was.
+
+    Raises ValueError where jsrun was asked for and is not installed, or MPI and is not there.
+    """
+    del verbosity
+    if use_gloo:
+        gloo_run()
+    elif use_mpi:
+        mpi_run()
+    elif use_jsrun:
+        if shutil.which("jsrun") is None:
+            raise ValueError("jsrun was asked for, and is not installed")
+        js_run()
+    else:
+        gloo_run()
+
+
+def _run(args: Any) -> Any:
+    """Start the job that `args` describe, as `parse_args` or `horovod.runner._HorovodArgs` has it.
+
+    Returns when it has ended. Raises JobError where it failed.
+    """
+    given = {
+        parameter.name: getattr(args, _THEIRS.get(str(parameter.name), str(parameter.name)), None)
+        for parameter in horovodrun.params
+    }
+    given["nics"] = given["nics"] or ()
+    arguments, notes = arguments_for_launch(given, os.environ)
+    for note in notes:
+        click.echo(f"horovodrun: {note}", err=True)
+    return launch.main(arguments, prog_name="evener launch", standalone_mode=False)
 
 
 def _variables(given: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
@@ -443,3 +519,22 @@ def run_commandline() -> None:
     """Entry point of the `horovodrun` command."""
 
     sys.exit(_click.run(lambda: horovodrun.main(prog_name="horovodrun", standalone_mode=False)))
+
+
+__all__ = [
+    "KNOBS",
+    "STAYS",
+    "Knob",
+    "arguments_for_launch",
+    "ccl_built",
+    "check_build",
+    "ddl_built",
+    "gloo_built",
+    "horovodrun",
+    "mpi_built",
+    "nccl_built",
+    "parse_args",
+    "run_commandline",
+    "run_controller",
+    "with_config",
+]

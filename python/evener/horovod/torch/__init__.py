@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evener.horovod.common.exceptions import HorovodInternalError
+from evener.horovod.common.util import check_extension
 from evener.horovod.torch import elastic, mpi_ops
 from evener.horovod.torch.compression import Compression
 from evener.horovod.torch.functions import (
@@ -76,6 +77,15 @@ from evener.horovod.torch.mpi_ops import (
 from evener.horovod.torch.optimizer import DistributedOptimizer
 from evener.horovod.torch.sync_batch_norm import SyncBatchNorm
 
+_MPI_LIB_AVAILABLE = True
+
+
+def _check_has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 __all__ = [
     "Adasum",
     "Average",
@@ -107,6 +117,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",

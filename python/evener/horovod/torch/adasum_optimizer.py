@@ -35,7 +35,11 @@ def adasum_optimizer(
     """
     start.checked_op(Adasum, process_set)
     base = type(optimizer)
-    members = {k: v for k, v in vars(_Adasum).items() if k not in ("__dict__", "__weakref__")}
+    members = {
+        k: v
+        for k, v in vars(_DistributedAdasumOptimizer).items()
+        if k not in ("__dict__", "__weakref__")
+    }
     members["_evener_base"] = base
     made: Any = object.__new__(type(base.__name__, (base,), members))
     made.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
@@ -45,7 +49,7 @@ def adasum_optimizer(
     return made
 
 
-class _Adasum:
+class _DistributedAdasumOptimizer:
     """The members of the class that `adasum_optimizer` makes. `self` is an Optimizer too."""
 
     _evener_base: Any

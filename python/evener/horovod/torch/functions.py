@@ -86,7 +86,7 @@ def broadcast_optimizer_state(
 
 def _step_alone(optimizer: torch.optim.Optimizer) -> None:
     """A step of the optimizer itself: nothing is reduced."""
-    base = getattr(type(optimizer), "_evener_base", None)
+    base = getattr(optimizer, "_evener_base", None)
     if base is None:
         optimizer.step()
     else:

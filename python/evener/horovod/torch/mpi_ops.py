@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from evener import settings
 from evener.horovod import engine as kinds
+from evener.horovod.common import util
+from evener.horovod.common.basics import HorovodBasics
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.common.process_sets import (
     ProcessSet,
@@ -50,7 +54,8 @@ Tensors = Sequence[torch.Tensor]
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Find the other ranks and start. Collective; does nothing where it is done already.
 
-    comm: None or the list of all ranks; NotBuiltError for others. process_sets: those that exist
+    comm: None, the list of all ranks, or an mpi4py communicator, whose processes are then the job;
+    NotBuiltError for a part of the ranks. process_sets: those that exist
     from the start, a list of ProcessSet, the same on all ranks; or "dynamic". Raises
     RendezvousError where the ranks do not find each other, SettingError for a bad variable,
     ValueError for a set that cannot be.
@@ -104,9 +109,12 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """False: no MPI is used."""
+    """True: nothing here uses MPI, so programs may use it (mpi4py) beside this from any thread.
+
+    False where HOROVOD_MPI_THREADS_DISABLE=1 says that they do not.
+    """
     _ = STATE.ranks
-    return False
+    return not settings.HOROVOD_MPI_THREADS_DISABLE.get()
 
 
 def mpi_enabled() -> bool:
@@ -160,15 +168,8 @@ def rocm_built() -> bool:
 # --- process sets and the timeline ---------------------------------------------------------------
 
 
-class _Basics:
-    """What upstream's scripts and tests reach through `mpi_ops._basics`."""
-
-    _get_process_set_ids_and_ranks = staticmethod(get_process_set_ids_and_ranks)
-    rank, size = staticmethod(rank), staticmethod(size)
-    local_rank, local_size = staticmethod(local_rank), staticmethod(local_size)
-
-
-_basics = _Basics()
+# What scripts and tests of upstream's reach.
+_basics = HorovodBasics()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -587,12 +588,21 @@ def barrier(process_set: Any = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """This rank has no more data: wait until all ranks have joined; gives the last one's rank.
 
-    Meanwhile it takes part in the others' all-reduces with zeros, on GPU `device` where they are on
-    GPUs (-1: the current one). Other operations of theirs raise HorovodInternalError.
+    Meanwhile it takes part in the others' all-reduces, and in the steps of their
+    DistributedOptimizers, with zeros, on GPU `device` where they are on GPUs (-1: the current one).
+    Its own parameters stay as they are, as upstream's: broadcast them from the rank that is given.
+    Other operations of theirs raise HorovodInternalError.
     """
     engine = STATE.engine
     engine.join_device = device
-    entry = kinds.Entry(kinds.JOIN, "join", finish=lambda _outputs, answer: answer.value)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the steps that were begun are done, on all ranks
+    entry = kinds.Entry(
+        kinds.JOIN,
+        "join",
+        splits=[engine.steps.joins()],
+        finish=lambda _outputs, answer: answer.value,
+    )
     return cast(int, engine.synchronize(engine.submit(entry, urgent=True)))
 
 
@@ -608,6 +618,19 @@ def synchronize(handle: int) -> Any:
     """
     return STATE.engine.synchronize(handle)
 
+
+# Upstream's names for its differentiable operations.
+HorovodAllreduce = HorovodGroupedAllreduce = AllReduce
+HorovodAllgather = HorovodGroupedAllgather = AllGather
+HorovodBroadcast, HorovodAlltoall = Broadcast, AllToAll
+HorovodReducescatter = HorovodGroupedReducescatter = ReduceScatter
+handle_average_backwards_compatibility = util.get_average_backwards_compatibility_fun(
+    SimpleNamespace(Average=Average, Sum=Sum)
+)
+check_installed_version = util.check_installed_version
+get_average_backwards_compatibility_fun = util.get_average_backwards_compatibility_fun
+gpu_available = util.gpu_available
+num_rank_is_power_2 = util.num_rank_is_power_2
 
 __all__ = [
     "Adasum",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from evener import settings
-from evener.comm import elastic, forms, rendezvous
+from evener.comm import forms, rendezvous
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.planner.live import Planner
@@ -30,10 +30,11 @@ from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
+from evener.horovod import steps
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.state import STATE
 from evener.horovod.torch import bucket_trace
-from evener.horovod.torch.adasum_optimizer import adasum_optimizer
+from evener.horovod.torch.adasum_optimizer import _DistributedAdasumOptimizer, adasum_optimizer
 from evener.horovod.torch.compression import (
     Compression,
     Compressor,
@@ -73,7 +74,10 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     ratio: float | None = None,
     warmup_steps: int | None = None,
 ) -> Any:
-    """`optimizer`, with gradients reduced over all ranks before each step. Collective.
+    """`optimizer`, with gradients reduced over all ranks before each step.
+
+    Not collective: ranks may make theirs one after the other. They meet in the first step, in which
+    nothing overlaps with backward.
 
     named_parameters: the model's; every parameter of the optimizer must be among them. compression:
     Compression.none or fp16 (on the wire between nodes; inside a node nothing is lost), or a class
@@ -91,8 +95,8 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     come to. Here nothing overlaps with the next forward. ratio and warmup_steps are of top-k.
     LIGHT_* win over all of them.
 
-    Raises ValueError for what upstream refuses, HorovodInternalError where the ranks' parameters
-    differ.
+    Raises ValueError for what upstream refuses; the first step raises HorovodInternalError where
+    the ranks' parameters differ.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -124,66 +128,150 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     _check_groups(num_groups if groups is None else groups)
 
     base = type(optimizer)
-    members = {k: v for k, v in vars(_Distributed).items() if k not in ("__dict__", "__weakref__")}
-    members["_evener_base"] = base
-    made: Any = object.__new__(type(base.__name__, (base,), members))
+    made: Any = object.__new__(type(base.__name__, (base,), dict(vars(_DistributedOptimizer))))
     # A scheduler that knows the wrapped optimizer has replaced its `step`, which must not be ours.
     made.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    made._parameter_names = {parameter: name for name, parameter in named}
-    made._synchronized, made._should_synchronize = False, True
-    made._reducer = None
-    made.backward_passes_per_step = backward_passes_per_step
-    made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    reduced = [(n, p) for n, p in named if id(p) in mine and p.requires_grad]
-    made.process_set, made.sparse_as_dense = process_set, sparse_as_dense
-    made._make_reducer = (
+    made._prepare(
+        named,
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        process_set,
         partial(
-            _reducer,
-            reduced,
-            _options(compression, op, gradient_predivide_factor, mode, floor, ratio, warmup_steps),
-            process_set,
-        )
-        if compression in (NoneCompressor, FP16Compressor)
-        else partial(
-            _own_compression, reduced, compression, op, gradient_predivide_factor, process_set
-        )
+            _options,
+            compression,
+            op,
+            gradient_predivide_factor,
+            mode,
+            floor,
+            ratio,
+            warmup_steps,
+        ),
+        plans=mode == "auto",
     )
-    made._sparse = {}
-    made._plans, made._steps = mode == "auto", None
-    made._reduces, made._generation = bool(reduced), -1
-    if not elastic.active():
-        made._arm()
     return made
 
 
-class _Distributed:
-    """The members of the class that `DistributedOptimizer` makes. `self` is an Optimizer too."""
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """The members of the class that `DistributedOptimizer` makes.
 
-    _evener_base: Any  # the wrapped optimizer's class
+    By upstream's name, because libraries make such classes themselves, from a wrapped class and
+    this one's members, and look at what upstream's keeps (`_requires_update`, `_handles`).
+    """
+
     _reducer: Reducer | OwnCompression | None
     _make_reducer: Callable[[], Reducer | OwnCompression]
     _reduces: bool
+    _bucketed: bool  # by the reducer, and not one by one
     _plans: bool
     _steps: Steps | None  # what conducts a planner
     _sparse: dict[int, Callable[[], torch.Tensor]]
+    _number: int
+    _arrivals: Arrivals | None  # until the reducer is made
     sparse_as_dense: bool
     op: int
     process_set: Any
     _generation: int
     _synchronized: bool
     _should_synchronize: bool
+    _parameter_names: dict[torch.Tensor, str]
+    _requires_update: set[torch.Tensor]
+    _compression: type[Compressor]
+    gradient_predivide_factor: float
     backward_passes_per_step: int
-    param_groups: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        params: Any,
+        named_parameters: Named | None,
+        compression: type[Compressor],
+        backward_passes_per_step: int = 1,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        groups: Any = None,
+        sparse_as_dense: bool = False,
+        process_set: Any = global_process_set,
+    ) -> None:
+        """As upstream's; of a class that was made from a wrapped one and these members."""
+        self._evener_base.__init__(self, params)
+        named = _named(self, named_parameters)
+        _check_groups(groups)
+        self._prepare(
+            named,
+            compression,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            sparse_as_dense,
+            process_set,
+            partial(_options, compression, op, gradient_predivide_factor, None, None, None, None),
+            plans=False,
+        )
+
+    @property
+    def _evener_base(self) -> Any:
+        """The wrapped optimizer's class."""
+        return type(self).__bases__[0]
+
+    def _prepare(
+        self,
+        named: list[tuple[str, torch.nn.Parameter]],
+        compression: type[Compressor],
+        passes: int,
+        op: int,
+        predivide: float,
+        sparse_as_dense: bool,
+        process_set: Any,
+        options: Callable[[], Options],
+        plans: bool,
+    ) -> None:
+        """All that is this class's own."""
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        reduced = [(n, p) for n, p in named if id(p) in mine and p.requires_grad]
+        self._parameter_names = {parameter: name for name, parameter in named}
+        self._requires_update = {parameter for _, parameter in reduced}
+        self._synchronized, self._should_synchronize = False, True
+        self._reducer, self._generation = None, -1
+        self._compression, self.backward_passes_per_step = compression, passes
+        self.op, self.gradient_predivide_factor = op, predivide
+        self.process_set, self.sparse_as_dense = process_set, sparse_as_dense
+        self._bucketed = compression in (NoneCompressor, FP16Compressor)
+        self._make_reducer = (
+            partial(_reducer, reduced, options(), process_set)
+            if self._bucketed
+            else partial(_own_compression, reduced, compression, op, predivide, process_set)
+        )
+        self._sparse = {}
+        self._reduces = bool(reduced)
+        self._plans, self._steps = plans, None
+        self._number = steps.enlist(self)
+        _replace_reducers(parameter for _, parameter in reduced)
+        self._arrivals = Arrivals(reduced, self)
+
+    @property
+    def _handles(self) -> dict[torch.Tensor, tuple[Any, Any]]:
+        """Parameters whose gradients came in this step; upstream's keeps their handles there."""
+        waits = self._reducer or self._arrivals
+        return dict.fromkeys(waits.with_gradients(), (None, None)) if waits is not None else {}
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.Tensor, int]:
+        """Backward passes that a parameter's gradient is summed over."""
+        return dict.fromkeys(self._requires_update, self.backward_passes_per_step)
 
     def _arm(self) -> bool:
         """Make the reducer of this world, if that is not done: whether it was. Collective.
 
-        In an elastic job that is in the first step after each change: a newcomer makes its
-        optimizer while the others are elsewhere. In that step nothing overlaps with backward.
+        Which is in the first step: before it, ranks make their optimizers at different moments, and
+        a newcomer of an elastic job makes its while the others are elsewhere.
         """
         if self._generation == rendezvous.generation():
             return False
+        if self._arrivals is not None:
+            self._arrivals.detach()
+            self._arrivals = None
         self._generation, self._reducer = rendezvous.generation(), None
         self._steps = None
         if not self._reduces or not self.process_set.included() or self.process_set.size() == 1:
@@ -193,7 +281,7 @@ class _Distributed:
         reducer.densifies = self.sparse_as_dense
         if isinstance(reducer, Reducer):
             planner = _planner(reducer) if self._plans else None
-            look_at_moments(reducer, self, planner)  # type: ignore[arg-type]
+            look_at_moments(reducer, self, planner)
             self._steps = None if planner is None else _steps(reducer, planner)
             if self._steps is None:
                 bucket_trace.watch(reducer, STATE.engine.timeline)
@@ -245,6 +333,7 @@ class _Distributed:
 
         A parameter without a gradient counts as zeros, and has one afterwards.
         """
+        self._begins()
         armed = self._arm()
         if self._reducer is not None:
             try:
@@ -259,6 +348,39 @@ class _Distributed:
             except CommError as error:
                 raise HorovodInternalError(error.problem, error.fix) from error
         self._synchronized = True
+
+    def _begins(self) -> None:
+        """A step begins, in which ranks that have joined take part: see evener.horovod.steps."""
+        every = self.process_set is global_process_set and size() > 1
+        if every and self._reduces and self._bucketed:
+            STATE.engine.steps.begins(self._number)
+
+    def step_for_others(self) -> None:
+        """Take part in the other ranks' step with gradients of zeros: this rank has joined.
+
+        Parameters, gradients and the wrapped optimizer's state stay as they are.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+        device = next((p.device for p in parameters if p.is_cuda), None)
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if device is not None:
+                stack.enter_context(torch.cuda.device(device))
+            for parameter in parameters:
+                parameter.grad = None
+            self._arm()
+            reducer = self._reducer
+            assert isinstance(reducer, Reducer)
+            reducer.flush()
+            if self._steps is None:
+                self._apply()
+            else:
+                self._steps.backward_ended()
+                self._steps.forward_began(compiled=False)
+            for parameter, gradient, values in kept:
+                parameter.grad = gradient
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
 
     def _apply(self) -> None:
         reducer = self._reducer
@@ -321,7 +443,8 @@ class _Distributed:
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the wrapped optimizer's; refused while gradients are being reduced."""
-        if self._reducer is not None and self._reducer.pending:
+        waits = self._reducer or self._arrivals
+        if waits is not None and waits.pending:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
                 "optimizer.step() or optimizer.synchronize(): the gradients are being reduced"
@@ -333,6 +456,42 @@ class _Distributed:
         self.backward_passes_per_step = passes
         if self._reducer is not None:
             self._reducer.set_passes(passes)
+
+
+class Arrivals:
+    """Notes gradients before there is a reducer: backward has begun, and how often each came."""
+
+    def __init__(self, named: list[tuple[str, torch.nn.Parameter]], optimizer: Any) -> None:
+        self._named = named
+        self._came = {name: 0 for name, _ in named}
+        self._optimizer = weakref.ref(optimizer)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+            for name, parameter in named
+        ]
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.with_gradients())
+
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters whose gradients came."""
+        return [parameter for name, parameter in self._named if self._came[name]]
+
+    def _arrived(self, name: str, _parameter: torch.Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        self._came[name] += 1
+        if self._came[name] > optimizer.backward_passes_per_step:
+            raise AssertionError(
+                f"the gradient of {name} came more than {optimizer.backward_passes_per_step} times "
+                "in a step: call optimizer.step() in between, or set backward_passes_per_step"
+            )
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _check_mode(
@@ -406,7 +565,7 @@ def _reducer(
     _replace_reducers(parameter for _, parameter in named)
     try:
         group = STATE.engine.set_of(process_set.process_set_id).cpu
-        reducer = Reducer(named, options, None if process_set is global_process_set else group)
+        reducer = Reducer(named, options, group)
     except CommError as error:
         raise HorovodInternalError(error.problem, error.fix) from error
     _REDUCERS.add(reducer)
@@ -496,3 +655,6 @@ def _check_groups(groups: Any) -> None:
                 raise ValueError("A parameter can only appear once in groups.")
             seen.add(id(tensor))
     info0("DistributedOptimizer(groups=...): buckets follow HOROVOD_FUSION_THRESHOLD instead")
+
+
+__all__ = ["DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedOptimizer"]

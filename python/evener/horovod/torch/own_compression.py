@@ -75,6 +75,11 @@ class OwnCompression:
         """Whether gradients of this step have come."""
         return bool(self._handles) or any(left < self.passes for left in self._left)
 
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters whose gradients came in this step."""
+        pairs = zip(self.parameters, self._left, strict=True)
+        return [parameter for parameter, left in pairs if left < self.passes]
+
     def _arrived(self, index: int, _parameter: torch.Tensor) -> None:
         self._left[index] -= 1
         if self._left[index] < 0:

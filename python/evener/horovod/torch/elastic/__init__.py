@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evener.comm import rendezvous
 from evener.horovod.common.elastic import State, run_fn
+from evener.horovod.state import STATE
 from evener.horovod.torch.elastic.sampler import ElasticSampler
 from evener.horovod.torch.elastic.state import TorchState
 from evener.horovod.torch.mpi_ops import init, shutdown
@@ -23,7 +23,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reset() -> None:
     shutdown()
-    rendezvous.shutdown()  # where an earlier init came only half of its way
+    STATE.leave()  # where an earlier init came only half of its way
     init()
 
 

@@ -111,6 +111,14 @@ def set_handler_registry(registry: Sequence[tuple[type, type[StateHandler]]]) ->
     _handler_registry = list(registry)
 
 
+def _get_handler(value: Any) -> StateHandler | None:
+    """A handler for `value`; None where no kind fits."""
+    for kind, handler in _handler_registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
 class TorchState(ObjectState):
     """An attribute for each argument; models, optimizers and samplers are kept by their state."""
 
@@ -123,10 +131,9 @@ class TorchState(ObjectState):
         values = {**kwargs, "model": model, "optimizer": optimizer}
         handlers: dict[str, StateHandler] = {}
         for name, value in values.items():
-            for kind, handler in _handler_registry:
-                if isinstance(value, kind):
-                    handlers[name] = handler(value)
-                    break
+            handler = _get_handler(value)
+            if handler is not None:
+                handlers[name] = handler
         self._handlers = handlers
         for name, handled in handlers.items():
             setattr(self, name, handled.value)

@@ -1,0 +1,1 @@
+"""`horovod.runner.common`: what launchers of others take from upstream's."""

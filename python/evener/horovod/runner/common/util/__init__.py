@@ -1,0 +1,1 @@
+"""`horovod.runner.common.util`: what launchers of others take from upstream's."""

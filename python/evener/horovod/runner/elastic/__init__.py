@@ -1,0 +1,1 @@
+"""`horovod.runner.elastic`: what launchers of others take from upstream's."""
