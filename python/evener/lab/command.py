@@ -31,7 +31,7 @@ from evener.lab.faults import Action, Event, Target
 from evener.lab.lab import Lab, Node, signal_name
 from evener.lab.plan import Plan
 from evener.lab.spec import Spec
-from evener.launch import door
+from evener.launch import door as horovod_door
 from evener.net.plugin import adopt, has_gpus
 
 _DEFAULT = Spec()
@@ -207,7 +207,7 @@ def run(
         click.echo(f"  command   {shlex.join(command)}  ({order.spec.world_size} times)")
         return
     if horovod:
-        _say(door.put_in_place("")[1])
+        _say(horovod_door.put_in_place("")[1])
     with order.up(command) as built:
         result = built.launch(
             command,

@@ -33,7 +33,7 @@ from evener.lab.launch import LineCallback, Result, run_slots
 from evener.lab.plan import NodePlan, Plan
 from evener.lab.spec import Spec
 from evener.lab.timeline import Timeline
-from evener.launch import door
+from evener.launch import door as horovod_door
 
 logger = logging.getLogger("evener.lab")
 
@@ -248,7 +248,7 @@ class Lab:
         python_path: dict[str, str] = {}
         if horovod:
             path = (env or {}).get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
-            python_path = {"PYTHONPATH": door.put_in_place(path)[0]}
+            python_path = {"PYTHONPATH": horovod_door.put_in_place(path)[0]}
 
         def start(rank: int) -> subprocess.Popen[bytes]:
             index, slot = divmod(rank, spec.slots)
