@@ -339,7 +339,9 @@ class Communicators:
     def _base(self) -> dist.ProcessGroup:
         base = self._world()
         if base is None:
-            raise CommError("the process groups of this reducer have been destroyed", "make it anew")
+            raise CommError(
+                "the process groups of this reducer have been destroyed", "make it anew"
+            )
         return base
 
     def close(self) -> None:
