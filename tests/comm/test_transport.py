@@ -265,7 +265,7 @@ def measures(rank: int, size: int) -> None:
         left_over[:] = [time for ms in rounds for time in ((library, ""), (ms, error))]
         transport._time = lambda *_: left_over.pop(0)
         return transport._decide(
-            outer, control, device, Options(), ["", ""], lambda: control.handle
+            outer, control, device, Options(timeout=1800.0), ["", ""], lambda: control.handle
         )
 
     def ended() -> int:
@@ -288,7 +288,9 @@ def measures(rank: int, size: int) -> None:
     assert failed.reason == "the measurement failed: rank 1: a peer has gone"
     # And in earnest, whatever comes out; a rank whose operation fails still meets the others.
     transport._time = measured
-    carrier = transport._decide(outer, control, device, Options(), ["", ""], lambda: control.handle)
+    carrier = transport._decide(
+        outer, control, device, Options(timeout=1800.0), ["", ""], lambda: control.handle
+    )
     assert carrier.library_ms and carrier.staged_ms
     sizes = [size for _, size in provided.made[-1].calls]
     assert sizes == [transport.MEASURED_BYTES] * len(sizes) and len(sizes) in (5, 10, 15, 20)

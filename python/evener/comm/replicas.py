@@ -238,7 +238,7 @@ class Replicas:
                 f"replica {self.communicators.rank} of {self.communicators.size}, {unit.name}: "
                 f"{error}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
-                f"within EVENER_TIMEOUT={self.options.timeout:g} s",
+                f"within {self.communicators.waits}",
             ) from error
 
     def _some(self, unit: Unit, flat: torch.Tensor) -> None:

@@ -95,8 +95,13 @@ class World:
 
     def _end(self, how: str) -> None:
         _LIVE.discard(self)
+        # Gloo's threads end with the group, so nothing of ours may hold one; and `_OWNERS`, whose
+        # values lead to groups, would keep its own keys.
+        self.__dict__.pop("group", None)
         while self._groups:
-            getattr(self._groups.pop(), how)()
+            group = self._groups.pop()
+            _OWNERS.pop(group, None)
+            getattr(group, how)()
 
 
 _OWNERS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[World, tuple[int, ...]]]

@@ -30,8 +30,15 @@ class NotInitializedError(EvenerError, ValueError):
         super().__init__("Horovod has not been initialized", "call hvd.init() first")
 
 
-class NotServedError(EvenerError, ImportError):
-    """A module of upstream's that Evener does not have. An ImportError: libraries try the next."""
+class NotServedError(EvenerError, ModuleNotFoundError):
+    """A module of upstream's that Evener does not have: for a library as if it was not there.
+
+    problem: begins with the module's name.
+    """
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem, fix)
+        self.name = problem.split()[0]
 
 
 class HorovodVersionMismatchError(ImportError):
