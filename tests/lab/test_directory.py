@@ -84,4 +84,6 @@ def test_a_listener_that_does_not_answer_holds_nobody_up() -> None:
     with listener:
         listener.bind(directory.name_of(os.getpid() + 100_000_000))
         listener.listen(0)
-        assert directory.running() == []
+        # Others may run labs on this machine: theirs are found, this one is not.
+        keepers = {found.keeper for found in directory.running()}
+        assert os.getpid() + 100_000_000 not in keepers
