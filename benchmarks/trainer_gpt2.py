@@ -3,9 +3,9 @@
     evener lab run --ddp --nodes 2 --slots 1 --link 25gbit -- \
         env EVENER_DDP=auto EVENER_FLOOR=int8 python benchmarks/trainer_gpt2.py 150
 
-AdamW, bf16, clipping on, 16 x 512 random tokens a rank. The door trains the first steps as plain DDP
-and says at the end how long its steps and Evener's took. At the end each rank prints the sum of its
-weights: they are equal where nothing drifted apart.
+AdamW, bf16, clipping on, 16 x 512 random tokens per rank. The door trains the first steps as plain
+DDP, and says at the end how long its steps and Evener's took. At the end each rank prints the sum
+of its weights: they are equal where nothing drifted apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if torch.cuda.device_count() > 1:  # the lab's nodes share the GPUs of one machine
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Tokens(Dataset):

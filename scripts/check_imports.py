@@ -32,6 +32,7 @@ USES = {
     ("plan", "bench"),  # the models and the clock of the bench
     ("plan", "lab"),  # the rates' notation
     ("launch", "place"),  # --map
+    ("lab", "launch"),  # --horovod: the door's folder, and the variables of each rank
 }
 
 KNOWN = {
