@@ -11,7 +11,6 @@ buckets is given back.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,23 +85,9 @@ def accelerate(
 
     Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
     """
-    compiled = getattr(model, "_orig_mod", None)
-    if isinstance(compiled, DistributedDataParallel):  # torch.compile(DistributedDataParallel(...))
-        accelerate(
-            compiled,
-            optimizer,
-            mode=mode,
-            floor=floor,
-            wire=wire,
-            algorithm=algorithm,
-            ratio=ratio,
-            warmup_steps=warmup_steps,
-            momentum=momentum,
-            scaler=scaler,
-            bucket_bytes=bucket_bytes,
-            partition_bytes=partition_bytes,
-        )
-        return model  # type: ignore[return-value]
+    given = model
+    if isinstance(compiled := getattr(model, "_orig_mod", None), DistributedDataParallel):
+        model = compiled  # of torch.compile(DistributedDataParallel(...)), which goes on calling it
     if isinstance(model, AcceleratedDataParallel):
         raise UsageError("the model is accelerated already", "call accelerate() once")
     if not isinstance(model, DistributedDataParallel):
@@ -114,7 +99,7 @@ def accelerate(
     log.begin(dist.get_rank())
     if optimizer is not None:
         optimizer = innermost(optimizer)
-    options = _resolve(
+    options = Options.of_mode(
         mode,
         floor,
         wire,
@@ -149,30 +134,11 @@ def accelerate(
         apart = overlap is not None and (planner is not None or options.wire != "exact")
         reducer.parts.watch(model.module, layers=apart)
         look_at_moments(reducer, optimizer, planner)
-        return wrap(model, reducer, Steps(reducer, overlap, planner))
+        wrapped = wrap(model, reducer, Steps(reducer, overlap, planner))
     except BaseException:
         reducer.drop()
         raise
-
-
-def _resolve(mode: str | None, floor: str | None, wire: str | None, **given: Any) -> Options:
-    """Options, with the form that `mode` forces in `wire`."""
-    if mode is not None:
-        forms.require(mode, "mode", besides=("auto",))
-    if floor is not None and mode != "auto":
-        raise UsageError(
-            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
-            "leave it out, or give mode='auto'",
-        )
-    if mode is not None and wire is not None:
-        raise UsageError(
-            f"mode={mode!r} and wire={wire!r} both say what is sent", "give one of them"
-        )
-    if mode not in (None, "exact", "auto"):
-        wire = mode
-    if mode == "auto":
-        given["floor"] = floor or "fp16"
-    return Options.resolve(wire=wire, **given)
+    return wrapped if given is model else given  # type: ignore[return-value]
 
 
 def _planner(

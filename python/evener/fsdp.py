@@ -337,17 +337,10 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 def _options(
     mode: str | None, floor: str | None, ratio: float | None, warmup_steps: int | None
 ) -> Options:
-    if mode is not None:
-        forms.require(mode, "mode", besides=("auto",))
-    if floor is not None and mode != "auto":
-        raise UsageError(
-            f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
-            "leave it out, or give mode='auto'",
-        )
-    return Options.resolve(
+    return Options.of_mode(
+        mode,
+        floor,
         algorithm="flat",
-        wire="exact" if mode in (None, "auto") else mode,
-        floor=(floor or "fp16") if mode == "auto" else "exact",
         ratio=ratio,
         warmup_steps=warmup_steps,
         average=False,  # FSDP2 says for each call whether it is a mean

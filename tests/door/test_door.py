@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from evener import settings
 from evener.door import agree, enter, models, optimizers
 from evener.errors import UsageError
 from evener.launch.command import launch
@@ -308,7 +307,7 @@ def test_the_variables_of_a_job() -> None:
     assert enter.variables({"EVENER_DDP": "auto"})["EVENER_DDP"] == "auto"
     with pytest.raises(UsageError, match="is off"):
         enter.variables({"EVENER_DDP": "off"})
-    with pytest.raises(settings.SettingError, match="int9"):
+    with pytest.raises(UsageError, match="int9"):
         enter.variables({}, "int9")
 
 

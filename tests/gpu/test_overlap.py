@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evener.comm.overlap.step import State
 from evener.ddp import accelerate
 from tests import worlds
-from tests.comm import models, test_overlap, test_planner
+from tests.comm import models, test_overlap, test_planner_live
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,6 +108,6 @@ def test_large_buckets_over_sockets(act: str) -> None:
 
 def test_the_real_probe_plans_and_ranks_agree() -> None:
     shape = [2, 2] if torch.cuda.device_count() >= 4 else [1, 1]
-    found = worlds.run(shape, test_planner.planned, [], 12, True, gpu=True, env=ENV)
+    found = worlds.run(shape, test_planner_live.planned, [], 12, True, gpu=True, env=ENV)
     assert all(weights == found[0][0] for weights, _, _ in found)
     assert all(decisions[0] == found[0][2][0] for _, _, decisions in found)

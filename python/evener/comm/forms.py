@@ -58,7 +58,7 @@ def require(name: object, what: str, *, besides: Iterable[str] = ()) -> str:
     allowed = (*besides, *names())
     if isinstance(name, str) and name in allowed:
         return name
-    raise UsageError(f"{what}={name!r} cannot be", suggestion(str(name), allowed))
+    raise UsageError(f"{what}={name!r} is not known", suggestion(str(name), allowed))
 
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:

@@ -80,6 +80,32 @@ class Options:
             )
 
     @classmethod
+    def of_mode(
+        cls, mode: str | None, floor: str | None, wire: str | None = None, **given: Any
+    ) -> Options:
+        """`resolve`, for doors whose `mode` is a form that is forced, "auto", or None.
+
+        `floor`: how far "auto" may go, by default "fp16". Raises UsageError for names that are not
+        known, and for two that say the same.
+        """
+        if mode is not None:
+            forms.require(mode, "mode", besides=("auto",))
+        if floor is not None and mode != "auto":
+            raise UsageError(
+                f"floor={floor!r} says how far mode='auto' may go, and mode is {mode!r}",
+                "leave it out, or give mode='auto'",
+            )
+        if mode is not None and wire is not None:
+            raise UsageError(
+                f"mode={mode!r} and wire={wire!r} both say what is sent", "give one of them"
+            )
+        if mode not in (None, "exact", "auto"):
+            wire = mode
+        if mode == "auto":
+            given["floor"] = floor or "fp16"
+        return cls.resolve(wire=wire, **given)
+
+    @classmethod
     def resolve(
         cls,
         *,

@@ -161,7 +161,7 @@ class ReplicaPlanner:
                 logger.warning("plan: no step could be profiled; units stay exact")
             return
         sizes = [unit.bucket.bytes for unit in self.replicas.units]
-        made = {form: self.replicas._wire(form) for form in self.forms}
+        made = {form: self.replicas.wire(form) for form in self.forms}
         costs = Probe(communicators).costs(made, (min(sizes), max(sizes)), flat=False)
         box = [None]
         if communicators.rank == 0:

@@ -166,9 +166,10 @@ class Replicas:
         return [unit.exchange for unit in self.units if unit.exchange is not None]
 
     def _exchange(self, bucket: Bucket, form: str, names: list[str]) -> Exchange:
-        return Exchange(bucket, self.communicators.route, self._wire(form), self.options, names)
+        return Exchange(bucket, self.communicators.route, self.wire(form), self.options, names)
 
-    def _wire(self, form: str) -> wires.Wire:
+    def wire(self, form: str) -> wires.Wire:
+        """The one of that form, which all units share."""
         if form not in self._wires:
             self._wires[form] = wires.get(form)(self.communicators.route, self.options)
         return self._wires[form]
@@ -201,7 +202,7 @@ class Replicas:
         """Exchange this unit in `form` from the next step on. On all ranks of the group alike."""
         exchange = self.units[unit].exchange
         assert exchange is not None
-        exchange.wire = self._wire(form)
+        exchange.wire = self.wire(form)
 
     def permitted(self, unit: int, form: str) -> bool:
         """Whether a planner may send this unit in `form`: what the guard left stays left."""

@@ -95,9 +95,9 @@ def variables(env: Mapping[str, str], floor: str = "") -> dict[str, str]:
         )
     floor = settings.EVENER_FLOOR.get(env) or floor
     if floor:
-        from evener.door.models import check_floor
+        from evener.comm import forms
 
-        check_floor(floor)
+        forms.require(floor, settings.EVENER_FLOOR.name)
     opened = {VARIABLE: given if given != "off" else "auto" if floor else "exact"}
     if floor and opened[VARIABLE] == "auto":
         opened[settings.EVENER_FLOOR.name] = floor

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import evener.log  # noqa: F401 - it prints what is said here
 from evener import settings
+from evener.comm import forms
 from evener.door import optimizers
 from evener.door.agree import agree
 from evener.door.pace import Pace
@@ -54,7 +55,8 @@ def follow(kind: type[DistributedDataParallel]) -> None:
     global _forward
     settings.EVENER_DDP_PLAIN.get()
     if settings.EVENER_DDP.get() == "auto":
-        check_floor(settings.EVENER_FLOOR.get())
+        if floor := settings.EVENER_FLOOR.get():
+            forms.require(floor, settings.EVENER_FLOOR.name)
         _watch_scalers()
     _forward = kind.forward
     kind.forward = _followed  # type: ignore[method-assign]
@@ -174,8 +176,15 @@ class Follower:
 
         wish = settings.EVENER_DDP.get()
         scalers = list(_scalers)
-        if len(scalers) > 1:  # none of them says which model's loss it scales
+        if len(scalers) > 1 and wish == "auto":  # none says which model's loss it scales
             wish = "exact"
+            if self.rank == 0:
+                logger.warning(
+                    "EVENER_DDP=auto: %s goes exact: the job has %d GradScalers, and residuals "
+                    "must follow the right one (evener.ddp.accelerate(scaler=) says which)",
+                    self.name,
+                    len(scalers),
+                )
         floor = settings.EVENER_FLOOR.get() or None if wish == "auto" else None
         scaler = scalers[0] if len(scalers) == 1 else None
         try:
@@ -270,16 +279,6 @@ def _watch_scalers() -> None:
         return inner(self, outputs)
 
     GradScaler.scale = scale  # type: ignore[method-assign]
-
-
-def check_floor(floor: str) -> None:
-    """Raises UsageError for what EVENER_FLOOR cannot be."""
-    from evener.comm import wires
-
-    if floor and floor not in wires.names():
-        raise settings.SettingError(
-            settings.EVENER_FLOOR.name, floor, f"one of {', '.join(wires.names())}"
-        )
 
 
 def _digest(model: DistributedDataParallel) -> str:

@@ -2,7 +2,7 @@
 
 The engine keeps moments flat, chunk by chunk, 1/N of each chunk on a rank. Here each parameter's
 part is cut out of it and named as torch.optim names it. On one rank that is the whole parameter in
-its shape; on several it is a flat piece with its `range`, the first and the last-but-one element.
+its shape; on several it is a flat piece with its `range`: (first element, one past the last).
 """
 
 from __future__ import annotations
