@@ -1,13 +1,16 @@
 """The HTML report: it loads nothing, it holds everything, no log can write into it."""
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from nccl_logs import VERSIONS, Job, job, published_case
+from tests.pages import needs_browser, nothing_is_clipped
 
 from evener.analyze import collect, document, page, picture, run_checks
+from evener.analyze.words import without_domain
 from evener.fabric import FabricMap, parse_map, read_map
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -85,6 +88,26 @@ def test_large_jobs_are_still_drawn(tmp_path: Path) -> None:
     assert "34 more hosts are not drawn" in html
 
 
+def test_names_in_figures_tell_hosts_apart(tmp_path: Path) -> None:
+    hosts = tuple(f"worker-of-a-pool-{i:03d}.a.cluster.local" for i in range(4))
+    html = render(tmp_path, job(Job("2.28.9", hosts=hosts, gpus=2)))
+    for number in range(4):
+        assert re.search(rf">work[^<]*{number:03d}</text>", html)
+    assert without_domain(["10.0.0.1", "10.0.0.2"])["10.0.0.2"] == "10.0.0.2"
+    assert without_domain(["a.x", "a.y"]) == {"a.x": "a.x", "a.y": "a.y"}
+
+
+@needs_browser
+@pytest.mark.parametrize("name", ["published", "large"])
+def test_nothing_is_clipped(name: str, tmp_path: Path) -> None:
+    if name == "published":
+        html = render(tmp_path, published_case(), published_map(tmp_path))
+    else:
+        hosts = tuple(f"worker-with-a-long-name-{i:03d}.cluster.local" for i in range(8))
+        html = render(tmp_path, job(Job("2.28.9", hosts=hosts, gpus=16)))
+    nothing_is_clipped(html, tmp_path)
+
+
 def test_no_log_writes_into_the_page(tmp_path: Path) -> None:
     bad = "<script>alert(1)</script>"
     text = job(Job("2.28.9", cards=("<b>mlx", "mlx5_1")))
@@ -142,7 +165,7 @@ def test_trees_are_laid_on_the_fabric(tmp_path: Path) -> None:
     html = page(result, run_checks(result))
     outline(html)
     assert "100% of their traffic between hosts leaves its switch" in html
-    assert html.count("pair cross") == 2
+    assert html.count("pair cross") == 4  # twice in each figure, the wide and the narrow
     found = document(result, run_checks(result))["trees"]
     assert [(p["from"], p["to"], p["routes"][0]["crosses"]) for p in found["pairs"]] == [
         (1, 2, True),

@@ -63,24 +63,22 @@ def test_the_demos_page_begins_with_its_verdict_and_names_every_column_in_every_
     assert re.search(r"<h1>.*</h1>\s*<p>vgg-tiny", text)
 
 
-@pytest.mark.skipif(not pages.browser(), reason="no chromium (package chromium)")
-@pytest.mark.parametrize("width", pages.WIDTHS)
+@pages.needs_browser
 @pytest.mark.parametrize("name", ["demo", "vgg16-2x2-25gbit", "bert-base-2x1-25gbit"])
-def test_nothing_is_cut_off(name: str, width: int, tmp_path: Path) -> None:
+def test_nothing_is_cut_off(name: str, tmp_path: Path) -> None:
     raw = json.loads((DEMO.parent / f"{name}.json").read_text())
     taken = Results.from_json(raw)
-    found = pages.lay_out(page.render(taken), width, tmp_path)
-    assert found["width"] == width
-    assert found["cut"] == []
-    seen = str(found["text"])
-    for column in taken.columns:
-        assert column.title in seen
-    assert verdict(taken) in seen
+    for found in pages.nothing_is_clipped(page.render(taken), tmp_path).values():
+        for column in taken.columns:
+            assert column.title in found.text
+        assert verdict(taken) in found.text
 
 
-@pytest.mark.skipif(not pages.browser(), reason="no chromium (package chromium)")
+@pages.needs_browser
 def test_the_measure_itself_sees_what_is_cut_off(tmp_path: Path) -> None:
-    wide = "<!doctype html><body><p style='width:900px'>too wide</p></body>"
-    found = pages.lay_out(wide, 390, tmp_path)
-    assert found["width"] != 390
-    assert found["cut"] == ["P: too wide"]
+    page = """<!doctype html><body><p style='width:900px'>too wide</p><div style='overflow:auto'>
+    <svg viewBox='0 0 900 9' style='width:900px'><text font-size='8'>a</text></svg></div></body>"""
+    found = pages.lay_out(page, tmp_path)
+    assert (found[390].width != 390, found[390].cut) == (True, ["P: too wide"])
+    assert (found[390].sideways, found[390].letters) == (["svg"], 8)
+    assert (found[1280].width, found[1280].cut, found[1280].sideways) == (1280, [], [])

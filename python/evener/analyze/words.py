@@ -40,3 +40,12 @@ def names(hosts: Iterable[str], most: int = 8) -> str:
     if len(known) > most:
         return f"{', '.join(known[:most])} and {len(known) - most} more"
     return known[0] if len(known) == 1 else f"{', '.join(known[:-1])} and {known[-1]}"
+
+
+def without_domain(hosts: Iterable[str]) -> dict[str, str]:
+    """Host > its name for a figure: without the domain that all hosts share."""
+    known = list(hosts)
+    domains = {name.partition(".")[2] for name in known}
+    if len(domains) > 1 or any(name.replace(".", "").isdigit() for name in known):
+        return {name: name for name in known}
+    return {name: name.partition(".")[0] for name in known}

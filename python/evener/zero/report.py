@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from evener.zero.probe import Probe
 
 VERSION = 1
+# The timeline is drawn for both widths; the page shows one of them.
+_WIDTHS = ("wide", "narrow")
 _COLOURS = {
     "compute": "#1f5fa8",
     "copy": "#d69400",
@@ -32,7 +34,7 @@ _COLOURS = {
     "wait": "#b3261e",
     "step": "#57606a",
 }
-_WIDTH, _ROW, _LEFT = 1140, 22, 190
+_ROW = 22
 
 
 def write(engine: Engine, spans: list[Span], path: str | Path, probe: Probe | None = None) -> Path:
@@ -94,7 +96,7 @@ def page(record: dict[str, Any]) -> str:
         f"{record['ranks']} rank(s)</p><h1>{escape(head)}</h1></header>",
         "<h2>Timeline</h2>",
         _legend(),
-        _timeline([Span(*span) for span in record["spans"]]),
+        *(_timeline([Span(*span) for span in record["spans"]], width) for width in _WIDTHS),
         "<h2>Where the time goes</h2>",
         _table(("of a step", "ms"), _times(found)),
         f"<p>{found['transfers hidden']:.0%} of the copies' time is hidden behind computation or "
@@ -145,7 +147,8 @@ def _predicted(record: dict[str, Any]) -> str:
 
     def row(name: str, predicted: float, measured: float, unit: str) -> tuple[str, ...]:
         scale = 1000 if unit == "ms" else 1e-9
-        share = f"{measured / predicted:.2f}" if predicted else "-"
+        ratio = measured / predicted if predicted else None
+        share = "-" if ratio is None else f"{ratio:.2f}" if ratio < 100 else f"{ratio:,.0f}"
         return name, f"{predicted * scale:.2f} {unit}", f"{measured * scale:.2f} {unit}", share
 
     rows = [
@@ -164,12 +167,16 @@ def _predicted(record: dict[str, Any]) -> str:
 
 def _legend() -> str:
     return "<p>" + " ".join(
-        f'<span class="key" style="background:{colour}"></span>{kind}'
+        f'<span class="kind"><span class="key" style="background:{colour}"></span>{kind}</span>'
         for kind, colour in _COLOURS.items()
     ) + "</p>"  # fmt: skip
 
 
-def _timeline(spans: list[Span]) -> str:
+def _timeline(spans: list[Span], page_width: str) -> str:
+    """The figure for a wide page, or for a narrow one: there a row's name stands above it."""
+    narrow = page_width == "narrow"
+    whole, left, name_height, ticks = (356, 0, 16, 4) if narrow else (1140, 200, 0, 10)
+    pitch = _ROW + name_height
     steps = [span for span in spans if span.kind == "step"]
     steps = steps[1:] or steps  # as in `summary`
     if not steps:
@@ -178,18 +185,18 @@ def _timeline(spans: list[Span]) -> str:
     order = {kind: place for place, kind in enumerate(_COLOURS)}
     tracks = sorted({(order.get(s.kind, 9), s.track, s.kind) for s in spans if s.kind != "step"})
     rows = [("step", "steps")] + [(kind, track) for _, track, kind in tracks]
-    scale = (_WIDTH - _LEFT) / max(end - begin, 1e-9)
-    height = len(rows) * _ROW + 30
-    out = [f'<div class="scroll"><svg viewBox="0 0 {_WIDTH} {height}" role="img" '
-           'aria-label="timeline of the recorded steps">']  # fmt: skip
+    scale = (whole - left) / max(end - begin, 1e-9)
+    height = len(rows) * pitch + 30
+    out = [f'<div class="{page_width}"><svg viewBox="0 0 {whole} {height}" role="img" '
+           f'style="max-width:{whole}px" aria-label="timeline of the recorded steps">']  # fmt: skip
     for number, (kind, track) in enumerate(rows):
-        y = number * _ROW
-        out.append(f'<text x="0" y="{y + 15}">{escape(track)}</text>')
-        out.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y + _ROW}" y2="{y + _ROW}"/>')
+        y = number * pitch + name_height
+        out.append(f'<text x="0" y="{number * pitch + 15}">{escape(track)}</text>')
+        out.append(f'<line x1="{left}" x2="{whole}" y1="{y + _ROW}" y2="{y + _ROW}"/>')
         for span in spans:
             if (span.kind, span.track) != (kind, track) or span.end < begin or span.begin > end:
                 continue
-            x = _LEFT + (max(span.begin, begin) - begin) * scale
+            x = left + (max(span.begin, begin) - begin) * scale
             width = max(0.4, (min(span.end, end) - max(span.begin, begin)) * scale)
             opacity = 0.45 if span.name.startswith("forward") or kind == "step" else 0.9
             label = f"{span.name}: {(span.end - span.begin) * 1000:.2f} ms"
@@ -198,14 +205,14 @@ def _timeline(spans: list[Span]) -> str:
                 f'fill="{_COLOURS.get(kind, "#999")}" opacity="{opacity}">'
                 f"<title>{escape(label)}</title></rect>"
             )
-    bottom = len(rows) * _ROW
-    for tick in range(11):
-        x = _LEFT + (_WIDTH - _LEFT) * tick / 10
-        label = f"{(end - begin) * tick / 10 * 1000:.0f} ms"
+    bottom = len(rows) * pitch
+    for tick in range(ticks + 1):
+        x = left + (whole - left) * tick / ticks
+        label = f"{(end - begin) * tick / ticks * 1000:.0f} ms"
         out.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{bottom}"/>')
-        if tick == 9:
+        if tick == ticks - 1:
             continue  # the last one's label stands to its left
-        anchor = "end" if tick == 10 else "start"
+        anchor = "end" if tick == ticks else "start"
         out.append(f'<text x="{x:.0f}" y="{bottom + 16}" text-anchor="{anchor}">{label}</text>')
     out.append("</svg></div>")
     return "".join(out)
@@ -247,13 +254,16 @@ h2 { font-size: 1.2rem; margin: 36px 0 10px; border-bottom: 1px solid #d0d7de; }
 h3 { font-size: 1rem; margin: 10px 0 4px; }
 table { border-collapse: collapse; } td, th { text-align: right; padding: 2px 14px 2px 0; }
 td:first-child, th:first-child { text-align: left; } th { border-bottom: 1px solid #d0d7de; }
-.scroll { overflow-x: auto; } svg { width: 100%; min-width: 760px; display: block; }
+.scroll { overflow-x: auto; } svg { width: 100%; display: block; } .narrow { display: none; }
 svg text { font: 12px system-ui, sans-serif; } svg line { stroke: #e3e7eb; }
-.key { display: inline-block; width: 12px; height: 12px; margin: 0 5px 0 12px; }
+.kind { white-space: nowrap; margin-right: 12px; }
+.key { display: inline-block; width: 12px; height: 12px; margin-right: 5px; }
 .bar { display: flex; height: 26px; overflow: hidden; }
 .bar i { border-right: 1px solid #fff; min-width: 1px; }
 @media (max-width: 30rem) {
+  main { padding: 0 14px 40px; }
   table { font-size: .8rem; } td, th { padding-right: 6px; } h1 { font-size: 1.3rem; }
 }
+@media screen and (max-width: 600px) { .wide { display: none; } .narrow { display: block; } }
 .accelerator { background: #1f5fa8; } .host { background: #d69400; }
 </style></head><body><main>"""

@@ -10,12 +10,13 @@ from evener.analyze.picture import Picture
 from evener.analyze.report import svg
 from evener.analyze.words import size
 
-_WIDTH, _HEIGHT = 900.0, 360.0
+_WIDE, _NARROW = (900.0, 360.0), (356.0, 300.0)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 14.0, 20.0, 44.0
 
 
-def curve(picture: Picture) -> Markup | None:
-    """The figure, None without a table of at least two sizes."""
+def curve(picture: Picture, *, narrow: bool = False) -> Markup | None:
+    """The figure, None without a table of at least two sizes. `narrow`: for a phone."""
+    width, height = _NARROW if narrow else _WIDE
     found = picture.bandwidth
     if found is None:
         return None
@@ -29,26 +30,26 @@ def curve(picture: Picture) -> Markup | None:
     low, high = log2(rows[0].size), log2(rows[-1].size)
 
     def x(bytes_: float) -> float:
-        return _LEFT + (log2(bytes_) - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (log2(bytes_) - low) / (high - low) * (width - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - value / top * (_HEIGHT - _TOP - _BOTTOM)
+        return height - _BOTTOM - value / top * (height - _TOP - _BOTTOM)
 
     parts = []
     for tick in _ticks(top):
-        parts.append(svg.line(_LEFT, y(tick), _WIDTH - _RIGHT, y(tick), "grid"))
+        parts.append(svg.line(_LEFT, y(tick), width - _RIGHT, y(tick), "grid"))
         parts.append(svg.text(_LEFT - 8, y(tick) + 4, f"{tick:g}", "end", "small"))
-    step = max(1, round((high - low) / 8))
+    step = max(1, round((high - low) / (4 if narrow else 8)))
     for power in range(int(low), int(high) + 1, step):
         if power >= low:
             parts.append(
-                svg.text(x(2**power), _HEIGHT - _BOTTOM + 18, size(2**power), class_="small")
+                svg.text(x(2**power), height - _BOTTOM + 18, size(2**power), class_="small")
             )
     parts.append(svg.text(_LEFT, 12, "bus bandwidth, GB/s", "start", "small"))
-    parts.append(svg.text(_WIDTH / 2, _HEIGHT - 6, "message size", class_="small"))
+    parts.append(svg.text(width / 2, height - 6, "message size", class_="small"))
     for value, name in levels:
         if value <= top:
-            parts.append(svg.line(_LEFT, y(value), _WIDTH - _RIGHT, y(value), "level"))
+            parts.append(svg.line(_LEFT, y(value), width - _RIGHT, y(value), "level"))
             parts.append(
                 svg.text(_LEFT + 8, y(value) - 5, f"{name}: {value:.4g}", "start", "small")
             )
@@ -76,14 +77,14 @@ def curve(picture: Picture) -> Markup | None:
                     )
                 )
     px, py = x(found.peak_row.size), y(found.peak)
-    end = px > _WIDTH * 0.75
+    end = px > width * 0.75
     parts.append(
         svg.text(
             px, py - 9, f"peak {found.peak:.4g}", "end" if end else "middle", "small strong halo"
         )
     )
     label = f"Bus bandwidth over message size, peak {found.peak:.4g} GB/s"
-    return svg.figure(_WIDTH, _HEIGHT, label, parts)
+    return svg.figure(width, height, label, parts)
 
 
 def _levels(picture: Picture) -> list[tuple[float, str]]:

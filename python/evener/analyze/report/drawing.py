@@ -2,6 +2,10 @@
 
 A hop that leaves its switch is red and dashed, one that stays is blue and whole; so the drawing can
 be read on paper without colour. Below the hosts each directed pair is an arc, dashed alike.
+
+Each figure is made for one width, so that its words have the size of the page's words: the page
+shows the wide one, and on a phone the narrow one, which has fewer hosts. Where many hosts stand
+side by side, and on a phone, a host has its GPUs in rows of four.
 """
 
 from __future__ import annotations
@@ -10,42 +14,61 @@ from markupsafe import Markup
 
 from evener.analyze.picture import Picture, Route
 from evener.analyze.report import svg
-from evener.analyze.words import ranges
+from evener.analyze.words import ranges, without_domain
 from evener.fabric import Card, FabricMap, HostMap
 
 MOST_HOSTS = 6
-_GPU, _GAP, _PAD = 26.0, 6.0, 12.0
-_SPACE = 26.0
-_SWITCH_WIDTH, _SWITCH_HEIGHT = 150.0, 34.0
+MOST_HOSTS_NARROW = 2
+_GPU, _GAP, _PAD = 26.0, 8.0, 12.0
+_SWITCH_HEIGHT = 34.0
+_LETTER = 9.2  # pixels of a letter of a host's name, at most on average
 
 
 def drawing(
-    picture: Picture, fabric: FabricMap | None, name: str, trees: bool = False
+    picture: Picture,
+    fabric: FabricMap | None,
+    name: str,
+    *,
+    trees: bool = False,
+    narrow: bool = False,
 ) -> Markup | None:
     """The figure with `fabric`'s cables (None: hosts and pairs only), None without hosts.
 
     `trees`: with the trees' edges between hosts instead of the rings'.
+    `narrow`: for a page of 390 pixels.
     """
     world = picture.world
     if world is None or not world.hosts():
         return None
-    hosts = world.hosts()[:MOST_HOSTS]
-    return _Drawing(picture, fabric, hosts, trees).figure(name)
+    hosts = world.hosts()[: MOST_HOSTS_NARROW if narrow else MOST_HOSTS]
+    return _Drawing(picture, fabric, hosts, trees, narrow).figure(name)
 
 
 class _Drawing:
     def __init__(
-        self, picture: Picture, fabric: FabricMap | None, hosts: list[str], trees: bool
+        self,
+        picture: Picture,
+        fabric: FabricMap | None,
+        hosts: list[str],
+        trees: bool,
+        narrow: bool,
     ) -> None:
         self.picture, self.fabric, self.hosts, self.trees = picture, fabric, hosts, trees
+        self.narrow = narrow
+        self.names = without_domain(hosts)
+        self.per_row = 4 if narrow or len(hosts) > 3 else 8
+        self.space = 14.0 if narrow else 26.0
+        self.switch_width = 112.0 if narrow else 150.0
         self.drawn_pairs = picture.tree_pairs if trees else picture.pairs
         self.routes = picture.tree_routes if trees else picture.routes
         self.world = picture.world
         self.parts: list[Markup] = []
+        # Where a rank's arcs begin, below its host; and the way from its GPU to there.
         self.gpu_at: dict[int, tuple[float, float]] = {}
+        self.way: dict[int, tuple[tuple[float, float], ...]] = {}
         self.card_at: dict[tuple[str, str], tuple[float, float]] = {}
         self.switch_at: dict[str, tuple[float, float]] = {}
-        self.top = 0.0
+        self.top = self.host_height = 0.0
 
     def figure(self, name: str) -> Markup:
         ranks = {
@@ -54,21 +77,25 @@ class _Drawing:
             else []
             for host in self.hosts
         }
-        widths = {h: max(len(r), 4) * (_GPU + _GAP) - _GAP + 2 * _PAD for h, r in ranks.items()}
-        width = sum(widths.values()) + _SPACE * (len(self.hosts) + 1)
+        columns = {h: min(max(len(r), 4), self.per_row) for h, r in ranks.items()}
+        widths = {h: n * (_GPU + _GAP) - _GAP + 2 * _PAD for h, n in columns.items()}
+        most = max(len(r) for r in ranks.values())
+        rows = max(1, -(-most // self.per_row))
+        self.host_height = 66 + rows * (_GPU + _GAP) - _GAP
+        width = sum(widths.values()) + self.space * (len(self.hosts) + 1)
         wanted = 0.0
         if self.fabric:
             row = max(len(level) for level in self.levels())
-            wanted = row * (_SWITCH_WIDTH + 90)
-        scale = max(width, wanted, 420.0)
-        left = (scale - width) / 2 + _SPACE
+            wanted = row * (self.switch_width + (60 if self.narrow else 90))
+        scale = max(width, wanted, 340.0 if self.narrow else 420.0)
+        left = (scale - width) / 2 + self.space
         levels = self.switches(scale)
         self.top = 18 + levels * 78 + (70 if levels else 0)
-        arcs = self.top + 122
+        arcs = self.top + self.host_height + 30
         body: list[Markup] = []
         for host in self.hosts:
             body += self.host(host, ranks[host], left, widths[host])
-            left += widths[host] + _SPACE
+            left += widths[host] + self.space
         self.cables()
         self.parts += body
         depth = self.pairs(arcs)
@@ -116,14 +143,15 @@ class _Drawing:
         for switch, (x, y) in self.switch_at.items():
             self.parts.append(
                 svg.box(
-                    x - _SWITCH_WIDTH / 2,
+                    x - self.switch_width / 2,
                     y - _SWITCH_HEIGHT / 2,
-                    _SWITCH_WIDTH,
+                    self.switch_width,
                     _SWITCH_HEIGHT,
                     "switch",
                 )
             )
-            self.parts.append(svg.text(x, y + 5, switch[:20], class_="strong"))
+            fits = int((self.switch_width - 8) / _LETTER)
+            self.parts.append(svg.text(x, y + 5, short(switch, fits), class_="strong"))
         return len(rows)
 
     def levels(self) -> list[list[str]]:
@@ -153,22 +181,33 @@ class _Drawing:
 
     def host(self, name: str, ranks: list[int], x: float, width: float) -> list[Markup]:
         top, parts = self.top, []
-        parts.append(svg.box(x, top, width, 92, "host"))
-        parts.append(svg.text(x + width / 2, top + 44, name[:34], class_="strong"))
+        parts.append(svg.box(x, top, width, self.host_height, "host", name))
+        shown = short(self.names[name], int((width - 8) / _LETTER))
+        parts.append(svg.text(x + width / 2, top + 44, shown, class_="strong"))
         step = _GPU + _GAP
+        last = (len(ranks) - 1) // self.per_row
         for number, rank in enumerate(ranks):
-            gx, gy = x + _PAD + number * step, top + 54
+            row, column = divmod(number, self.per_row)
+            gx, gy = x + _PAD + column * step, top + 54 + row * step
             parts.append(svg.box(gx, gy, _GPU, _GPU, "gpu", f"rank {rank} on {name}"))
             parts.append(svg.text(gx + _GPU / 2, gy + 17, rank, class_="small"))
-            self.gpu_at[rank] = (gx + _GPU / 2, gy + _GPU)
+            bottom = top + self.host_height
+            if row == last:
+                self.gpu_at[rank] = (gx + _GPU / 2, bottom)
+                self.way[rank] = ((gx + _GPU / 2, gy + _GPU),)
+            else:  # out at its side, and down between the columns
+                aside = gx + _GPU + _GAP / 2
+                self.gpu_at[rank] = (aside, bottom)
+                self.way[rank] = ((gx + _GPU, gy + _GPU / 2), (aside, gy + _GPU / 2))
         for number, (card, tip) in enumerate(self.host_cards(name)):
             count = max(len(self.host_cards(name)), 1)
             cx = x + _PAD + (width - 2 * _PAD) * (number + 0.5) / count
             self.card_at[name, card] = (cx, top)
             size = min(60.0, (width - 2 * _PAD) / count - 4)
             parts.append(svg.box(cx - size / 2, top + 6, size, 20, "card", tip))
-            short = card if len(card) * 6.5 < size else card[-max(int(size / 6.5), 2) :]
-            parts.append(svg.text(cx, top + 20, short, class_="small"))
+            # The end of a card's name tells it from the others.
+            end = card if len(card) * 6.5 < size else card[-max(int(size / 6.5), 2) :]
+            parts.append(svg.text(cx, top + 20, end, class_="small"))
         return parts
 
     def host_cards(self, name: str) -> list[tuple[str, str]]:
@@ -194,7 +233,8 @@ class _Drawing:
                 continue
             sx, sy = self.switch_at[card.switch]
             # Ends spread along the switch, so that cables do not meet in one point.
-            sx += max(-0.42, min(0.42, (x - sx) / 900)) * _SWITCH_WIDTH
+            spread = 300 if self.narrow else 900
+            sx += max(-0.42, min(0.42, (x - sx) / spread)) * self.switch_width
             self.parts.append(
                 svg.line(
                     x,
@@ -242,13 +282,23 @@ class _Drawing:
             state = "cross" if True in states else "stay" if False in states else "open"
             tip = f"{pair.source} to {pair.destination}, channels {ranges(pair.channels)}"
             control = top + down
+            out = " L".join(f"{x:.1f},{y:.1f}" for x, y in self.way[pair.source])
+            back = " L".join(f"{x:.1f},{y:.1f}" for x, y in self.way[pair.destination][::-1])
             self.parts.append(
                 svg.path(
-                    f"M{x1:.1f},{y1:.1f} C{x1:.1f},{control:.1f} {x2:.1f},{control:.1f} "
-                    f"{x2:.1f},{y2:.1f}",
+                    f"M{out} L{x1:.1f},{y1:.1f} "
+                    f"C{x1:.1f},{control:.1f} {x2:.1f},{control:.1f} {x2:.1f},{y2:.1f} L{back}",
                     f"pair {state}",
                     tip,
                     marker_end=f"url(#arrow-{state})",
                 )
             )
         return depth
+
+
+def short(name: str, fits: int) -> str:
+    """A name of at most `fits` letters: its start and its end, which tell names apart."""
+    if len(name) <= fits:
+        return name
+    end = min(6, fits // 2)
+    return f"{name[: fits - end - 1]}\u2026{name[-end:]}"

@@ -6,16 +6,20 @@ from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
+from markupsafe import Markup
 
 from evener import __version__
 from evener.analyze.findings import Finding
 from evener.analyze.picture import Picture
 from evener.analyze.report.curve import curve
-from evener.analyze.report.drawing import MOST_HOSTS, drawing
+from evener.analyze.report.drawing import MOST_HOSTS, MOST_HOSTS_NARROW, drawing
 from evener.analyze.report.ringview import ring
 from evener.analyze.report.verdict import facts, verdict
-from evener.analyze.words import count, ranges, size
+from evener.analyze.words import count, ranges, size, without_domain
+from evener.fabric import FabricMap
 
+# Each figure is made twice, for a wide page and for a narrow one; the page shows one of them.
+_WIDTHS = (False, True)
 _MOST_PAIRS = 32
 _MOST_RINGS = 128
 
@@ -25,6 +29,10 @@ def page(picture: Picture, findings: list[Finding]) -> str:
     world, traffic = picture.world, picture.traffic
     hosts = len(world.hosts()) if world else 0
     better = traffic is not None and traffic.after.crossing < traffic.today.crossing
+
+    def both(fabric: FabricMap | None, name: str, trees: bool = False) -> list[Markup | None]:
+        return [drawing(picture, fabric, name, trees=trees, narrow=narrow) for narrow in _WIDTHS]
+
     return _template().render(
         verdict=verdict(picture, findings),
         facts=facts(picture),
@@ -33,18 +41,18 @@ def page(picture: Picture, findings: list[Finding]) -> str:
             for finding in findings
         ],
         bad=any(finding.severity != "note" for finding in findings),
-        curve=curve(picture),
+        curve=[curve(picture, narrow=narrow) for narrow in _WIDTHS],
         bandwidth=picture.bandwidth,
-        today=drawing(picture, picture.fabric if traffic else None, "The fabric today"),
-        proposed=drawing(picture, traffic.rewired, "The fabric wired by rail")
+        today=both(picture.fabric if traffic else None, "The fabric today"),
+        proposed=both(traffic.rewired, "The fabric wired by rail")
         if traffic and better
-        else None,
-        trees=drawing(picture, picture.fabric, "The trees on the fabric", trees=True)
+        else [None, None],
+        trees=both(picture.fabric, "The trees on the fabric", trees=True)
         if picture.tree_pairs
-        else None,
+        else [None, None],
         tree_share=picture.tree_load.crossing_share if picture.tree_load else None,
         mapped=traffic is not None,
-        hidden=max(hosts - MOST_HOSTS, 0),
+        hidden=[max(hosts - most, 0) for most in (MOST_HOSTS, MOST_HOSTS_NARROW)],
         moves=traffic.moves if traffic and better else [],
         loads=_loads(picture, better),
         matrix=_matrix(picture),
@@ -96,12 +104,13 @@ def _matrix(picture: Picture) -> dict[str, Any] | None:
         crosses[key] = crosses.get(key) or route.crosses
     world = picture.world
     host = {rank: member.host for rank, member in world.members.items()} if world else {}
+    names = without_domain(set(host.values()))
     return {
         "columns": sorted({pair.destination for pair in pairs}),
         "rows": sorted({pair.source for pair in pairs}),
         "cells": {(pair.source, pair.destination): pair.channels for pair in pairs},
         "crosses": crosses,
-        "host": host,
+        "host": {rank: names[name] for rank, name in host.items()},
     }
 
 

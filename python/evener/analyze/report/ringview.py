@@ -17,7 +17,7 @@ def ring(world: Communicator, shown: Ring) -> Markup | None:
     count = len(shown.ranks)
     if not 2 <= count <= MOST_RANKS:
         return None
-    radius = max(70.0, count * 6.2)
+    radius = max(70.0, count * 4.2)
     size = 2 * radius + 60
     middle = size / 2
     hosts = world.hosts()
@@ -58,5 +58,5 @@ def ring(world: Communicator, shown: Ring) -> Markup | None:
         viewBox=f"0 0 {size:.0f} {size:.0f}",
         role="img",
         aria_label=f"ring of {count} ranks",
-        style=f"width:{min(size, 420):.0f}px",
+        style=f"max-width:{size:.0f}px",
     )

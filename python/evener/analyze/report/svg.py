@@ -56,7 +56,7 @@ def figure(width: float, height: float, label: str, parts: list[Markup]) -> Mark
         viewBox=f"0 0 {_number(width)} {_number(height)}",
         role="img",
         aria_label=label,
-        style=f"max-width:{_number(width)}px;min-width:{_number(min(width, 560))}px",
+        style=f"max-width:{_number(width)}px",
     )
 
 
