@@ -72,8 +72,46 @@ def free_port() -> int:
 
 
 def test_the_default_group_is_left_to_the_program(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ALONE)
+    run_script(tmp_path, ALONE)
+
+
+FINISHED = """
+import os
+import torch
+import horovod.torch as hvd
+hvd.init(process_sets="dynamic")
+rank, first = hvd.rank(), int(os.environ["FIRST"])
+others = hvd.add_process_set([r for r in range(hvd.size()) if r != first])
+for _ in range(20):  # until it is a frozen schedule
+    hvd.allreduce(torch.ones(1), name="loss")
+if rank != first:
+    # It waits for the rank that finishes, and so begins after that.
+    try:
+        hvd.allreduce(torch.ones(2))
+        raise SystemExit("a rank that has finished took part")
+    except hvd.HorovodInternalError as error:
+        assert f"rank {first} called shutdown" in str(error), error
+    for _ in range(20):
+        total = hvd.allreduce(torch.tensor([7.0]), op=hvd.Sum, process_set=others)
+        assert total.item() == 14
+    try:
+        hvd.barrier()
+        raise SystemExit("a rank that has finished took part")
+    except hvd.HorovodInternalError as error:
+        assert "called shutdown" in str(error), error
+        assert "before it ends" in str(error), error
+"""
+
+
+@pytest.mark.parametrize("first", ["0", "2"])
+def test_a_rank_that_has_finished_fails_no_set_without_it(tmp_path: Path, first: str) -> None:
+    run_script(tmp_path, FINISHED, 3, FIRST=first, EVENER_FREEZE_AFTER="3")
+
+
+def run_script(folder: Path, text: str, size: int = 2, **more: str) -> None:
+    """That many ranks of it, without a launcher; all must end well."""
+    script = folder / "train.py"
+    script.write_text(text)
     port = free_port()
     ranks = [
         subprocess.Popen(
@@ -81,19 +119,20 @@ def test_the_default_group_is_left_to_the_program(tmp_path: Path) -> None:
             env={
                 **{k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")},
                 "RANK": str(rank),
-                "WORLD_SIZE": "2",
+                "WORLD_SIZE": str(size),
                 "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "PYTHONPATH": str(door.ALIAS),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "EVENER_TIMEOUT": "30",
+                **more,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     for rank in ranks:
         said, _ = rank.communicate(timeout=120)

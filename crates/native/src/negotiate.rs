@@ -322,16 +322,22 @@ impl Negotiator {
         (events.into_iter().map(event).collect(), warnings)
     }
 
-    /// Tell all ranks that this one ends.
+    /// Tell all ranks that this one ends. They go on; what needs this one is an error.
     fn shutdown(&self, py: Python<'_>) {
         py.detach(|| self.node.shutdown());
     }
 
-    /// Close the connections, waiting for the peers for `linger` seconds at most.
-    fn close(&self, py: Python<'_>, linger: f64) {
+    /// Tell all ranks that this one cannot go on, and why: nobody launches anything after it.
+    fn fail(&self, py: Python<'_>, reason: &str) {
+        py.detach(|| self.node.fail(reason));
+    }
+
+    /// Close the connections, waiting for the peers for `linger` seconds at most. False on rank 0
+    /// where others go on: nothing is closed then.
+    fn close(&self, py: Python<'_>, linger: f64) -> bool {
         py.detach(|| {
             self.node
                 .close(Duration::from_secs_f64(linger.clamp(0.0, 60.0)))
-        });
+        })
     }
 }

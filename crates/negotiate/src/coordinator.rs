@@ -105,6 +105,8 @@ pub struct Coordinator {
     table: HashMap<Key, Entry>,
     joined: BTreeSet<u32>,
     last_joined: u32,
+    /// Ranks that have ended well. What needs them is an error; the rest goes on.
+    left: BTreeSet<u32>,
     /// To be evicted after the launches of this round; see the module's text.
     evicting: Vec<u32>,
     cache: HashMap<u32, Cached>,
@@ -141,6 +143,7 @@ impl Coordinator {
             table: HashMap::new(),
             joined: BTreeSet::new(),
             last_joined: 0,
+            left: BTreeSet::new(),
             evicting: Vec::new(),
             cache: HashMap::new(),
             numbers: HashMap::new(),
@@ -192,9 +195,14 @@ impl Coordinator {
             return;
         }
         match message {
-            Up::Shutdown => {
-                self.ended = true;
-                self.out.push(Down::Shutdown(rank));
+            Up::Shutdown(epoch) => {
+                if self.holds(epoch) {
+                    self.out.push(Down::Shutdown(rank));
+                    self.leaves(rank);
+                }
+            }
+            Up::Failed(reason) => {
+                self.abort(format!("rank {rank} of {} has failed: {reason}", self.size));
             }
             Up::Thaw(epoch) => {
                 if self.frozen && epoch == self.epoch {
@@ -206,11 +214,8 @@ impl Coordinator {
                 hits,
                 requests,
             } => {
-                if epoch < self.epoch || (epoch == self.epoch && self.frozen) {
-                    return; // of an epoch that has ended: its rank announces anew
-                }
-                if epoch > self.epoch {
-                    self.thawed(epoch);
+                if !self.holds(epoch) {
+                    return;
                 }
                 let known: Vec<_> = hits
                     .iter()
@@ -226,9 +231,63 @@ impl Coordinator {
         }
     }
 
+    /// Whether what a rank says in `epoch` counts. If that has ended, it says it anew.
+    fn holds(&mut self, epoch: u32) -> bool {
+        if epoch < self.epoch || (epoch == self.epoch && self.frozen) {
+            return false;
+        }
+        if epoch > self.epoch {
+            self.thawed(epoch);
+        }
+        true
+    }
+
+    /// `rank` has ended well: what waits for it is an error on all ranks.
+    fn leaves(&mut self, rank: u32) {
+        self.left.insert(rank);
+        self.history.clear();
+        let needs = |key: &Key| self.sets.get(&key.0).is_some_and(|set| set.contains(&rank));
+        let mut waiting: Vec<(u64, Key)> = self
+            .table
+            .iter()
+            .filter(|(key, _)| needs(key))
+            .map(|(key, entry)| (entry.since, key.clone()))
+            .collect();
+        waiting.sort();
+        for (_, key) in waiting {
+            let request = self
+                .table
+                .remove(&key)
+                .and_then(|entry| entry.requests.into_values().next());
+            if let Some(request) = request {
+                self.refuse(&request, gone(rank));
+            }
+        }
+        if self.left.len() == self.size as usize {
+            self.ended = true;
+        }
+    }
+
+    /// Whether nobody needs this coordinator any more.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        self.ended
+    }
+
+    fn refuse(&mut self, request: &Request, error: String) {
+        let answer = Answer {
+            request: request.clone(),
+            rows: Vec::new(),
+            value: 0,
+            error,
+        };
+        self.out
+            .push(Down::Launch(vec![Part::New(0, Arc::new(answer))]));
+    }
+
     /// A rank has gone without a word.
     pub fn lost(&mut self, rank: u32, why: &str) {
-        if !self.ended {
+        if !self.ended && !self.left.contains(&rank) {
             self.abort(format!("rank {rank} of {} has gone: {why}", self.size));
         }
     }
@@ -270,18 +329,15 @@ impl Coordinator {
     fn announce(&mut self, rank: u32, request: Arc<Request>, ready: &mut Vec<Key>) {
         let key = (request.set, request.name.clone());
         let Some(members) = self.sets.get(&request.set) else {
-            let answer = Answer {
-                request: (*request).clone(),
-                rows: Vec::new(),
-                value: 0,
-                error: format!("process set {} does not exist", request.set),
-            };
-            return self
-                .out
-                .push(Down::Launch(vec![Part::New(0, Arc::new(answer))]));
+            let error = format!("process set {} does not exist", request.set);
+            return self.refuse(&request, error);
         };
         if !members.contains(&rank) {
             return; // refused by the rank itself; a stray message changes nothing
+        }
+        if let Some(other) = members.iter().find(|other| self.left.contains(other)) {
+            let error = gone(*other);
+            return self.refuse(&request, error);
         }
         let kind = request.kind;
         let entry = self.table.entry(key.clone()).or_insert_with(|| Entry {
@@ -568,7 +624,7 @@ impl Coordinator {
 
     /// Freezes where the last steps are one sequence, often enough in a row.
     fn freeze(&mut self) {
-        if self.needed == 0 || self.frozen || !self.joined.is_empty() {
+        if self.needed == 0 || self.frozen || !self.joined.is_empty() || !self.left.is_empty() {
             return;
         }
         let steps = self.history.make_contiguous();
@@ -639,6 +695,10 @@ impl Coordinator {
             ));
         }
     }
+}
+
+fn gone(rank: u32) -> String {
+    format!("Horovod has been shut down: rank {rank} called shutdown, or ended")
 }
 
 fn ranks_text(ranks: &[u32]) -> String {

@@ -124,7 +124,7 @@ impl Node {
         let cycle = cycle.as_micros() as u64;
         let patience = cycle.saturating_mul(5).max(5000);
         let core = Core {
-            worker: Worker::new(patience),
+            worker: Worker::new(rank, patience),
             coordinator: (rank == 0).then(|| Coordinator::new(size, sets, policy)),
             links: HashMap::new(),
             closed: false,
@@ -512,7 +512,8 @@ impl Node {
         self.shared.now()
     }
 
-    /// Tell all that this rank ends. [`Node::ended`] is set on every rank after it.
+    /// Tell all that this rank ends: [`Node::ended`] is set here after it. The others go on, and what
+    /// needs this rank is an error.
     pub fn shutdown(&self) {
         let mut core = lock(&self.shared);
         if core.worker.ended().is_none() {
@@ -521,15 +522,31 @@ impl Node {
         }
     }
 
+    /// Tell all that this rank cannot go on. [`Node::ended`] is set on every rank after it.
+    pub fn fail(&self, reason: &str) {
+        let mut core = lock(&self.shared);
+        core.worker.fail(reason, self.shared.now());
+        self.shared.pump(&mut core);
+    }
+
     /// Close the connections; what was sent still arrives. Waits for the peers for `linger` at most.
-    pub fn close(&self, linger: Duration) {
+    /// On rank 0, false and nothing is closed where others go on after that: they need the
+    /// coordinator, which lives here.
+    #[must_use]
+    pub fn close(&self, linger: Duration) -> bool {
         let deadline = Instant::now() + linger;
         let mut core = lock(&self.shared);
         // Closing on unread data would reset the connection, and lose what was said last.
-        let said = |core: &Core| core.worker.ended().is_some() || core.links.is_empty();
+        let said = |core: &Core| {
+            let rest = core.coordinator.as_ref().is_some_and(|c| !c.ended());
+            core.links.is_empty() || (core.worker.ended().is_some() && !rest)
+        };
         while !said(&core) && Instant::now() < deadline {
             let left = deadline.saturating_duration_since(Instant::now());
             core = wait(&self.shared.ready, core, left);
+        }
+        if self.shared.rank == 0 && !said(&core) {
+            return false;
         }
         core.closed = true;
         self.shared.clock.notify_all();
@@ -542,6 +559,7 @@ impl Node {
                 core = wait(&self.shared.ready, core, left);
             }
         }
+        true
     }
 }
 

@@ -155,8 +155,10 @@ pub enum Up {
     },
     /// The rank leaves the frozen schedule of that epoch.
     Thaw(u32),
-    /// The rank ends.
-    Shutdown,
+    /// The rank ends. Holds in that epoch.
+    Shutdown(u32),
+    /// The rank cannot go on, and why.
+    Failed(String),
 }
 
 /// From the coordinator to every rank, in one order.
@@ -170,7 +172,7 @@ pub enum Down {
     Freeze(u32, Vec<Vec<u32>>),
     /// Some rank leaves the frozen schedule of that epoch.
     Thaw(u32),
-    /// A rank ended; nothing more is launched.
+    /// A rank ended; to itself, that nothing more is launched.
     Shutdown(u32),
     /// Nothing more can be launched, and why.
     Abort(String),
@@ -363,7 +365,14 @@ impl Up {
                 w.0.push(1);
                 w.number(u64::from(*epoch));
             }
-            Self::Shutdown => w.0.push(2),
+            Self::Shutdown(epoch) => {
+                w.0.push(2);
+                w.number(u64::from(*epoch));
+            }
+            Self::Failed(reason) => {
+                w.0.push(3);
+                w.text(reason);
+            }
         }
         w.0
     }
@@ -381,7 +390,8 @@ impl Up {
                 requests: r.list(Reader::request)?,
             },
             1 => Self::Thaw(r.short()?),
-            2 => Self::Shutdown,
+            2 => Self::Shutdown(r.short()?),
+            3 => Self::Failed(r.text()?),
             _ => return r.bad(),
         };
         r.end(message)

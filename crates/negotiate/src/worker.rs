@@ -72,6 +72,7 @@ struct Schedule {
 
 /// See the module's text.
 pub struct Worker {
+    rank: u32,
     epoch: u32,
     schedule: Option<Schedule>,
     pending: HashMap<Key, Pending>,
@@ -83,17 +84,21 @@ pub struct Worker {
     out: Vec<Up>,
     now: u64,
     patience: u64,
+    /// This rank ends, and has to say so.
     ending: bool,
+    /// It ends, and perhaps has said so.
+    leaving: bool,
     ended: Option<String>,
     frozen_launches: u64,
 }
 
 impl Worker {
-    /// `patience`: microseconds that a frozen schedule may keep a submitted tensor waiting for
+    /// Of rank `rank`. `patience`: microseconds that a frozen schedule may keep a submitted tensor waiting for
     /// others of its step.
     #[must_use]
-    pub fn new(patience: u64) -> Self {
+    pub fn new(rank: u32, patience: u64) -> Self {
         Self {
+            rank,
             epoch: 0,
             schedule: None,
             pending: HashMap::new(),
@@ -105,6 +110,7 @@ impl Worker {
             now: 0,
             patience,
             ending: false,
+            leaving: false,
             ended: None,
             frozen_launches: 0,
         }
@@ -281,7 +287,7 @@ impl Worker {
         }
         if self.ending {
             self.ending = false;
-            self.out.push(Up::Shutdown);
+            self.out.push(Up::Shutdown(self.epoch));
         }
     }
 
@@ -289,8 +295,17 @@ impl Worker {
     pub fn shutdown(&mut self, now: u64) {
         self.now = now;
         self.ending = true;
+        self.leaving = true;
         self.review();
         self.flush();
+    }
+
+    /// This rank cannot go on, and the others shall not wait for it.
+    pub fn fail(&mut self, reason: &str, now: u64) {
+        self.now = now;
+        if self.ended.is_none() {
+            self.out.push(Up::Failed(reason.to_owned()));
+        }
     }
 
     /// Time passes. A frozen schedule that keeps a tensor waiting is left.
@@ -320,6 +335,7 @@ impl Worker {
                     here: 0,
                 });
                 self.forget_announcements();
+                self.ending = self.leaving;
                 self.review();
             }
             Down::Thaw(epoch) => {
@@ -331,7 +347,11 @@ impl Worker {
                     self.advance();
                 }
             }
-            Down::Shutdown(rank) => self.end(format!("rank {rank} called shutdown")),
+            Down::Shutdown(rank) if rank == self.rank => {
+                self.end(format!("rank {rank} called shutdown"));
+            }
+            // That another one ended is no concern here: the coordinator refuses what would need it.
+            Down::Shutdown(_) => {}
             Down::Abort(reason) => self.end(reason),
         }
     }
@@ -366,6 +386,11 @@ impl Worker {
             };
             let key = (answer.request.set, answer.request.name.clone());
             let own = self.pending.remove(&key).map(|pending| pending.request);
+            if !answer.error.is_empty() && own.is_none() {
+                // Refused to another rank. By the time it is looked at, this one may have submitted
+                // the same, which gets an answer of its own.
+                continue;
+            }
             if number != 0 {
                 self.numbers.insert(key, number);
                 let cached = Cached {
@@ -376,7 +401,9 @@ impl Worker {
             }
             answers.push(answer);
         }
-        self.actions.push_back((self.now, Action::Launch(answers)));
+        if !answers.is_empty() {
+            self.actions.push_back((self.now, Action::Launch(answers)));
+        }
     }
 
     fn evict(&mut self, numbers: &[u32]) {

@@ -22,6 +22,9 @@ struct Plan {
     leaves: Vec<(u32, usize)>,
     /// A rank that changes a shape in a round, so that all get an error there.
     wrong: Option<(u32, usize)>,
+    /// Ranks that end after so many rounds, while the others go on. Where there are any, all ranks end
+    /// by saying so.
+    finishes: Vec<(u32, usize)>,
     /// Whether a rank submits all of a round at once and then waits; else anything may come between.
     bursts: bool,
     seed: u64,
@@ -54,6 +57,7 @@ struct Rank {
     /// A launch that blocks, as (set, index in the set's log, action).
     running: Option<(u32, usize, Action)>,
     joined: bool,
+    finishing: bool,
     done: bool,
     errors: usize,
 }
@@ -101,8 +105,8 @@ impl World {
             stall_warn: 0,
             ..Policy::default()
         };
-        let rank = |_| Rank {
-            worker: Worker::new(5000),
+        let rank = |rank| Rank {
+            worker: Worker::new(rank, 5000),
             inbox: VecDeque::new(),
             outbox: VecDeque::new(),
             round: 0,
@@ -110,6 +114,7 @@ impl World {
             open: BTreeSet::new(),
             running: None,
             joined: false,
+            finishing: false,
             done: false,
             errors: 0,
         };
@@ -182,7 +187,7 @@ impl World {
     fn submits(&mut self, rank: u32) -> bool {
         let now = self.now;
         let me = &mut self.ranks[rank as usize];
-        if me.joined || me.done {
+        if me.joined || me.finishing || me.done {
             return false;
         }
         if !me.to_submit.is_empty() {
@@ -216,7 +221,14 @@ impl World {
             assert!(me.worker.submit(join, now));
             return true;
         }
-        if me.round == self.plan.rounds.len() {
+        let finishes = |(r, at): &(u32, usize)| *r == rank && me.round >= *at;
+        let last = me.round == self.plan.rounds.len();
+        if self.plan.finishes.iter().any(finishes) || (last && !self.plan.finishes.is_empty()) {
+            me.finishing = true;
+            me.worker.shutdown(now);
+            return true;
+        }
+        if last {
             me.done = true;
             return true;
         }
@@ -242,10 +254,31 @@ impl World {
             let (answers, real) = match &action {
                 Action::Launch(answers) => (answers, true),
                 Action::Frozen { answers, real } => (answers, *real),
-                Action::End(reason) => panic!("ended: {reason}"),
+                Action::End(reason) => {
+                    assert!(self.ranks[r].finishing, "ended: {reason}");
+                    self.ranks[r].done = true;
+                    return true;
+                }
             };
             let set = answers[0].request.set;
             if !self.members(set).contains(&rank) {
+                return true;
+            }
+            if answers[0].error.contains("called shutdown") {
+                // Nothing is launched: each rank learns it by itself.
+                assert!(
+                    self.members(set)
+                        .iter()
+                        .any(|m| self.ranks[*m as usize].finishing),
+                    "an error of a set whose ranks all go on"
+                );
+                for answer in answers {
+                    assert!(
+                        self.ranks[r].open.remove(&answer.request.name),
+                        "not submitted"
+                    );
+                }
+                self.ranks[r].errors += 1;
                 return true;
             }
             let frozen = matches!(action, Action::Frozen { .. });
@@ -365,6 +398,7 @@ fn plans() -> impl Strategy<Value = Plan> {
                     wrong: wrong
                         .filter(|_| leave.is_none())
                         .map(|(r, at)| (r % ranks, at)),
+                    finishes: Vec::new(),
                     bursts: false,
                     rounds,
                     repeats,
@@ -397,6 +431,7 @@ fn bursts() -> impl Strategy<Value = Plan> {
                 fusion: 1 << 20,
                 leaves: Vec::new(),
                 wrong: None,
+                finishes: Vec::new(),
                 bursts: true,
                 seed,
             }
@@ -410,6 +445,20 @@ proptest! {
     #[test]
     fn all_ranks_launch_one_sequence_and_all_of_it_ends(plan in plans()) {
         World::new(plan).run();
+    }
+
+    /// Operations of process sets whose ranks all go on succeed, whatever else fails.
+    #[test]
+    fn a_rank_that_ends_fails_what_needs_it_and_nothing_else(
+        mut plan in plans(),
+        finishes in prop::collection::vec((0..4u32, 0..20usize), 1..3),
+    ) {
+        plan.finishes = finishes.iter().map(|(r, at)| (r % plan.ranks, *at)).collect();
+        plan.leaves.clear();
+        plan.wrong = None;
+        let mut world = World::new(plan);
+        world.run();
+        assert!(world.coordinator.ended());
     }
 
     /// Negotiated, frozen, and where a frozen schedule is left.
@@ -431,6 +480,7 @@ fn steady(ranks: u32, rounds: usize) -> Plan {
         fusion: 1 << 20,
         leaves: Vec::new(),
         wrong: None,
+        finishes: Vec::new(),
         bursts: false,
         seed: 7,
     }
@@ -467,4 +517,16 @@ fn steady_bursts_are_frozen_and_their_submissions_may_come_in_any_order() {
     let frozen = world.run();
     assert!(frozen > 80, "{frozen}");
     assert_eq!(world.logs[&0].len(), 100);
+}
+
+/// Ranks 0 and 1 have a set of their own, and rank 2 ends out of a frozen schedule.
+#[test]
+fn a_set_goes_on_without_a_rank_that_is_not_in_it() {
+    let mut plan = steady(3, 100);
+    plan.rounds[60..].fill((vec![0, 100], vec![1]));
+    plan.finishes = vec![(2, 60)];
+    let mut world = World::new(plan);
+    world.run();
+    assert_eq!(world.logs[&1].len(), 40);
+    assert_eq!([0, 1].map(|r| world.ranks[r].errors >= 40), [true; 2]);
 }

@@ -90,6 +90,31 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _FROZEN_BYTES = 1 << 20
 
 
+# Seconds in which rank 0 waits for the others to end too; it serves them longer where they do not.
+_TOGETHER = 0.3
+# Seconds in which the others wait for rank 0 to hear that they end.
+_HEARD = 5.0
+_SERVING: list[Negotiator] = []
+
+
+def serve_others() -> None:
+    """Wait until nobody needs rank 0's negotiation any more: at this process's end.
+
+    A rank that has finished does not fail operations of the others on process sets without it.
+    """
+    told = False
+    while _end_served(0.5):
+        if not told:
+            told = True
+            logger.info("rank 0 has finished, and stays until the other ranks have")
+
+
+def _end_served(seconds: float) -> bool:
+    """Close what nobody needs any more: whether something is left."""
+    _SERVING[:] = [negotiator for negotiator in _SERVING if not negotiator.close(seconds)]
+    return bool(_SERVING)
+
+
 class Handle:
     """What `synchronize` waits for. `value` and `error` are set before the lock opens."""
 
@@ -467,11 +492,13 @@ class Engine:
         return self._negotiator.frozen()
 
     def close(self) -> None:
-        """Finish what is agreed, and end the thread. All other ranks' too."""
+        """Finish what is agreed, and end the thread. The others go on without this rank."""
         self._negotiator.shutdown()
         self._thread.join(timeout=5.0)
         self._closing = True
-        self._negotiator.close(1.0)
+        _end_served(0.0)
+        if not self._negotiator.close(_HEARD if self._ranks.rank else _TOGETHER):
+            _SERVING.append(self._negotiator)  # the others go on, among themselves
         self.stop_timeline()
         for made in self.groups.values():
             made.cpu = made.cuda = None  # they end with their world
@@ -537,6 +564,8 @@ class Engine:
             for answer, entry in zip(answers, entries, strict=True):
                 if answer.error:
                     fix = "give the operation fitting tensors on every rank"
+                    if "called shutdown" in answer.error:
+                        fix = "let every rank do the same operations before it ends"
                     self._done([(entry, None, HorovodInternalError(answer.error, fix))])
                 elif entry is not None or self._included(answer.set):
                     pairs.append((answer, entry))
@@ -581,14 +610,16 @@ class Engine:
 
     def _fail(self, failed: list[str], error: RuntimeError) -> None:
         names = ", ".join(failed[:4])
+        reason = f"{names} failed: {str(error).strip() or type(error).__name__}"
         self._break(
             HorovodInternalError(
-                f"rank {self._ranks.rank} of {self._ranks.size}: {names} failed: "
-                f"{str(error).strip() or type(error).__name__}",
+                f"rank {self._ranks.rank} of {self._ranks.size}: {reason}",
                 "look for the first error on the other ranks; a peer has gone, or did not come "
                 f"within EVENER_TIMEOUT={self._timeout:g} s",
             )
         )
+        # The others cannot go on without this rank.
+        self._negotiator.fail(reason[:500])
 
     def _end(self, reason: str) -> HorovodInternalError:
         error = HorovodInternalError(
@@ -607,5 +638,3 @@ class Engine:
         for entry in entries:
             if entry.handle is not None:
                 entry.handle.finish(None, error)
-        # The others cannot go on without this rank.
-        self._negotiator.shutdown()

@@ -16,7 +16,7 @@ from evener.comm.world import World
 from evener.errors import EvenerError
 from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
-from evener.horovod.engine import Engine
+from evener.horovod.engine import Engine, serve_others
 from evener.log import logger
 
 # Seconds for the launcher to say that a member has died.
@@ -124,6 +124,7 @@ class State:
         # for the groups to close would not.
         if getattr(sys, "last_value", None) is None:
             self.shutdown()
+            serve_others()
 
 
 STATE = State()
