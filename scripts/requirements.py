@@ -1,5 +1,7 @@
 """Print what pyproject.toml asks for: the dependencies, the extras, and the groups named.
 
+Not the extra `tensorflow`: the extra `dev` has the build of it that fits beside the tests' torch.
+
 `pip install .` would build the project to learn this; a stamp for dependencies must not depend on
 the sources.
 """
@@ -14,8 +16,9 @@ except ModuleNotFoundError:  # Python 3.10
 
 project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 lines = list(project["project"]["dependencies"])
-for extra in project["project"].get("optional-dependencies", {}).values():
-    lines += extra
+for name, extra in project["project"].get("optional-dependencies", {}).items():
+    if name != "tensorflow":
+        lines += extra
 for group in sys.argv[1:]:
     lines += project["dependency-groups"][group]
 lines.append("uv")
