@@ -27,9 +27,9 @@ VERBS: dict[str, tuple[str, str]] = {
         "evener.plan.command:plan",
         "What a network will cost, what would be sent how: before renting it.",
     ),
-    "zero": ("evener.zero.command:zero_group", "What the memory engine recorded of its steps."),
+    "zero": ("evener.plan.memory:zero_group", "What the memory engine recorded of its steps."),
     "plan-memory": (
-        "evener.zero.command:plan_memory",
+        "evener.plan.memory:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",
     ),
 }

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from evener import zero
 from evener.errors import UsageError
+from evener.plan.memory import plan_memory
 from evener.zero import budget as budgets
 from evener.zero import shapes
 from evener.zero.budget import Budget
-from evener.zero.command import plan_memory
 from evener.zero.planner import Machine, Part, Work, plan, working_set
 from evener.zero.store import Formats, build
 from evener.zero.units import cut

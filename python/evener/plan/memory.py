@@ -1,0 +1,65 @@
+"""`evener plan-memory` and `evener zero report`: their options.
+
+What they do is in `evener.zero`, which imports torch: that takes seconds, and help and tab
+completion do without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+
+@click.command("plan-memory")
+@click.argument("model", type=click.Path(exists=True))
+@click.option(
+    "--gpu", default="auto", help="Budget of each GPU, as 24GB or 24GiB. auto: what is free."
+)
+@click.option("--host", default="auto", help="Budget of host memory, as 110GB. auto: what is free.")
+@click.option("--batch", default="1x1024", show_default=True, help="Micro-batch: rows x tokens.")
+@click.option("--accumulation", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="GPUs.")
+@click.option(
+    "--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"])
+)
+@click.option("--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
+@click.option(
+    "--checkpointing",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "none", "recompute", "offload"]),
+    help="Of activations.",
+)
+@click.option("--loss", default="plain", show_default=True, type=click.Choice(["plain", "chunked"]))
+@click.option("--chunks", is_flag=True, help="List every chunk.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def plan_memory(**given: Any) -> None:
+    """Whether MODEL fits, where it will live, and how long a step takes.
+
+    MODEL is Hugging Face's config.json of a Llama-shaped model, or its directory. This machine is
+    probed first (copies, the CPU optimizer, both at once). Exit status 1: it does not fit.
+    """
+    from evener.zero import command
+
+    command.run_plan(**given)
+
+
+@click.group("zero")
+def zero_group() -> None:
+    """What the memory engine recorded."""
+
+
+@zero_group.command("report")
+@click.argument("recording", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="The page; default: beside the recording. Its folder is made where it is missing.",
+)
+def zero_report(recording: str, output: str | None) -> None:
+    """RECORDING (of `zero.report.write`) as an HTML page: timeline, residency, prediction."""
+    from evener.zero import command
+
+    command.write_report(recording, output)
