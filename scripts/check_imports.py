@@ -21,7 +21,7 @@ LEVELS = [
     ("cli", {"cli", "about", "__main__"}),
     ("verb", {"launch", "bench", "lab", "analyze", "doctor", "place", "plan"}),
     ("door", {"ddp", "fsdp", "horovod"}),
-    ("pillar", {"comm", "zero", "net", "fabric"}),
+    ("pillar", {"comm", "zero", "net", "fabric", "embedding"}),
     ("base", {"settings", "errors", "log", "interfaces", "_click", "_kernels", "_optimizers"}),
     ("native", {"_native"}),
 ]

@@ -12,6 +12,7 @@
 
 mod arena;
 mod compress;
+mod embedding;
 mod launch;
 mod negotiate;
 mod optimizer;
@@ -164,6 +165,10 @@ mod _native {
     #[pymodule_export]
     use super::compress::{
         cast_narrow, cast_widen, chunks_add, chunks_select, int8_dequantize_sum, int8_quantize,
+    };
+    #[pymodule_export]
+    use super::embedding::{
+        EmbeddingStore, embedding_forget, embedding_names, embedding_slots, embedding_table,
     };
     #[pymodule_export]
     use super::launch::{Launcher, Streams};

@@ -1,0 +1,52 @@
+//! The feature store: embedding tables whose keys come and go.
+//!
+//! A table maps any int64 (or any string) to a row: values, and beside them the slots of the optimizer
+//! that the store itself steps. Memory is taken as keys come, keys never collide, nothing is retrained
+//! when they go.
+//!
+//! ```
+//! use evener_embedding::{Options, Store};
+//!
+//! let store = Store::new(Options::new(4))?;
+//! let mut values = [0.0; 8];
+//! store.lookup(&[7, -7], 1, &mut values)?; // rows are made
+//! store.apply(&[7, 7], &[0.1; 8], 1, None)?; // duplicates are summed, then one step
+//! assert_eq!(store.len(), 2);
+//! # Ok::<(), evener_embedding::Error>(())
+//! ```
+//!
+//! How it is built, from the outside in: [`abi`] lets several shared objects use the stores of one;
+//! [`registry`] finds them by name; [`store`](Store) cuts batches over `shard`s; a shard has a `map`
+//! from keys to rows, which is an `index` that grows in steps; rows lie in the `arena` and never move.
+//! `row` says what lies where in a row, `optimizer` what a step does to it, `philox` how it begins,
+//! `admission` who gets one, `snapshot` how it outlives the process.
+//!
+//! Unsafe code is in `arena`, `index`, `batch`, `shard` and `abi`, and in one call of `store`.
+
+pub mod abi;
+#[allow(dead_code, reason = "snapshots, which come next")]
+mod admission;
+#[allow(dead_code, reason = "snapshots, which come next")]
+mod arena;
+mod batch;
+mod error;
+mod hash;
+mod index;
+mod map;
+mod optimizer;
+mod options;
+mod philox;
+mod pool;
+pub mod registry;
+mod row;
+#[allow(dead_code, reason = "snapshots, which come next")]
+mod shard;
+mod snapshot;
+#[allow(dead_code, reason = "snapshots, which come next")]
+mod store;
+#[allow(dead_code, reason = "snapshots, which come next")]
+mod strings;
+
+pub use error::{Error, Result};
+pub use options::{Admission, Dtype, Eviction, Init, Keys, Missing, Optimizer, Options, Tier};
+pub use store::{Exported, Stats, Store};

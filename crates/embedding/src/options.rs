@@ -1,0 +1,679 @@
+//! What a store is made with. The same JSON comes from every door (Python, the TensorFlow shim) and
+//! goes into every snapshot.
+
+use crate::error::{Error, Result, invalid};
+use serde::{Deserialize, Serialize};
+
+/// How values are kept. What comes in and goes out is f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// 4 bytes.
+    #[default]
+    F32,
+    /// IEEE half: 2 bytes, rounded to nearest even.
+    F16,
+    /// The upper half of an f32: 2 bytes, rounded to nearest even.
+    Bf16,
+}
+
+impl Dtype {
+    /// Bytes of a value.
+    pub fn bytes(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::Bf16 => 2,
+        }
+    }
+}
+
+/// What keys are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "lowercase")]
+pub enum Keys {
+    /// Any int64.
+    #[default]
+    Int,
+    /// Strings of bytes; each gets an int64 of its own, see [`crate::Store::intern`].
+    String,
+}
+
+/// Values of a row that nothing has trained yet.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(
+    tag = "kind",
+    rename_all = "snake_case",
+    rename_all_fields = "snake_case"
+)]
+pub enum Init {
+    /// 0.
+    Zeros,
+    /// The same everywhere.
+    Constant {
+        /// It.
+        value: f32,
+    },
+    /// Uniform between two bounds.
+    Uniform {
+        /// The least.
+        low: f32,
+        /// The bound above.
+        high: f32,
+    },
+    /// Normal.
+    Normal {
+        /// Mean.
+        #[serde(default)]
+        mean: f32,
+        /// Standard deviation.
+        std: f32,
+    },
+    /// Normal, drawn again beyond two deviations.
+    TruncatedNormal {
+        /// Mean.
+        #[serde(default)]
+        mean: f32,
+        /// Standard deviation before the cut.
+        std: f32,
+    },
+}
+
+impl Default for Init {
+    fn default() -> Init {
+        Init::Normal {
+            mean: 0.0,
+            std: 0.05,
+        }
+    }
+}
+
+fn one_tenth() -> f32 {
+    0.1
+}
+fn beta1() -> f32 {
+    0.9
+}
+fn beta2() -> f32 {
+    0.999
+}
+fn tiny() -> f32 {
+    1e-8
+}
+fn milli() -> f32 {
+    1e-3
+}
+fn half() -> f32 {
+    -0.5
+}
+fn adagrad_eps() -> f32 {
+    1e-10
+}
+fn decay() -> f32 {
+    1e-2
+}
+
+/// The optimizer whose step the store does, with its slots in the row. `lr` may be given anew with
+/// each step.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(
+    tag = "kind",
+    rename_all = "snake_case",
+    rename_all_fields = "snake_case"
+)]
+pub enum Optimizer {
+    /// `w -= lr (g + weight_decay w)`.
+    Sgd {
+        /// Learning rate.
+        #[serde(default = "one_tenth")]
+        lr: f32,
+        /// L2 term, of rows that are seen.
+        #[serde(default)]
+        weight_decay: f32,
+    },
+    /// `a += g^2; w -= lr g / (sqrt(a) + eps)` (Duchi et al., 2011; eps as in PyTorch).
+    Adagrad {
+        /// Learning rate.
+        #[serde(default = "one_tenth")]
+        lr: f32,
+        /// Added to the root.
+        #[serde(default = "adagrad_eps")]
+        eps: f32,
+        /// Where `a` starts.
+        #[serde(default)]
+        initial_accumulator: f32,
+    },
+    /// Kingma and Ba, 2015. The moments of a row decay in the steps in which the row is not seen, as
+    /// they would with gradients of zero; its weights rest in them.
+    Adam {
+        /// Learning rate.
+        #[serde(default = "milli")]
+        lr: f32,
+        /// Decay of the first moment.
+        #[serde(default = "beta1")]
+        beta1: f32,
+        /// Decay of the second moment.
+        #[serde(default = "beta2")]
+        beta2: f32,
+        /// Added to the root.
+        #[serde(default = "tiny")]
+        eps: f32,
+    },
+    /// [`Optimizer::LazyAdam`] and `w -= lr weight_decay w` first (Loshchilov and Hutter, 2019), on
+    /// the rows that are seen.
+    AdamW {
+        /// Learning rate.
+        #[serde(default = "milli")]
+        lr: f32,
+        /// Decay of the first moment.
+        #[serde(default = "beta1")]
+        beta1: f32,
+        /// Decay of the second moment.
+        #[serde(default = "beta2")]
+        beta2: f32,
+        /// Added to the root.
+        #[serde(default = "tiny")]
+        eps: f32,
+        /// Decoupled decay.
+        #[serde(default = "decay")]
+        weight_decay: f32,
+    },
+    /// Adam in which a row that is not seen does not change at all (`torch.optim.SparseAdam`,
+    /// TensorFlow's LazyAdam).
+    LazyAdam {
+        /// Learning rate.
+        #[serde(default = "milli")]
+        lr: f32,
+        /// Decay of the first moment.
+        #[serde(default = "beta1")]
+        beta1: f32,
+        /// Decay of the second moment.
+        #[serde(default = "beta2")]
+        beta2: f32,
+        /// Added to the root.
+        #[serde(default = "tiny")]
+        eps: f32,
+    },
+    /// FTRL-proximal (McMahan et al., 2013), as TensorFlow writes it.
+    Ftrl {
+        /// Learning rate.
+        #[serde(default = "one_tenth")]
+        lr: f32,
+        /// The power of the learning rate: at most 0.
+        #[serde(default = "half")]
+        lr_power: f32,
+        /// L1.
+        #[serde(default)]
+        l1: f32,
+        /// L2.
+        #[serde(default)]
+        l2: f32,
+        /// Where the accumulator starts.
+        #[serde(default = "one_tenth")]
+        initial_accumulator: f32,
+        /// Added to l2 (TensorFlow's `beta`), over twice the learning rate.
+        #[serde(default)]
+        beta: f32,
+    },
+    /// Adam with a sparse group lasso over the row (Yue et al., "Adaptive Optimizers with Sparse
+    /// Group Lasso for Neural Networks in CTR Prediction", 2021).
+    GroupAdam {
+        /// Learning rate.
+        #[serde(default = "milli")]
+        lr: f32,
+        /// Decay of the first moment.
+        #[serde(default = "beta1")]
+        beta1: f32,
+        /// Decay of the second moment.
+        #[serde(default = "beta2")]
+        beta2: f32,
+        /// Added to the root.
+        #[serde(default = "tiny")]
+        eps: f32,
+        /// L1 per entry.
+        #[serde(default)]
+        l1: f32,
+        /// L2 per entry.
+        #[serde(default)]
+        l2: f32,
+        /// L2 of the whole row, times the root of its length: rows below it become zero.
+        #[serde(default)]
+        l21: f32,
+    },
+    /// FTRL with the same sparse group lasso.
+    GroupFtrl {
+        /// Learning rate.
+        #[serde(default = "one_tenth")]
+        lr: f32,
+        /// L1 per entry.
+        #[serde(default)]
+        l1: f32,
+        /// L2 per entry.
+        #[serde(default)]
+        l2: f32,
+        /// L2 of the whole row, times the root of its length.
+        #[serde(default)]
+        l21: f32,
+        /// Where the accumulator starts.
+        #[serde(default = "one_tenth")]
+        initial_accumulator: f32,
+        /// Added to l2, over the learning rate.
+        #[serde(default)]
+        beta: f32,
+    },
+}
+
+impl Default for Optimizer {
+    fn default() -> Optimizer {
+        Optimizer::Adagrad {
+            lr: one_tenth(),
+            eps: adagrad_eps(),
+            initial_accumulator: 0.0,
+        }
+    }
+}
+
+fn four() -> u32 {
+    4
+}
+fn false_positives() -> f64 {
+    0.01
+}
+
+/// Which keys get a row.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, Default)]
+#[serde(
+    tag = "kind",
+    rename_all = "snake_case",
+    rename_all_fields = "snake_case"
+)]
+pub enum Admission {
+    /// Every key that is looked up in training.
+    #[default]
+    None,
+    /// A key that was looked up `count` times, counted exactly.
+    Counter {
+        /// How often, itself included: 1 admits at once.
+        count: u32,
+    },
+    /// A key that was looked up `count` times, by a counting Bloom filter: 1 byte per counter
+    /// however long keys are; some are admitted early, none late.
+    Bloom {
+        /// How often.
+        #[serde(default = "four")]
+        count: u32,
+        /// How many different keys are expected.
+        capacity: u64,
+        /// The share of keys that may be admitted early.
+        #[serde(default = "false_positives")]
+        false_positives: f64,
+    },
+    /// With this probability each time, drawn from (seed, key, step).
+    Probability {
+        /// Of one look-up.
+        p: f64,
+    },
+}
+
+/// Which rows go.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, Default)]
+#[serde(
+    tag = "kind",
+    rename_all = "snake_case",
+    rename_all_fields = "snake_case"
+)]
+pub enum Eviction {
+    /// None.
+    #[default]
+    None,
+    /// Those that no step has updated for more than `steps` steps.
+    Ttl {
+        /// Life in steps.
+        steps: u32,
+    },
+    /// The longest not updated, down to `rows`.
+    Lru {
+        /// How many stay.
+        rows: u64,
+    },
+    /// The least often updated, down to `rows`.
+    Lfu {
+        /// How many stay.
+        rows: u64,
+    },
+    /// Those whose values have a Euclidean norm below `norm`.
+    L2 {
+        /// The bound.
+        norm: f32,
+    },
+}
+
+/// What a lookup gives for a key that has no row and gets none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "lowercase")]
+pub enum Missing {
+    /// The values with which its row would start: what training saw.
+    #[default]
+    Initial,
+    /// Zeros.
+    Zeros,
+}
+
+/// A second tier for rows that are seldom used: a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tier {
+    /// The folder of the file; it is a scratch file, gone when the process is.
+    pub path: String,
+    /// How many rows stay in memory.
+    pub rows: u64,
+}
+
+fn shards() -> u32 {
+    64
+}
+
+/// What a store is made with.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Options {
+    /// Values per row.
+    pub dim: u32,
+    /// How they are kept.
+    #[serde(default)]
+    pub dtype: Dtype,
+    /// How many parts are locked and grown by themselves: a power of two, at most 4096.
+    #[serde(default = "shards")]
+    pub shards: u32,
+    /// The step that the store does.
+    #[serde(default)]
+    pub optimizer: Optimizer,
+    /// Values of a new row.
+    #[serde(default)]
+    pub init: Init,
+    /// Which keys get a row.
+    #[serde(default)]
+    pub admission: Admission,
+    /// Which rows go.
+    #[serde(default)]
+    pub eviction: Eviction,
+    /// Every so many steps eviction runs by itself; 0: only when asked.
+    #[serde(default)]
+    pub evict_every: u32,
+    /// Of the initial values and of admission by probability.
+    #[serde(default)]
+    pub seed: u64,
+    /// What keys are.
+    #[serde(default)]
+    pub keys: Keys,
+    /// What a lookup without a row gives.
+    #[serde(default)]
+    pub missing: Missing,
+    /// Threads of a batch; 0: as many as this process may use CPUs.
+    #[serde(default)]
+    pub threads: u32,
+    /// Rows to make room for at once.
+    #[serde(default)]
+    pub reserve: u64,
+    /// A file for cold rows.
+    #[serde(default)]
+    pub tier: Option<Tier>,
+}
+
+impl Options {
+    /// All defaults.
+    pub fn new(dim: u32) -> Options {
+        Options {
+            dim,
+            dtype: Dtype::default(),
+            shards: shards(),
+            optimizer: Optimizer::default(),
+            init: Init::default(),
+            admission: Admission::default(),
+            eviction: Eviction::default(),
+            evict_every: 0,
+            seed: 0,
+            keys: Keys::default(),
+            missing: Missing::default(),
+            threads: 0,
+            reserve: 0,
+            tier: None,
+        }
+    }
+
+    /// Reads JSON.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], which names the field.
+    pub fn parse(json: &str) -> Result<Options> {
+        let options: Options = serde_json::from_str(json)
+            .map_err(|error| Error::Invalid(format!("options of an embedding: {error}")))?;
+        options.check()?;
+        Ok(options)
+    }
+
+    /// As JSON.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// # Errors
+    /// [`Error::Invalid`], which names the field and its value.
+    pub fn check(&self) -> Result<()> {
+        if self.dim == 0 || self.dim > 65_536 {
+            return invalid(format!("dim {} cannot be: 1 to 65536", self.dim));
+        }
+        if !self.shards.is_power_of_two() || self.shards > 4096 {
+            return invalid(format!(
+                "shards {} cannot be: a power of two, at most 4096",
+                self.shards
+            ));
+        }
+        let finite = |name: &str, value: f32| match value.is_finite() {
+            true => Ok(()),
+            false => invalid(format!("{name} {value} cannot be: it must be finite")),
+        };
+        let at_least = |name: &str, value: f32, least: f32| match value >= least {
+            true => finite(name, value),
+            false => invalid(format!("{name} {value} cannot be: at least {least}")),
+        };
+        let share = |name: &str, value: f32| match (0.0..1.0).contains(&value) {
+            true => Ok(()),
+            false => invalid(format!("{name} {value} cannot be: 0 up to, not with, 1")),
+        };
+        match self.init {
+            Init::Zeros => {}
+            Init::Constant { value } => finite("init.value", value)?,
+            Init::Uniform { low, high } => {
+                finite("init.low", low)?;
+                at_least("init.high", high, low)?;
+            }
+            Init::Normal { mean, std } | Init::TruncatedNormal { mean, std } => {
+                finite("init.mean", mean)?;
+                at_least("init.std", std, 0.0)?;
+            }
+        }
+        at_least("optimizer.lr", self.optimizer.lr(), 0.0)?;
+        match self.optimizer {
+            Optimizer::Sgd { weight_decay, .. } => {
+                at_least("optimizer.weight_decay", weight_decay, 0.0)?;
+            }
+            Optimizer::Adagrad {
+                eps,
+                initial_accumulator,
+                ..
+            } => {
+                at_least("optimizer.eps", eps, 0.0)?;
+                at_least("optimizer.initial_accumulator", initial_accumulator, 0.0)?;
+            }
+            Optimizer::Adam {
+                beta1, beta2, eps, ..
+            }
+            | Optimizer::LazyAdam {
+                beta1, beta2, eps, ..
+            } => {
+                share("optimizer.beta1", beta1)?;
+                share("optimizer.beta2", beta2)?;
+                at_least("optimizer.eps", eps, 0.0)?;
+            }
+            Optimizer::AdamW {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                ..
+            } => {
+                share("optimizer.beta1", beta1)?;
+                share("optimizer.beta2", beta2)?;
+                at_least("optimizer.eps", eps, 0.0)?;
+                at_least("optimizer.weight_decay", weight_decay, 0.0)?;
+            }
+            Optimizer::Ftrl {
+                lr,
+                lr_power,
+                l1,
+                l2,
+                initial_accumulator,
+                beta,
+            } => {
+                if lr_power > 0.0 {
+                    return invalid(format!(
+                        "optimizer.lr_power {lr_power} cannot be: at most 0"
+                    ));
+                }
+                positive("optimizer.lr", lr)?;
+                for (name, value) in [
+                    ("optimizer.l1", l1),
+                    ("optimizer.l2", l2),
+                    ("optimizer.beta", beta),
+                ] {
+                    at_least(name, value, 0.0)?;
+                }
+                positive("optimizer.initial_accumulator", initial_accumulator)?;
+            }
+            Optimizer::GroupAdam {
+                lr,
+                beta1,
+                beta2,
+                eps,
+                l1,
+                l2,
+                l21,
+            } => {
+                positive("optimizer.lr", lr)?;
+                share("optimizer.beta1", beta1)?;
+                share("optimizer.beta2", beta2)?;
+                for (name, value) in [
+                    ("optimizer.eps", eps),
+                    ("optimizer.l1", l1),
+                    ("optimizer.l2", l2),
+                    ("optimizer.l21", l21),
+                ] {
+                    at_least(name, value, 0.0)?;
+                }
+            }
+            Optimizer::GroupFtrl {
+                lr,
+                l1,
+                l2,
+                l21,
+                initial_accumulator,
+                beta,
+            } => {
+                positive("optimizer.lr", lr)?;
+                positive("optimizer.initial_accumulator", initial_accumulator)?;
+                for (name, value) in [
+                    ("optimizer.l1", l1),
+                    ("optimizer.l2", l2),
+                    ("optimizer.l21", l21),
+                    ("optimizer.beta", beta),
+                ] {
+                    at_least(name, value, 0.0)?;
+                }
+            }
+        }
+        match self.admission {
+            Admission::None => {}
+            Admission::Counter { count: 0 } => {
+                return invalid("admission.count 0 cannot be: at least 1");
+            }
+            Admission::Counter { .. } => {}
+            Admission::Bloom {
+                count,
+                capacity,
+                false_positives,
+            } => {
+                if count == 0 || count > 255 {
+                    return invalid(format!("admission.count {count} cannot be: 1 to 255"));
+                }
+                if capacity == 0 {
+                    return invalid("admission.capacity 0 cannot be: at least 1");
+                }
+                if !(false_positives > 0.0 && false_positives < 1.0) {
+                    return invalid(format!(
+                        "admission.false_positives {false_positives} cannot be: between 0 and 1"
+                    ));
+                }
+            }
+            Admission::Probability { p } => {
+                if !(p > 0.0 && p <= 1.0) {
+                    return invalid(format!("admission.p {p} cannot be: above 0, at most 1"));
+                }
+            }
+        }
+        match self.eviction {
+            Eviction::Ttl { steps: 0 } => invalid("eviction.steps 0 cannot be: at least 1"),
+            Eviction::Lru { rows: 0 } | Eviction::Lfu { rows: 0 } => {
+                invalid("eviction.rows 0 cannot be: at least 1")
+            }
+            Eviction::L2 { norm } => at_least("eviction.norm", norm, 0.0),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn positive(name: &str, value: f32) -> Result<()> {
+    match value > 0.0 && value.is_finite() {
+        true => Ok(()),
+        false => invalid(format!("{name} {value} cannot be: above 0")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_round_trips_and_has_defaults() {
+        let options = Options::parse(r#"{"dim": 8}"#).unwrap();
+        assert_eq!(options, Options::new(8));
+        assert_eq!(Options::parse(&options.to_json()).unwrap(), options);
+        let text = r#"{"dim": 8, "optimizer": {"kind": "lazy_adam"}, "init": {"kind": "zeros"},
+            "admission": {"kind": "bloom", "capacity": 10}, "eviction": {"kind": "ttl", "steps": 3}}"#;
+        let options = Options::parse(text).unwrap();
+        assert_eq!(Options::parse(&options.to_json()).unwrap(), options);
+    }
+
+    #[test]
+    fn what_cannot_be_is_named() {
+        for (json, word) in [
+            (r#"{"dim": 0}"#, "dim 0"),
+            (r#"{"dim": 4, "shards": 3}"#, "shards 3"),
+            (r#"{"dim": 4, "colour": 3}"#, "colour"),
+            (
+                r#"{"dim": 4, "optimizer": {"kind": "adam", "beta1": 1.0}}"#,
+                "beta1 1",
+            ),
+            (
+                r#"{"dim": 4, "admission": {"kind": "counter", "count": 0}}"#,
+                "admission.count",
+            ),
+            (
+                r#"{"dim": 4, "eviction": {"kind": "lru", "rows": 0}}"#,
+                "eviction.rows",
+            ),
+            (r#"{"dim": 4, "dtype": "f64"}"#, "f64"),
+        ] {
+            let message = Options::parse(json).unwrap_err().to_string();
+            assert!(message.contains(word), "{message}");
+        }
+    }
+}

@@ -1,0 +1,67 @@
+"""Embeddings that grow: one store for PyTorch, TensorFlow and plain Python.
+
+A `Store` maps any int64 (or any string) to a row of values with the optimizer's slots beside them.
+It takes memory as keys come, gives it back as they go, and keys never collide.
+`evener.embedding.torch` and `evener.embedding.tensorflow` are the doors to it; stores are found by
+name, and all doors of a process share them. Nothing here imports torch or TensorFlow.
+"""
+
+from __future__ import annotations
+
+from evener.embedding.options import (
+    L2,
+    Adagrad,
+    Adam,
+    AdamW,
+    Bloom,
+    Constant,
+    Counter,
+    Ftrl,
+    GroupAdam,
+    GroupFtrl,
+    LazyAdam,
+    Lfu,
+    Lru,
+    Normal,
+    Options,
+    Probability,
+    Sgd,
+    SsdTier,
+    TruncatedNormal,
+    Ttl,
+    Uniform,
+    Zeros,
+    slots,
+)
+from evener.embedding.store import Rows, Store, forget, names, table
+
+__all__ = [
+    "L2",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Bloom",
+    "Constant",
+    "Counter",
+    "Ftrl",
+    "GroupAdam",
+    "GroupFtrl",
+    "LazyAdam",
+    "Lfu",
+    "Lru",
+    "Normal",
+    "Options",
+    "Probability",
+    "Rows",
+    "Sgd",
+    "SsdTier",
+    "Store",
+    "TruncatedNormal",
+    "Ttl",
+    "Uniform",
+    "Zeros",
+    "forget",
+    "names",
+    "slots",
+    "table",
+]
