@@ -6,6 +6,7 @@ cool-downs are tested without waiting.
 
 from __future__ import annotations
 
+import errno
 import random
 import subprocess
 from collections.abc import Callable, Mapping
@@ -29,16 +30,24 @@ class Script:
     path: Path
     slots: int
 
-    def find(self) -> dict[str, int]:
-        """Run it. Raises DiscoveryError where it fails, or prints what is no host."""
+    def _run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         try:
-            done = subprocess.run(
-                [str(self.path.absolute())],
+            return subprocess.run(
+                words,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 timeout=_SCRIPT_TIMEOUT,
             )
+        except OSError as error:
+            if error.errno != errno.ENOEXEC or len(words) > 1:
+                raise
+            return self._run(["/bin/sh", *words])  # no #! line: a shell would do the same
+
+    def find(self) -> dict[str, int]:
+        """Run it. Raises DiscoveryError where it fails, or prints what is no host."""
+        try:
+            done = self._run([str(self.path.absolute())])
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DiscoveryError(
                 f"the host discovery script {self.path} cannot be run: {error}",

@@ -27,6 +27,9 @@ from evener.horovod.runner import channel
 from evener.launch import batch
 from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts
 
+# Programs look for these words.
+FAILED = "Horovod detected that one or more processes exited with non-zero status"
+
 
 class RunError(EvenerError, RuntimeError):
     """The function raised on a rank (its exception is `__cause__`), or the job failed."""
@@ -164,7 +167,7 @@ def run(
         named = parse_hosts(hosts) if hosts else batch.hosts(os.environ) or [Host("localhost", 1)]
     exchange = _Exchange(_work(func, args, kwargs or {}), listening_addresses(named, nics))
     try:
-        status = _call(command, {**os.environ, settings.EVENER_RUN.name: exchange.address()})
+        status = call(command, {**os.environ, settings.EVENER_RUN.name: exchange.address()})
     finally:
         exchange.close()
     if status != 0 and exchange.errors:
@@ -172,9 +175,9 @@ def run(
         cause = None
         with contextlib.suppress(Exception):
             cause = pickling.loads(data) if data else None
-        raise RunError(f"the function raised on rank {rank}:\n{text.rstrip()}") from cause
+        raise RunError(f"{FAILED}: the function raised on rank {rank}:\n{text.rstrip()}") from cause
     if status != 0:
-        raise RunError(f"the job ended with status {status}", "see its output above")
+        raise RunError(f"{FAILED}: the job ended with status {status}", "see its output above")
     wanted = min_num_proc if elastic and min_num_proc else num_proc
     if elastic:
         wanted = min(wanted, len(exchange.results))
@@ -197,7 +200,7 @@ def _work(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return pickling.dumps({"path": list(sys.path), "function": function})
 
 
-def _call(command: Sequence[str], env: Mapping[str, str]) -> int:
+def call(command: Sequence[str], env: Mapping[str, str]) -> int:
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
     try:
         return process.wait()

@@ -29,6 +29,7 @@ from evener import _click
 from evener.errors import UsageError
 from evener.horovod import __version__
 from evener.horovod.common.util import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
+from evener.horovod.runner.function import FAILED, RunError, call, run
 from evener.launch.command import launch
 
 
@@ -305,7 +306,7 @@ def arguments_for_launch(
         elastic = ("host_discovery_script", "min_np", "max_np")
         if given["gloo"] and all(given[name] is None for name in elastic):
             arguments.append("--torchrun")
-    arguments += ["--timestamps"] * given["timestamps"] + ["-v"] * given["verbose"]
+    arguments += ["--timestamps"] * bool(given["timestamps"]) + ["-v"] * bool(given["verbose"])
     for name in sorted(env):
         if name not in variables and not STAYS.fullmatch(name) and name.replace("_", "a").isalnum():
             arguments += ["-x", name]
@@ -378,17 +379,46 @@ def run_controller(
 def _run(args: Any) -> Any:
     """Start the job that `args` describe, as `parse_args` or `horovod.runner._HorovodArgs` has it.
 
-    Returns when it has ended. Raises JobError where it failed.
+    Returns when it has ended; with `run_func`, what that returned by rank. Raises a RuntimeError
+    where it failed.
     """
     given = {
         parameter.name: getattr(args, _THEIRS.get(str(parameter.name), str(parameter.name)), None)
         for parameter in horovodrun.params
     }
     given["nics"] = given["nics"] or ()
+    if args.run_func is not None:
+        return run(
+            args.run_func,
+            num_proc=args.num_proc,
+            min_num_proc=args.min_num_proc,
+            max_num_proc=args.max_num_proc,
+            hosts=args.hosts,
+            hostfile=args.hostfile,
+            host_discovery_script=args.host_discovery_script,
+            ssh_port=args.ssh_port,
+            ssh_identity_file=args.ssh_identity_file,
+            output_filename=args.output_filename,
+            verbose=args.verbose,
+            use_gloo=args.use_gloo,
+            use_mpi=args.use_mpi,
+            executable=args.executable,
+        )
     arguments, notes = arguments_for_launch(given, os.environ)
     for note in notes:
         click.echo(f"horovodrun: {note}", err=True)
-    return launch.main(arguments, prog_name="evener launch", standalone_mode=False)
+    start_job(arguments, os.environ)
+    return None
+
+
+def start_job(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """`evener launch ARGUMENTS` in a process of its own, as a thread of a program may ask for.
+
+    Raises RunError where the job failed.
+    """
+    status = call([sys.executable, "-m", "evener", "launch", *arguments], env)
+    if status != 0:
+        raise RunError(f"{FAILED}: the job ended with status {status}", "see its output above")
 
 
 def _variables(given: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

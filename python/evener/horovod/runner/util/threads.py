@@ -18,7 +18,9 @@ def in_thread(
 ) -> threading.Thread:
     """Call `target(*args)` in a new thread, and give the thread. silent: drop what it raises."""
     if not isinstance(args, tuple):
-        raise ValueError(f"args must be a tuple, not {type(args)}: for one argument write (arg,)")
+        raise ValueError(
+            f"args must be a tuple, not {type(args)}, for a single argument use (arg,)"
+        )
 
     def quiet(*given: Any) -> None:
         with contextlib.suppress(Exception):
@@ -44,7 +46,9 @@ def on_event(
     if event is None:
         raise ValueError("Event must not be None")
     if not isinstance(args, tuple):
-        raise ValueError(f"args must be a tuple, not {type(args)}: for one argument write (arg,)")
+        raise ValueError(
+            f"args must be a tuple, not {type(args)}, for a single argument use (arg,)"
+        )
     if stop is None and not daemon:
         raise ValueError("Stop event must be given for non-daemon event thread")
 

@@ -6,8 +6,9 @@ event is set, and when this process is no more.
 
 from __future__ import annotations
 
-import io
+import codecs
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -31,42 +32,35 @@ def prefix_connection(
 ) -> None:
     """Copy text from a connection to a stream, with `[index]<prefix>:` before each line.
 
-    A carriage return begins a line too. Without `prefix` or `index` nothing is put before lines.
+    A line is written when it is complete; a carriage return ends one too. Without `prefix` or
+    `index` nothing is put before lines.
     """
     marked = prefix is not None and index is not None
-    begins = True
+    begun, returned = "", False
 
-    def write(text: str) -> None:
-        nonlocal begins
-        for part in _lines(text):
-            if begins and marked:
-                stamp = time.strftime("%a %b %d %H:%M:%S %Y", time.localtime())
-                dst_stream.write(stamp if prefix_output_with_timestamp else "")
-                dst_stream.write(f"[{index}]<{prefix}>:")
-            dst_stream.write(part)
-            begins = part.endswith(("\n", "\r"))
+    def write(text: str, last: bool = False) -> None:
+        nonlocal begun, returned
+        if returned and text.startswith("\n"):  # of a line that is written
+            dst_stream.write("\n")
+            text = text[1:]
+        returned = text.endswith("\r")
+        *whole, begun = _lines(begun + text)
+        for line in [*whole, begun] if last and begun else whole:
+            if marked and prefix_output_with_timestamp:
+                dst_stream.write(time.asctime(time.localtime(time.time())))
+            dst_stream.write(f"[{index}]<{prefix}>:{line}" if marked else line)
         dst_stream.flush()
 
     with os.fdopen(src_connection.fileno(), "rb", buffering=0, closefd=False) as raw:
-        decoder = io.IncrementalNewlineDecoder(_utf8(), translate=False)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while data := raw.read(1 << 16):
             write(decoder.decode(data))
-        write(decoder.decode(b"", final=True))
-
-
-def _utf8() -> Any:
-    import codecs
-
-    return codecs.getincrementaldecoder("utf-8")("replace")
+        write(decoder.decode(b"", final=True), last=True)
 
 
 def _lines(text: str) -> list[str]:
-    parts, begin = [], 0
-    for at, letter in enumerate(text, 1):
-        if letter in "\n\r":
-            parts.append(text[begin:at])
-            begin = at
-    return [*parts, *([text[begin:]] if begin < len(text) else [])]
+    """The lines of `text` with their ends, and what comes after the last of them."""
+    return re.split(r"(?<=\n)|(?<=\r)(?!\n)", text)
 
 
 def execute(
