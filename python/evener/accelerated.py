@@ -29,6 +29,7 @@ from evener.comm import lookups
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.errors import UsageError
+from evener.own import OwnReducer
 
 logger = logging.getLogger("evener.ddp")
 
@@ -39,6 +40,7 @@ _OWN = (
     "evener",
     "evener_steps",
     "_evener_modules",
+    "_evener_own",
     "_evener_plain",
     "_evener_release",
     "_evener_ended",
@@ -55,6 +57,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
     evener: Reducer
     evener_steps: Steps
     _evener_modules: tuple[torch.nn.Module, ...]  # walking the tree takes longer, in every step
+    _evener_own: OwnReducer  # DDP's, for as long as a planner finds it the fastest
     _evener_plain: type[DistributedDataParallel]  # what it was
     _evener_release: Any  # detaches the reducer; it does so too when the model is dropped
     _evener_ended: bool  # another wrapper of its parameters was accelerated
@@ -67,6 +70,10 @@ class AcceleratedDataParallel(DistributedDataParallel):
         """As DDP: broadcast buffers, move inputs, call the module; then expect gradients."""
         if self._evener_ended:
             return self._forward_as_before(*inputs, **kwargs)
+        if self._evener_own.takes():
+            self.evener_steps.own_forward_began(self.require_backward_grad_sync)
+            if self._evener_own.takes():  # unless the planner has just ended it
+                return self._forward_of_ddp(*inputs, **kwargs)
         self._forward_began()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -74,6 +81,8 @@ class AcceleratedDataParallel(DistributedDataParallel):
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         # Behind those: a rank that has joined takes part in them first.
         self.evener_steps.forward_began(compiled=torch.compiler.is_compiling() or self._compiled())
+        if self._evener_own.takes():  # the planner has just begun with it
+            return self._forward_of_ddp(*inputs, **kwargs)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
@@ -83,6 +92,16 @@ class AcceleratedDataParallel(DistributedDataParallel):
             self._sync_buffers()
         self.evener_steps.forward_ended()
         self._forward_ended(output)
+        return output
+
+    def _forward_of_ddp(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DDP's own forward, with its own reducer; and how a step is told from a mere forward."""
+        output = DistributedDataParallel.forward(self, *inputs, **kwargs)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            for tensor in _find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self.evener_steps.own_backward_began)
+                    break
         return output
 
     @_disable_dynamo
@@ -145,6 +164,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DDP's: what a rank does that has no more inputs, while others have."""
+        self._evener_own.never("join() is in use")
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return _Joined(self)
 
@@ -177,6 +197,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
 
     def _set_static_graph(self) -> None:
         """As DDP's: every step uses the same parameters, as often as the first."""
+        self._evener_own.never("the graph is static")
         self.static_graph = True
         self.evener.track_unused = True
         self.evener.arrivals.expect_repeats()
@@ -300,7 +321,10 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
         made = type(f"Accelerated{plain.__name__}", (plain, AcceleratedDataParallel), {})
     model.__class__ = made
     accelerated: AcceleratedDataParallel = model  # type: ignore[assignment]
-    release = weakref.finalize(accelerated, _release, reducer, steps)
+    own = OwnReducer(accelerated)
+    if steps.planner is not None:
+        steps.planner.library = own
+    release = weakref.finalize(accelerated, _release, reducer, steps, own)
     release.atexit = False
     # DDP's reducer is not asked any more: its hooks and its buckets, as large as the gradients, go.
     stand_in = _StandIn(accelerated)
@@ -310,6 +334,7 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
         evener=reducer,
         evener_steps=steps,
         _evener_modules=tuple(model.module.modules()),
+        _evener_own=own,
         _evener_plain=plain,
         _evener_release=release,
         _evener_ended=False,
@@ -330,9 +355,10 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
     return accelerated
 
 
-def _release(reducer: Reducer, steps: Steps) -> None:
+def _release(reducer: Reducer, steps: Steps, own: OwnReducer) -> None:
     """The model is gone, or reduced by another reducer."""
     try:
+        own.drop()
         if steps.overlap is not None:
             steps.overlap.detach()
     finally:

@@ -124,6 +124,11 @@ class Arrivals:
         """A gradient may come several times in a backward; said before the first step."""
         self._counting = True
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a gradient comes several times in a backward, or may."""
+        return self._counting or any(times > 1 for times in self._times)
+
     def settle(self) -> None:
         """The first step is over: how often gradients come is known."""
         self._counting = False

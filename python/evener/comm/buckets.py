@@ -219,6 +219,21 @@ class Buckets:
         made = Bucket(number, _zeros(0, parameter), slots, parts=parts, part=", rows", by_rows=True)
         self.buckets.append(made)
 
+    def release(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """Give the memory of all buckets back; what `restore` needs to have it again."""
+        storages = {b.buffer.untyped_storage()._cdata: b.buffer.untyped_storage() for b in self}
+        found = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in found:
+            storage.resize_(0)
+        return found
+
+    def restore(self, released: list[tuple[torch.UntypedStorage, int]]) -> None:
+        """All buckets have memory again, of zeros."""
+        for storage, size in released:
+            storage.resize_(size)
+        for bucket in self:
+            bucket.buffer.zero_()
+
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
 

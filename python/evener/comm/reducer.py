@@ -119,6 +119,7 @@ class Reducer:
         self._step = Step()
         self._measuring = True
         self._failed = False
+        self._resting: list[tuple[torch.UntypedStorage, int]] = []
         self._choices: tuple[tuple[str, str], ...] | None = None
         self.arrivals = Arrivals(self.names, self, repeats=repeats)
         self.parts = Parts(self)
@@ -167,7 +168,8 @@ class Reducer:
         """A planner's decision, from the next step on: (algorithm, form) of each bucket, and order.
 
         Between steps only, and the same on every rank. "flat", "2d", or "own", which is the
-        collective library alone as DDP's own reducer takes it; a form of `wires.names()`.
+        collective library alone as DDP's own reducer takes it ("ddp": and where there is such a
+        reducer, it takes it); a form of `wires.names()`.
         """
         self._choices = tuple(choices)
         before = self.exchanges
@@ -201,6 +203,11 @@ class Reducer:
         return choose(options, exchange.route, exchange.bucket) == form
 
     @property
+    def fallen(self) -> bool:
+        """Whether the guard has let any bucket fall back."""
+        return bool(self._fallen)
+
+    @property
     def compressible(self) -> bool:
         """Whether gradients cross a network, and not only the largest of them."""
         nodes = self.communicators.route.levels.nodes
@@ -210,7 +217,7 @@ class Reducer:
         if bucket.by_rows:
             return self.communicators.flat()
         algorithm = "" if self._choices is None else self._choices[bucket.index][0]
-        if algorithm == "own":
+        if algorithm in ("own", "ddp"):
             return self.communicators.library()
         if algorithm == "flat":
             return self.communicators.flat()
@@ -593,6 +600,29 @@ class Reducer:
         if self.communicators.rank == 0:
             logger.info("buckets follow the order of the first backward: %d", len(self.buckets))
 
+    # --- another's turn ---
+
+    def rest(self) -> None:
+        """Another reducer takes the gradients from here on: hooks and memory of buckets go.
+
+        Between steps, as `wake`. A gradient that lies in a bucket stays, as a tensor of its own.
+        """
+        self.finish("")
+        self.arrivals.detach()
+        self.arrivals.active = False
+        for parameter, view in zip(self.parameters, self.buckets.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+        self._resting = self.buckets.release()
+
+    def wake(self) -> None:
+        """It is this one's turn again."""
+        self.buckets.restore(self._resting)
+        self._resting = []
+        self.arrivals.hook(self.parameters)
+        self.arrivals.active = True
+        self._reset()
+
     # --- what it is doing ---
 
     def describe(self) -> str:
@@ -602,6 +632,8 @@ class Reducer:
         forms = [self._form(e.bucket, e.route) for e in self.exchanges]
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
+        if self._resting:
+            counts += ", by DDP's own reducer"
         staged = ", staged between nodes" if route.outer.transport is not None else ""
         return (
             f"{self.communicators.size} ranks, {kind} all-reduce ({route.levels.reason}){staged}; "

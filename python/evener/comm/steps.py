@@ -46,6 +46,8 @@ class Steps:
         # Called when a forward begins that will be differentiated; for who counts or times them.
         self.on_forward: Callable[[], None] | None = None
         self._count = self._begun = 0
+        self._own_began = False  # a backward of DDP's own
+        self._told = False  # `on_forward` was called for the forward that begins
         self._profile_at = _PROFILED
         self._recorder: Recorder | None = None
         self._taken: list[Recorder] = []
@@ -65,8 +67,7 @@ class Steps:
         if not torch.is_grad_enabled():
             self.finish("evaluation")
             return
-        if self.on_forward is not None:
-            self.on_forward()
+        self._tell()
         if not self.reducer.arrivals.active:
             return
         if self._recorder is not None and "landed" in self._recorder.marks:
@@ -76,10 +77,7 @@ class Steps:
             if len(self._taken) == len(self._held):
                 taken, self._taken = self._taken, []
                 self._settle(taken)
-        if self.planner is not None and self._begun < self._count:
-            self._begun = self._count
-            if self.planner.step_begins():
-                self._profile_at = self._count
+        self._turn()
         place = self._count - self._profile_at
         if self._wanted and 0 <= place < len(self._held):
             if self._recorder is None:
@@ -90,6 +88,41 @@ class Steps:
             self._recorder.mark("begin")
         elif self.overlap is not None:
             self.overlap.forward_begins()
+
+    def _tell(self) -> None:
+        told, self._told = self._told, False
+        if self.on_forward is not None and not told:
+            self.on_forward()
+
+    def _turn(self) -> None:
+        """A step may begin: the planner's turn."""
+        if self.planner is not None and self._begun < self._count:
+            self._begun = self._count
+            if self.planner.step_begins():
+                self._profile_at = self._count
+
+    @_disable_dynamo
+    def own_forward_began(self, syncs: bool) -> None:
+        """Before a forward whose gradients DDP's own reducer takes (`evener.own`).
+
+        `syncs`: its backward will be synchronised. Afterwards it may be Evener's.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self._tell()
+        if not syncs:
+            return
+        if self._own_began:
+            self._own_began = False
+            self._count += 1
+            self.reducer.steps += 1
+        self._turn()
+        # Where the turn is Evener's now, `forward_began` follows, for the same forward.
+        self._told = self.reducer.arrivals.active
+
+    def own_backward_began(self, _: Any) -> None:
+        """A hook of its outputs: there is a step, once the next forward begins."""
+        self._own_began = True
 
     @_disable_dynamo
     def forward_ended(self) -> None:

@@ -28,13 +28,13 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from evener import settings
-from evener.comm import wires
+from evener.comm import guard, wires
 from evener.comm.overlap import StepOverlap
 from evener.comm.planner import choose, probe
 from evener.comm.planner.bounds import plausible
@@ -43,7 +43,7 @@ from evener.comm.planner.costs import Costs
 from evener.comm.planner.sequence import first_sequence
 from evener.comm.planner.simulate import play
 from evener.comm.planner.trial import FAR, SETTLE, Trial, Watch, Way
-from evener.comm.planner.ways import describe, harshness, same, ways
+from evener.comm.planner.ways import LIBRARY, describe, harshness, same, ways
 from evener.comm.profile import Clock, Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
@@ -57,10 +57,30 @@ _STRIKES = 2
 _WATCHED = 8
 # Of the profiled steps, in so many something must look between backward and step.
 _LOOKED = 2
+# The library's form that the guard has to look at now and then.
+_OF_LITTLE_RANGE = "fp16"
 # A step that is shorter than computing was said to be, by more than this, says how long that is.
 _SHORTER = 0.97
 
 Measure = Callable[[StepProfile], Costs]
+
+
+class Library(Protocol):
+    """The model's own reducer, that of torch, which can take the gradients in place of Evener's."""
+
+    on: str  # the form in which it does so now, or empty
+
+    def refusal(self) -> str:
+        """Why it cannot; or nothing."""
+
+    def forms(self) -> tuple[str, ...]:
+        """In which it can send."""
+
+    def enter(self, form: str) -> None:
+        """From the step that begins now on. The same on all ranks, as `leave`."""
+
+    def leave(self) -> None:
+        """Evener's reducer takes them again."""
 
 
 class Planner:
@@ -80,6 +100,8 @@ class Planner:
         `trial_steps`: in each window of a trial, 0: nothing is tried; None: EVENER_TRIAL_STEPS.
         """
         self.reducer, self.overlap = reducer, overlap
+        self.library: Library | None = None
+        self._returns = ""  # the form of the library's that goes on when the guard has looked
         self._may_overlap = overlap
         # The form that was asked for; None where one is to be chosen.
         wire = reducer.options.wire
@@ -307,7 +329,17 @@ class Planner:
         return found
 
     def _ranged(self, way: Way) -> Way:
-        return dataclasses.replace(way, decision=self._within_range(way.decision))
+        made = self._within_range(way.decision)
+        if (
+            library_form(way.decision)
+            and (moved := {c.form for c in made.choices})
+            and len(moved) > 1
+        ):
+            # One hook for all buckets: that of the widest range.
+            last = max(moved, key=lambda form: wires.get(form).place)
+            choices = tuple(dataclasses.replace(c, form=last) for c in made.choices)
+            made = dataclasses.replace(made, choices=choices)
+        return dataclasses.replace(way, decision=made)
 
     def _ways(self, planned: Decision, profile: StepProfile) -> list[Way]:
         assert self.costs is not None
@@ -315,6 +347,12 @@ class Planner:
             return [Way("planned", planned), Way("without overlap", self._alone(profile))]
         route = self.reducer.communicators.route
         alone = route.outer.transport is None and not route.levels.two_level
+        library = "2d" if alone else "own"
+        if self.library is not None:
+            why = self.library.refusal()
+            library = library if why else LIBRARY
+            if why:
+                logger.info("plan: DDP's own reducer is not tried: %s", why)
         return ways(
             planned,
             profile,
@@ -323,7 +361,7 @@ class Planner:
             overlap=self.overlap,
             algorithm=self.reducer.options.algorithm,
             allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
-            library="2d" if alone else "own",
+            library=library,
         )
 
     def _alone(self, profile: StepProfile) -> Decision:
@@ -345,7 +383,10 @@ class Planner:
     def _take(self, way: Way) -> None:
         """From the step that begins now on this way; everything that was on its way comes in."""
         self.reducer.finish("")
-        made = way.decision
+        made, self._returns = way.decision, ""
+        form = library_form(made)
+        if self.library is not None and self.library.on not in ("", form):
+            self.library.leave()
         if self.forced is None:
             self.reducer.adopt([(c.algorithm, c.form) for c in made.choices], made.sequence)
         else:
@@ -354,6 +395,8 @@ class Planner:
             exchange.predicted_ms = choice.stages_ms[1]
         if self._overlap is not None:
             self._overlap.wanted = made.overlap
+        if self.library is not None and form:
+            self.library.enter(form)
         self.decision = made
         self._turn, self._marks = 0, []
 
@@ -461,6 +504,18 @@ class Planner:
 
     # --- watching ---
 
+    def _let_guard_look(self, library: Library) -> None:
+        """A step of Evener's in the same form, where one is due: torch's hook checks nothing."""
+        if self._returns:
+            fallen = wires.get(self._returns).milder if self.reducer.fallen else self._returns
+            library.enter(fallen)
+            self._returns = ""
+        elif library.on == _OF_LITTLE_RANGE:
+            options = self.reducer.options
+            if guard.due(self.reducer.steps + 1, options.guard_steps):
+                self._returns = library.on
+                library.leave()
+
     def step_begins(self) -> bool:
         """Once a step, between steps. Collective now and then; True: the network has changed."""
         if self.decision is None or self.reducer.steps < self.reducer.options.warmup_steps:
@@ -468,6 +523,8 @@ class Planner:
         if self._trial is not None:
             self._tried(self._trial)
             return False
+        if self.library is not None:
+            self._let_guard_look(self.library)
         self._steps += 1
         place = self._steps % self._every
         if place == 1:
@@ -524,6 +581,8 @@ class Planner:
                 if box[1]
                 else "",
             )
+        if box[0] and self.library is not None:
+            self.library.leave()
         if box[0] and self._overlap is not None:
             self._interrupted = self._overlap.interrupted
         elif box[1] and self.kept is not None:
@@ -568,6 +627,11 @@ class Planner:
             )
         for line in table(profile, made):
             logger.info("plan: %s", line)
+
+
+def library_form(made: Decision) -> str:
+    """The form in which the model's own reducer is to send, where it is to do so; or nothing."""
+    return made.choices[0].form if made.choices and made.choices[0].algorithm == LIBRARY else ""
 
 
 def _calibrated(profile: StepProfile, made: Decision, took: float) -> StepProfile:

@@ -19,6 +19,8 @@ from evener.comm.planner.simulate import play
 from evener.comm.planner.trial import Way
 from evener.comm.profile import StepProfile
 
+# As an algorithm: the model's own reducer, that of torch, with all buckets in one form.
+LIBRARY = "ddp"
 # Past this many times the best prediction a way of the planner's own making is not tried.
 _HOPELESS = 1.5
 
@@ -39,7 +41,7 @@ def ways(
     """`planned` first, then the others, each once. Arguments as `choose`'s.
 
     `library`: what the collective library alone is called as an algorithm; "2d" where the planner's
-    own way is no other.
+    own way is no other, `LIBRARY` where the model's own reducer can do it.
     """
 
     def chosen(forms: Sequence[str], overlap: bool) -> Decision:
@@ -95,7 +97,9 @@ def _own(
     """All buckets over the collective library alone, as they become complete."""
     choices = []
     for index, bucket in enumerate(profile.buckets):
-        sent = form if form != "exact" and allowed(index, form) else "exact"
+        sent = form
+        if form != "exact" and library != LIBRARY and not allowed(index, form):
+            sent = "exact"
         size = bucket.summed(costs.nodes * costs.per_node)
         # The cast halves what crosses; what the flat way costs was measured for exact ones alone.
         if costs.flat is not None and costs.per_node > 1:
@@ -125,6 +129,8 @@ def same(one: Decision, other: Decision) -> bool:
 
 def describe(decision: Decision) -> str:
     """What a way does, in words: the buckets by form, and whether they outlast a step."""
+    if decision.choices and decision.choices[0].algorithm == LIBRARY:
+        return f"DDP's own reducer, {decision.choices[0].form}"
     kinds = [c.form if c.algorithm == "2d" else f"{c.algorithm} {c.form}" for c in decision.choices]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     return f"{counts}; {'overlap across the step' if decision.overlap else 'no overlap'}"
