@@ -57,6 +57,16 @@ def sgd_step(
     number: int,
     how: _How,
 ) -> None: ...
+def lion_step(
+    elements: int,
+    master: tuple[str, int, int],
+    gradient: _Tensor,
+    first: _Tensor,
+    output: _Tensor,
+    hyper: list[float],
+    number: int,
+    how: _How,
+) -> None: ...
 def sum_of_squares(elements: int, gradient: _Tensor, threads: int) -> float: ...
 def instruction_sets() -> list[str]: ...
 def optimizer_threads() -> int: ...

@@ -172,6 +172,35 @@ def sgd(
     )
 
 
+def lion(
+    master: Master,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    output: torch.Tensor | None = None,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    run: Run | None = None,
+) -> None:
+    """One step of Lion, in place; `first` is the momentum. Otherwise as `adam`."""
+    numel, where = _master(master)
+    halves = (master, None) if isinstance(master, torch.Tensor) else master
+    _apart(*halves, gradient, first, output)
+    _native.lion_step(
+        numel,
+        where,
+        _address(gradient, "gradient", numel, _GRADIENTS),
+        _address(first, "first", numel, _MOMENTS),
+        _address(output, "output", numel, _OUTPUTS),
+        [lr, *betas, weight_decay, scale],
+        step,
+        (run or Run())._native(),
+    )
+
+
 def sum_of_squares(gradient: torch.Tensor, threads: int = 0) -> float:
     """The sum of squares of a flat gradient in float64; not finite where an entry is not."""
     numel = gradient.numel()

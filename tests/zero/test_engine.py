@@ -16,6 +16,7 @@ from evener import records, zero
 from evener.errors import EvenerError, UsageError
 from evener.stats import show
 from evener.zero.chunk import Chunk
+from evener.zero.rules import AdamW
 
 from .models import Model, Plain, batches, loss_of
 
@@ -312,8 +313,8 @@ def test_races_between_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
     monkeypatch.setattr(Chunk, "allocate", slow(poisoned))
     monkeypatch.setattr(
-        "evener.zero.lanes.update_on_host",
-        slow(zero.lanes.update_on_host),  # type: ignore[attr-defined]
+        "evener.zero.rules.AdamW.on_host",
+        slow(AdamW.on_host),
     )
     engine = start(model, {"layers.1/0"}, evener={"depth": 3})
     for tokens in batches(8):
@@ -328,13 +329,13 @@ def test_races_between_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_fails_on_a_thread_is_raised_where_the_user_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no room")
 
     torch.manual_seed(0)
     engine = start(Model())
     tokens = batches(1)[0]
-    monkeypatch.setattr("evener.zero.lanes.update_on_host", broken)
+    monkeypatch.setattr("evener.zero.rules.AdamW.on_host", broken)
     engine.backward(loss_of(engine, tokens))
     engine.step()
     with pytest.raises(EvenerError, match="optimizer step on the host failed: no room"):

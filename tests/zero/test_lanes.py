@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from evener import _optimizers, zero
-from evener.zero import hyper, lanes
-from evener.zero.hyper import Noise, Rule, States, update_on_device, update_on_host
+from evener.zero import lanes, states
+from evener.zero.rules import RULES, AdamW, Rule
+from evener.zero.states import Noise, States
 from tests.zero.models import Model, Plain, batches, loss_of
 from tests.zero.test_engine import assert_same, configuration, weights
 
@@ -41,32 +42,38 @@ def states_of(n: int, master: str, moments: torch.dtype) -> States:
     return States(w, None, None, first, second)
 
 
+def begin_rule(
+    kind: type[Rule], n: int, master: str, moments: torch.dtype
+) -> tuple[Rule, tuple[States, States]]:
+    """A rule with decay and momentum, and two equal states that have the moments it needs."""
+    rule = kind(weight_decay=0.1, **({"momentum": 0.9} if "momentum" in kind.defaults else {}))
+    pair = states_of(n, master, moments), states_of(n, master, moments)
+    for one in pair:
+        if "second" not in rule.moments.values():
+            one.second = None
+    return rule, pair
+
+
 @pytest.mark.parametrize("master", ["split", "float16", "float32"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("kind", RULES)
 def test_host_and_device_round_alike(
-    master: str, moments: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+    master: str, moments: torch.dtype, kind: type[Rule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 5000
-    monkeypatch.setattr(hyper, "SLICE", 1536)
-    here, there = states_of(n, master, moments), states_of(n, master, moments)
-    if kind == "sgd":
-        here.second = there.second = None
-    values = Rule(kind, {"weight_decay": 0.1}).values()
-    if kind == "sgd":
-        values["momentum"] = 0.9
+    monkeypatch.setattr(states, "SLICE", 1536)
+    rule, (here, there) = begin_rule(kind, n, master, moments)
     gradient = torch.randn(n, generator=torch.Generator().manual_seed(6)).bfloat16()
     for step in (1, 2, 3):
-        update_on_host(
-            kind,
+        rule.on_host(
             here,
             gradient,
-            values,
+            rule.values,
             step,
             0.3,
             _optimizers.Run(threads=1, seed=11, stream=7, offset=40),
         )
-        update_on_device(kind, there, gradient, values, step, 0.3, Noise(11, 7, 40))
+        rule.on_device(there, gradient, rule.values, step, 0.3, Noise(11, 7, 40))
     for name, tensor in here.tensors().items():
         assert torch.equal(tensor, there.tensors()[name]), name
 
@@ -88,8 +95,8 @@ def test_bits_do_not_depend_on_the_lane(moments: str, monkeypatch: pytest.Monkey
         return room.view(torch.uint8).fill_(0xFF).view(like.dtype)
 
     monkeypatch.setattr(lanes, "SLICE", 1024)
-    monkeypatch.setattr(lanes, "update_on_host", slow(update_on_host))
-    monkeypatch.setattr(lanes, "update_on_device", slow(update_on_device))
+    monkeypatch.setattr(AdamW, "on_host", slow(AdamW.on_host))
+    monkeypatch.setattr(AdamW, "on_device", slow(AdamW.on_device))
     monkeypatch.setattr(lanes._Slot, "room", poisoned)
     defaults = {**lanes.Lanes.__init__.__kwdefaults__, "slice_numel": 1024}
     monkeypatch.setattr(lanes.Lanes.__init__, "__kwdefaults__", defaults)
@@ -117,11 +124,11 @@ def test_bits_do_not_depend_on_the_lane(moments: str, monkeypatch: pytest.Monkey
 
 
 def test_what_fails_in_the_streaming_lane_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(lanes, "update_on_device", broken)
-    monkeypatch.setattr(lanes, "update_on_host", broken)
+    monkeypatch.setattr(AdamW, "on_device", broken)
+    monkeypatch.setattr(AdamW, "on_host", broken)
     torch.manual_seed(0)
     engine = begin(Model(), True)
     engine.backward(loss_of(engine, batches(1)[0]))
@@ -149,8 +156,8 @@ def test_stale_updates_only_by_name_and_they_train() -> None:
 INTERPRETED = """
 import torch
 from evener import _optimizers
-from evener.zero import triton_adam
-from evener.zero.hyper import Rule, States, random_key, scalars, update_on_host
+from evener.zero.rules import named, triton_adam
+from evener.zero.states import States, random_key
 from tests.zero.test_lanes import states_of
 
 n = 2500
@@ -158,14 +165,14 @@ for kind in ("adamw", "adam"):
     for master in ("split", "float16", "float32"):
         for moments in (torch.float32, torch.bfloat16):
             want, have = states_of(n, master, moments), states_of(n, master, moments)
-            values = Rule(kind, {"weight_decay": 0.1}).values()
+            rule = named(kind, weight_decay=0.1)
             gradient = torch.randn(n).bfloat16()
             run = _optimizers.Run(threads=1, seed=3, stream=9, offset=256)
-            update_on_host(kind, want, gradient, values, 4, 0.5, run)
+            rule.on_host(want, gradient, rule.values, 4, 0.5, run)
             other = {"split": have.lower, "float16": have.master, "float32": None}[master]
             triton_adam.adam(
                 master, have.weights, other, gradient, have.first, have.second,
-                scalars(kind, values, 4, 0.5), coupled=kind == "adam",
+                rule.scalars(rule.values, 4, 0.5), coupled=kind == "adam",
                 key=random_key(3, 4, 9), offset=256,
             )
             for name, tensor in want.tensors().items():
@@ -189,7 +196,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from evener.zero import triton_adam as kernels
+from evener.zero.rules import triton_adam as kernels
 
 types = {"weights": "*i16", "other": "*i16", "gradient": "*bf16", "first": "*i16", "second": "*i16"}
 types |= {"n": "i32", "key": "i32", "offset": "i32"}

@@ -11,10 +11,11 @@ import torch
 
 from evener import _optimizers, zero
 from evener.zero.chunk import Chunk
-from evener.zero.hyper import Noise, Rule, States, update_on_device, update_on_host
+from evener.zero.rules import RULES, Rule
+from evener.zero.states import Noise, States
 from tests.zero.models import Model, batches, loss_of
 from tests.zero.test_engine import configuration, weights
-from tests.zero.test_lanes import states_of
+from tests.zero.test_lanes import begin_rule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,26 +45,26 @@ def train(
 
 @pytest.mark.parametrize("master", ["split", "float16", "float32"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("kind", RULES)
 def test_the_kernels_of_gpu_and_host_round_alike(
-    master: str, moments: torch.dtype, kind: str
+    master: str, moments: torch.dtype, kind: type[Rule]
 ) -> None:
     n = 100_003
-    here = states_of(n, master, moments)
+    rule, (here, _) = begin_rule(kind, n, master, moments)
     moved = {name: tensor.cuda() for name, tensor in here.tensors().items()}
     there = States(
-        moved["weights"], moved.get("lower"), moved.get("master"), moved["first"], moved["second"]
+        moved["weights"],
+        moved.get("lower"),
+        moved.get("master"),
+        moved["first"],
+        moved.get("second"),
     )
-    values = Rule(kind, {"weight_decay": 0.1}).values()
-    if kind == "sgd":
-        here.second = there.second = None
-        values["momentum"] = 0.9
     gradient = torch.randn(n).bfloat16()
     for step in (1, 2, 1000):
         run = _optimizers.Run(seed=11, stream=7, offset=1 << 20)
-        update_on_host(kind, here, gradient, values, step, 0.3, run)
+        rule.on_host(here, gradient, rule.values, step, 0.3, run)
         noise = Noise(11, 7, 1 << 20)
-        update_on_device(kind, there, gradient.cuda(), values, step, 0.3, noise)
+        rule.on_device(there, gradient.cuda(), rule.values, step, 0.3, noise)
     for name, tensor in here.tensors().items():
         assert torch.equal(tensor, there.tensors()[name].cpu()), name
 

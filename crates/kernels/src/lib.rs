@@ -9,6 +9,7 @@ pub mod formats;
 mod fused;
 pub mod int8;
 pub mod isa;
+pub mod lion;
 pub mod norm;
 pub mod pool;
 pub mod sgd;

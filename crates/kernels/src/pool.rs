@@ -7,6 +7,7 @@
 use crate::adam::Adam;
 use crate::formats::BLOCK;
 use crate::isa::Isa;
+use crate::lion::Lion;
 use crate::norm;
 use crate::sgd::Sgd;
 use crate::state::{Gradient, Noise, StateError, Tensors};
@@ -27,6 +28,12 @@ pub trait Optimizer: Sync {
 impl Optimizer for Adam {
     fn step(&self, isa: Isa, tensors: Tensors<'_>, noise: Noise) -> Result<(), StateError> {
         Adam::step(self, isa, tensors, noise)
+    }
+}
+
+impl Optimizer for Lion {
+    fn step(&self, isa: Isa, tensors: Tensors<'_>, noise: Noise) -> Result<(), StateError> {
+        Lion::step(self, isa, tensors, noise)
     }
 }
 

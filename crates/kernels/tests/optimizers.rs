@@ -4,6 +4,7 @@
 use evener_kernels::adam::Adam;
 use evener_kernels::formats::{self, from_bf16, from_f16, join, mix, split, to_bf16};
 use evener_kernels::isa::Isa;
+use evener_kernels::lion::Lion;
 use evener_kernels::pool::{Optimizer, Pool};
 use evener_kernels::sgd::Sgd;
 use evener_kernels::state::{Gradient, Master, Moment, Noise, Output, StateError, Tensors};
@@ -243,6 +244,13 @@ fn threads_change_nothing() {
         scale: 0.5,
         step: 3,
     };
+    let lion = Lion {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.99,
+        weight_decay: 0.1,
+        scale: 0.5,
+    };
     let noise = Noise {
         key: formats::key(7, 3, 0),
         offset: u32::MAX - 5,
@@ -261,6 +269,7 @@ fn threads_change_nothing() {
     }
     compare(&adam, &values, noise);
     compare(&sgd, &values, noise);
+    compare(&lion, &values, noise);
     let gradient: Vec<f32> = values.iter().map(|x| x.1).collect();
     let exact: f64 = gradient.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
     let (one, three) = (Pool::new(1).unwrap(), Pool::new(3).unwrap());

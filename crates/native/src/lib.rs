@@ -178,7 +178,7 @@ mod _native {
     use super::net_bench;
     #[pymodule_export]
     use super::optimizer::{
-        adam_step, instruction_sets, optimizer_threads, sgd_step, sum_of_squares,
+        adam_step, instruction_sets, lion_step, optimizer_threads, sgd_step, sum_of_squares,
     };
     #[pymodule_export]
     use super::staging::StagedExchange;

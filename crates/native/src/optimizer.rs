@@ -7,6 +7,7 @@ use crate::Span;
 use evener_kernels::adam::Adam;
 use evener_kernels::formats;
 use evener_kernels::isa::Isa;
+use evener_kernels::lion::Lion;
 use evener_kernels::pool::{Optimizer, Pool};
 use evener_kernels::sgd::Sgd;
 use evener_kernels::state::{Gradient, Master, Moment, Noise, Output, Tensors};
@@ -225,6 +226,44 @@ pub fn sgd_step(
         )?
     };
     step(py, &sgd, number, tensors, &how)
+}
+
+/// One step of Lion; see `evener_kernels::lion`. `hyper`: lr, beta1, beta2, weight decay, scale.
+#[pyfunction]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the tensors of a step, and nothing else"
+)]
+pub fn lion_step(
+    py: Python<'_>,
+    elements: usize,
+    master: (String, usize, usize),
+    gradient: (String, usize),
+    first: (String, usize),
+    output: (String, usize),
+    hyper: [f64; 5],
+    number: u64,
+    how: How,
+) -> PyResult<()> {
+    let [lr, beta1, beta2, weight_decay, scale] = hyper;
+    let lion = Lion {
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        scale,
+    };
+    // SAFETY: `evener._kernels` passes distinct live tensors and holds them until this returns.
+    let tensors = unsafe {
+        tensors(
+            elements,
+            (&master.0, master.1, master.2),
+            (&gradient.0, gradient.1),
+            [(&first.0, first.1), ("none", 0)],
+            (&output.0, output.1),
+        )?
+    };
+    step(py, &lion, number, tensors, &how)
 }
 
 /// The sum of squares of a gradient, in f64; see `evener_kernels::norm`.

@@ -14,12 +14,11 @@ from torch import nn
 from evener.errors import EvenerError, UsageError
 from evener.zero import budget as budgets
 from evener.zero import device as devices
-from evener.zero import moments, schedule, shapes, tensors
+from evener.zero import moments, rules, schedule, shapes, tensors
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
 from evener.zero.host import HostMemory
-from evener.zero.hyper import Rule
 from evener.zero.planner import Machine, Plan, Work
 from evener.zero.planner import plan as pure_plan
 from evener.zero.probe import probe
@@ -78,7 +77,7 @@ def plan_units(
                 checkpointing=mode != "none",
                 ranks=ranks,
                 depth=config.depth,
-                moments=config.rule.moments,
+                moments=len(config.rule.moments),
                 streaming=streaming,
                 offloaded=away,
             )
@@ -135,7 +134,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, engine.rule.values())
+        super().__init__(groups, engine.rule.values)
         self.engine = engine
         engine.param_groups = self.param_groups
         # Schedulers look for it, to warn of a loop that never steps; here engine.step() does.
@@ -182,21 +181,6 @@ def _groups(
     return groups
 
 
-def _rule_of(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    kind = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}.get(type(optimizer).__name__)
-    if kind is None:
-        raise UsageError(
-            f"optimizer {type(optimizer).__name__} has no fused kernel",
-            "use torch.optim.AdamW, Adam or SGD, or name one in the configuration",
-        )
-    names = Rule(kind).values()
-    defaults = optimizer.defaults
-    for name in ("amsgrad", "maximize"):
-        if defaults.get(name):
-            raise UsageError(f"{type(optimizer).__name__}({name}=True)", "leave it out")
-    config.rule = Rule(kind, {name: defaults[name] for name in names})
-
-
 def initialize(
     *,
     model: nn.Module,
@@ -222,7 +206,7 @@ def initialize(
     """
     settings = read(config, world_size())
     if optimizer is not None:
-        _rule_of(optimizer, settings)
+        settings.rule = rules.of(optimizer)
     device = devices.pick(settings.device)
     if any(p.is_meta for p in model.parameters()):
         if weights is None:

@@ -322,7 +322,7 @@ def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
         "skipped": engine.skipped_steps,
         "micro_steps": engine.micro_steps,
         "ranks": engine.world,
-        "kind": engine.rule.kind,
+        "kind": engine.rule.name,
         "chunk_steps": {c.group.name: list(c.steps) for c in engine.chunks()},
         "groups": [
             {k: v for k, v in group.items() if k != "params"} for group in engine.param_groups
@@ -441,9 +441,9 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
                 f"{file} has {there} bytes, it was written with {size}",
                 "the checkpoint is damaged: load an earlier one",
             )
-    if meta["kind"] != engine.rule.kind:
+    if meta["kind"] != engine.rule.name:
         raise CheckpointError(
-            f"{path} was trained with {meta['kind']}, this run uses {engine.rule.kind}",
+            f"{path} was trained with {meta['kind']}, this run uses {engine.rule.name}",
             "use the same optimizer",
         )
     saved = FileSystemReader(path).read_metadata().state_dict_metadata

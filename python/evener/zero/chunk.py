@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from evener.zero.device import Event
-from evener.zero.hyper import States
+from evener.zero.states import States
 from evener.zero.units import Group
 
 

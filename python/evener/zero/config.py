@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from evener.errors import UsageError
-from evener.zero.hyper import Rule
+from evener.zero.rules import AdamW, Rule, configured
 
 
 class ConfigError(UsageError):
@@ -40,7 +40,7 @@ class Config:
     stage: int = 3
     dtype: torch.dtype = torch.float32
     moments: torch.dtype = torch.float32
-    rule: Rule = field(default_factory=Rule)
+    rule: Rule = field(default_factory=AdamW)
     micro_batch: int | None = None
     accumulation: int = 1
     clipping: float = 0.0
@@ -163,23 +163,10 @@ def _dtype(name: str, key: str) -> torch.dtype:
 
 def _optimizer(section: Mapping[str, Any]) -> Rule:
     _refuse("optimizer", section, {"type", "params"})
-    kind = str(section.get("type", "AdamW")).lower()
-    params = dict(_section(section, "params"))
-    for key in ("torch_adam", "fused", "foreach", "bias_correction"):
-        if params.pop(key, True) is False and key == "bias_correction":
-            raise ConfigError("optimizer.params.bias_correction = false", "leave it on")
-    adam_w = params.pop("adam_w_mode", None)
-    if kind in ("adam", "deepspeedcpuadam", "fusedadam", "cpuadam"):
-        # DeepSpeed's Adam is AdamW unless adam_w_mode says otherwise.
-        kind = "adam" if adam_w is False else "adamw"
-    if kind not in ("adamw", "adam", "sgd"):
-        raise ConfigError(f"optimizer.type = {section['type']!r}", "use AdamW, Adam or SGD")
-    params = {k: v for k, v in params.items() if v != "auto"}
-    if "betas" in params:
-        params["betas"] = tuple(params["betas"])
-    rule = Rule(kind, params)
-    rule.values()
-    return rule
+    try:
+        return configured(str(section.get("type", "AdamW")), _section(section, "params"))
+    except UsageError as error:
+        raise ConfigError(error.problem, error.fix) from None
 
 
 def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1) -> Config:

@@ -38,14 +38,15 @@ from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device
 from evener.zero.gradients import Gradients
-from evener.zero.hyper import Noise, Rule, part, update_on_device
 from evener.zero.lanes import Lanes, Update
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
 from evener.zero.planner import Plan
 from evener.zero.ranks import Ranks
+from evener.zero.rules import Rule
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Span, Spans
+from evener.zero.states import Noise, part
 from evener.zero.store import Store
 
 logger = logging.getLogger("evener.zero")
@@ -366,8 +367,7 @@ class Engine:
             chunk.saved.wait()
         with self.spans.device("optimizer", "compute", chunk.group.name):
             for run in runs:
-                update_on_device(
-                    self.rule.kind,
+                self.rule.on_device(
                     part(chunk.states, run.begin, run.end),
                     chunk.gradient[run.begin : run.end],
                     hyper,
@@ -382,4 +382,4 @@ class Engine:
 
     def _hyper(self, group: int) -> dict[str, Any]:
         given = self.param_groups[group]
-        return {name: given[name] for name in self.rule.values()}
+        return {name: given[name] for name in self.rule.values}

@@ -28,9 +28,10 @@ import torch
 from evener import _optimizers
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device, Event
-from evener.zero.hyper import SLICE, Noise, Rule, States, part, update_on_device, update_on_host
 from evener.zero.planner import SLOTS
+from evener.zero.rules import Rule
 from evener.zero.spans import Spans
+from evener.zero.states import SLICE, Noise, States, part
 
 
 @dataclass
@@ -189,8 +190,7 @@ class Lanes:
         chunk.saved.wait()
         noise = self._noise(chunk, piece.begin)
         with self.spans.host("optimizer", "host lane", chunk.group.name):
-            update_on_host(
-                self.rule.kind,
+            self.rule.on_host(
                 part(chunk.states, piece.begin, piece.end),
                 chunk.gradient[piece.begin : piece.end],
                 job.hyper,
@@ -253,7 +253,7 @@ class Lanes:
                 there.get("second"),
             )
             noise = self._noise(chunk, piece.begin)
-            update_on_device(self.rule.kind, states, moved, job.hyper, piece.step, job.scale, noise)
+            self.rule.on_device(states, moved, job.hyper, piece.step, job.scale, noise)
         device.wait("states out", device.record("optimizer"))
         with self.spans.device("copy", "states out", name), device.on("states out"):
             for key, tensor in home.items():

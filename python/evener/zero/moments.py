@@ -7,7 +7,7 @@ its shape; on several it is a flat piece with its `range`: (first element, one p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,6 @@ from evener.errors import UsageError
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
 from evener.zero.units import Piece
-
-_NAMES = {
-    "sgd": {"momentum_buffer": "first"},
-    "adam": {"exp_avg": "first", "exp_avg_sq": "second"},
-}
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ def collect(engine: Engine, groups: list[dict[str, Any]]) -> dict[int, dict[str,
         if part is None or part.chunk.steps[part.place] == 0:
             continue
         entry: dict[str, Any] = {"step": torch.tensor(float(part.chunk.steps[part.place]))}
-        for name, own in _names(engine).items():
+        for name, own in engine.rule.moments.items():
             if own in part.chunk.states.tensors():
                 value = part.of(own).detach().to("cpu", copy=True)
                 entry[name] = value if engine.world > 1 else value.view(parameter.shape)
@@ -69,7 +64,7 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
             f"groups, this optimizer {sum(len(g['params']) for g in groups)} in {len(groups)}",
             "load the state of this model, with the same groups",
         )
-    parts, names = _parts(engine), _names(engine)
+    parts, names = _parts(engine), engine.rule.moments
     numbers = [number for group in saved for number in group["params"]]
     jobs: list[tuple[_Part, dict[str, Any]]] = []
     for number, parameter in zip(numbers, _parameters(groups), strict=True):
@@ -95,7 +90,7 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
 
 
 def _check(
-    engine: Engine, part: _Part, number: int, entry: dict[str, Any], names: dict[str, str]
+    engine: Engine, part: _Part, number: int, entry: dict[str, Any], names: Mapping[str, str]
 ) -> None:
     span = tuple(entry.get("range", (part.low, part.high)))
     if span != (part.low, part.high):
@@ -112,15 +107,11 @@ def _check(
                 f"{part.high - part.low}",
                 "load the state of this model",
             )
-    if names and not any(name in entry for name in names) and engine.rule.kind != "sgd":
+    if names and not any(name in entry for name in names) and not engine.rule.optional:
         raise UsageError(
             f"the state of parameter {number} has {', '.join(sorted(entry))}",
-            f"load one of {engine.rule.kind}, which has {', '.join(names)}",
+            f"load one of {engine.rule.name}, which has {', '.join(names)}",
         )
-
-
-def _names(engine: Engine) -> dict[str, str]:
-    return _NAMES["sgd" if engine.rule.kind == "sgd" else "adam"]
 
 
 def _parameters(groups: list[dict[str, Any]]) -> Iterator[torch.Tensor]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from evener.zero.budget import Budget
 from evener.zero.host import pages
-from evener.zero.hyper import SLICE
+from evener.zero.states import SLICE
 from evener.zero.store import Formats, share_of
 
 SLOTS = 3

@@ -18,9 +18,10 @@ from evener.zero.budget import resident_now
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import CudaDevice, Device, SimulatedDevice
 from evener.zero.host import HostMemory, pages
-from evener.zero.hyper import Rule, States, update_on_device
 from evener.zero.lanes import Lanes, Update, measure, threads_for
 from evener.zero.planner import Machine
+from evener.zero.rules import AdamW
+from evener.zero.states import States
 from evener.zero.units import Group
 
 MODULES = 256 << 20
@@ -130,7 +131,7 @@ def _probe(
         window.copy_(there, non_blocking=True)
         sync()
 
-    rule = Rule("adamw")
+    rule = AdamW()
     states = States(weights, lower, None, first, second)
     flat = torch.empty(0, dtype=torch.bfloat16, device=device)
     group = Group("probe", 0)
@@ -142,7 +143,7 @@ def _probe(
         chunk = Chunk(0, group, states, gradient, flat, False, False, flat)
         meet()
         try:
-            return measure(lanes, [Update(chunk, rule.values(), 1.0, [Run(0, n, 1)])])
+            return measure(lanes, [Update(chunk, rule.values, 1.0, [Run(0, n, 1)])])
         finally:
             lanes.close()
 
@@ -153,10 +154,10 @@ def _probe(
         torch.zeros(few, dtype=moments, device=device),
         torch.zeros(few, dtype=moments, device=device),
     )
-    hyper = rule.values()
+    hyper = rule.values
 
     def on_device() -> None:
-        update_on_device("adamw", there_states, there, hyper, 1, 1.0)
+        rule.on_device(there_states, there, hyper, 1, 1.0)
         sync()
 
     size = 4096 if cuda else 384

@@ -12,8 +12,9 @@ from evener.errors import UsageError
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device
 from evener.zero.host import HostMemory, pages
-from evener.zero.hyper import Rule, States, part
 from evener.zero.ranks import Ranks
+from evener.zero.rules import Rule
+from evener.zero.states import States, part
 from evener.zero.units import Group, Unit
 
 ALIGN = 8
@@ -84,7 +85,7 @@ def _host_dtypes(group: Group, formats: Formats, rule: Rule) -> list[torch.dtype
         dtypes.append(torch.int16)
     elif formats.compute == torch.float16:
         dtypes.append(torch.float32)
-    return [*dtypes, *[formats.moments] * rule.moments, formats.gradient]
+    return [*dtypes, *[formats.moments] * len(rule.moments), formats.gradient]
 
 
 FILL = 2 << 20
@@ -169,13 +170,13 @@ def _chunk(
         return host.tensor(share, dtype)
 
     trainable = group.trainable
-    moments = formats.moments
+    moments, places = formats.moments, rule.moments.values()
     states = States(
         weights=make(formats.compute),
         lower=make(torch.int16) if trainable and formats.compute == torch.bfloat16 else None,
         master=make(torch.float32) if trainable and formats.compute == torch.float16 else None,
-        first=make(moments) if trainable else None,
-        second=make(moments) if trainable and rule.moments == 2 else None,
+        first=make(moments) if trainable and "first" in places else None,
+        second=make(moments) if trainable and "second" in places else None,
     )
     flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
     gradient = make(formats.gradient) if trainable else None

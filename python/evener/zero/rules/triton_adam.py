@@ -1,4 +1,4 @@
-"""AdamW and Adam on a GPU in one pass over memory, in Triton: what `hyper.update_on_device` does in
+"""AdamW and Adam on a GPU in one pass over memory, in Triton: what `AdamW.formula` does in
 torch operations, and crates/kernels on the host, to the bit.
 
 Equal bits need three things: no multiplication and addition contracted into one rounding
@@ -118,7 +118,7 @@ def adam(
     offset: int,
 ) -> None:
     """One step in place; all tensors flat [n] on one GPU. `master`: "split" (weights bfloat16 and
-    `other` int16), "float16" (`other` float32) or "float32". `scalars`: see `hyper.scalars`."""
+    `other` int16), "float16" (`other` float32) or "float32". `scalars`: see `AdamW.scalars`."""
     n = weights.numel()
     if n == 0:
         return

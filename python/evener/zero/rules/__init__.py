@@ -1,0 +1,58 @@
+"""The optimizers of `evener.zero`. Each is one class in one file: its names, its defaults, its
+moments, its formula, and its faster forms where it has some (`base.py` says what each must be).
+
+To add one, write its file and name its class in `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evener.errors import UsageError
+from evener.zero.rules.adam import Adam, AdamW
+from evener.zero.rules.base import Rule
+from evener.zero.rules.lion import Lion
+from evener.zero.rules.sgd import SGD
+
+__all__ = ["RULES", "SGD", "Adam", "AdamW", "Lion", "Rule", "configured", "named", "of"]
+
+RULES: tuple[type[Rule], ...] = (AdamW, Adam, SGD, Lion)
+
+
+def named(name: str, **given: Any) -> Rule:
+    """The optimizer of this name, with these hyper-parameters. Raises UsageError."""
+    for rule in RULES:
+        if rule.name == name:
+            return rule(**given)
+    raise UsageError(f"optimizer {name!r} is not known", f"use one of {_choice('name')}")
+
+
+def of(optimizer: torch.optim.Optimizer) -> Rule:
+    """The same optimizer as this one of torch or of another library, by the name of its class.
+
+    Raises UsageError where there is none, and where it does something that ours does not.
+    """
+    kind = type(optimizer).__name__
+    for rule in RULES:
+        if rule.title == kind:
+            return rule(**rule.read(kind, optimizer.defaults))
+    raise UsageError(
+        f"optimizer {kind} has no fused kernel",
+        f"use {_choice('title')}, or name one in the configuration",
+    )
+
+
+def configured(kind: str, params: Mapping[str, Any]) -> Rule:
+    """What DeepSpeed's JSON names: `optimizer.type` and `optimizer.params`. Raises UsageError."""
+    for rule in RULES:
+        if (given := rule.from_deepspeed(kind.lower(), dict(params))) is not None:
+            return rule(**given)
+    raise UsageError(f"optimizer.type = {kind!r}", f"use {_choice('title')}")
+
+
+def _choice(attribute: str) -> str:
+    words = [getattr(rule, attribute) for rule in RULES]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
