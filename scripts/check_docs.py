@@ -3,13 +3,15 @@
 Links and anchors lead somewhere, in Markdown and where code names a page. Every page of docs/ is
 reached from docs/README.md. No page is longer than 400 lines, README.md not longer than 120. Pages
 that say what to do have no sentence of more than 40 words. Words that a reader with English as a
-second language stumbles over, or that name twice what has a name, are not used.
+second language stumbles over, or that name twice what has a name, are not used, neither in pages
+nor in what the program says: help texts, messages, errors.
 
     python scripts/check_docs.py
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -180,11 +182,41 @@ def check_text(page: Path) -> Iterator[str]:
                 yield f"{page}:{number}: {found[0]!r}: write {better}"
 
 
+def said(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of what a module may say to users: its strings, and docstrings of commands."""
+    tree = ast.parse(source)
+    silent = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        is_command = any(
+            "command" in ast.dump(d) or "group" in ast.dump(d)
+            for d in getattr(node, "decorator_list", ())
+        )
+        for child in node.body:
+            quiet = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            if quiet and not (is_command and child is node.body[0]):
+                silent.add(child.value)  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in silent:
+            yield node.lineno, node.value
+
+
+def check_said(module: Path) -> Iterator[str]:
+    """Words of help texts, messages and errors."""
+    for number, text in said(module.read_text(encoding="utf-8")):
+        for pattern, better in WORDS.items():
+            if found := re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
+                yield f"{module}:{number}: {found[0]!r}: write {better}"
+
+
 def main() -> int:
     pages = tracked("*.md")
     problems = [*check_links(pages)]
     for page in pages:
         problems += check_text(page)
+    for module in tracked("python/evener/**.py"):
+        problems += check_said(module)
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:

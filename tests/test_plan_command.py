@@ -70,7 +70,7 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     scaled = plan("--profile", str(path), "--network", "10gbit", "--compute-ms", "64")
     assert row(scaled, "exact")["compute_ms"] == pytest.approx(64)
     done = CliRunner().invoke(evener, ["plan", "--profile", str(path)])
-    assert done.exit_code == 0 and "ms a step expected" in done.stdout
+    assert done.exit_code == 0 and "ms per step expected" in done.stdout
     assert "steps/s" in done.stdout, "its batch is not known"
 
 
@@ -78,7 +78,7 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--nodes", "2x2"], "either --model or --profile"),
-        (["--model", "mlp-tiny", "--nodes", "2y2", "--compute-ms", "1"], "'2y2' is no cluster"),
+        (["--model", "mlp-tiny", "--nodes", "2y2", "--compute-ms", "1"], "'2y2' is not a cluster"),
         (["--model", "mlp-tiny", "--network", "fast", "--compute-ms", "1"], "not a rate"),
         (["--model", "mlp-tiny", "--network", "25", "--compute-ms", "1"], "'25' has no unit"),
         (["--model", "mlp-tiny", "--network", "25GB", "--compute-ms", "1"], "'25GB' is a size"),

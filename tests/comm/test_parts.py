@@ -481,7 +481,9 @@ def say(rank: int, size: int) -> list[str]:
 def test_says_what_it_does() -> None:
     lines, others = worlds.run((1, 1), say, env=ENV)
     assert not others
-    assert lines[0].startswith("embed.weight: ") and "of 151 rows a step, sent as rows" in lines[0]
+    assert (
+        lines[0].startswith("embed.weight: ") and "of 151 rows per step, sent as rows" in lines[0]
+    )
     assert "sent whole, because it has uses besides" in lines[-1]
 
 

@@ -28,11 +28,11 @@ def test_intra_size_cuts_a_node_into_inner_groups() -> None:
     ("sizes", "algorithm", "intra_size", "why"),
     [
         ((4,), "auto", 8, "one node"),
-        ((1, 1, 1), "2d", 8, "one rank a node"),
+        ((1, 1, 1), "2d", 8, "one rank per node"),
         ((2, 1), "2d", 8, "unequal numbers of ranks [2, 1]"),
         ((2, 2), "flat", 8, "asked for"),
         ((4, 4), "2d", 3, "does not divide"),
-        ((2, 2), "2d", 1, "one rank a node"),
+        ((2, 2), "2d", 1, "one rank per node"),
     ],
 )
 def test_what_cannot_be_two_level_goes_flat_and_says_why(

@@ -62,6 +62,22 @@ def test_pages(
 
 
 @pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ('"""So many."""\n', []),
+        ('x = f"{n} ranks a node"\n', ["ranks a node"]),
+        ('def f():\n    """Hardly."""\n    say("of late")\n', ["of late"]),
+        ('@click.command()\ndef f():\n    """Hardly."""\n', ["Hardly"]),
+    ],
+)
+def test_words_that_the_program_says(source: str, words: list[str], tmp_path: Path) -> None:
+    module = tmp_path / "a.py"
+    module.write_text(source)
+    problems = list(script("check_docs").check_said(module))
+    assert [next(w for w in words if repr(w) in p) for p in problems] == words
+
+
+@pytest.mark.parametrize(
     ("files", "said"),
     [
         ({"comm/a.py": "from evener.errors import E\n"}, None),

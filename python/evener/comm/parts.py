@@ -453,7 +453,7 @@ class Parts:
         self.of[index] = Part(index, layers, rows)
         if self.reducer.communicators.rank == 0:
             logger.info(
-                "%s: %s of %s rows a step, sent as rows%s",
+                "%s: %s of %s rows per step, sent as rows%s",
                 self.reducer.names[index],
                 f"{rows:,}",
                 f"{self.reducer.parameters[index].shape[0]:,}",

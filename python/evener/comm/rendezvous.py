@@ -647,7 +647,7 @@ def _set_device(ranks: Ranks) -> None:
     if count > 1 and local >= count:
         raise RendezvousError(
             f"rank {ranks.rank} has local rank {local}, but this node shows {count} GPUs",
-            "start at most one rank a GPU, or give each rank its own CUDA_VISIBLE_DEVICES",
+            "start at most one rank per GPU, or give each rank its own CUDA_VISIBLE_DEVICES",
         )
     # One visible GPU: the launcher has chosen it for this rank.
     torch.cuda.set_device(0 if count == 1 else local)

@@ -80,7 +80,7 @@ def levels(
         return flat(f"nodes have unequal numbers of ranks {sizes}: two levels need equal ones")
     size = min(sizes[0], intra_size)
     if size == 1:
-        return flat("one rank a node: there is no inner level")
+        return flat("one rank per node: there is no inner level")
     if sizes[0] % size:
         return flat(f"LIGHT_INTRA_SIZE={size} does not divide the {sizes[0]} ranks of a node")
     blocks = [node[i : i + size] for node in nodes for i in range(0, len(node), size)]

@@ -131,7 +131,7 @@ def connect(
 
     `hosts`: on how many the group's ranks are. `meeting` makes a Gloo group of the ranks of
     `group`, for a transport to find its peers. Raises CommError where ranks want different things.
-    Where a transport cannot be had on some rank, no rank has one, and the log says why.
+    Where some rank has no transport, no rank has one, and the log says why.
     """
     library = "nccl" if device.type == "cuda" else "gloo"
     if group.size == 1:

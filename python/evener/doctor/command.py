@@ -18,7 +18,7 @@ import click
     type=click.FloatRange(1, 3600),
     is_flag=False,
     flag_value=60.0,
-    help="Be the other end for a peer, until so many seconds pass without one (60).",
+    help="Be the other end for a peer, until this number of seconds passes without one (60).",
 )
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def doctor(peers: tuple[str, ...], port: int | None, serve: float | None, as_json: bool) -> None:

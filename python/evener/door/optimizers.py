@@ -2,7 +2,7 @@
 
 Whatever wraps an optimizer (Accelerate, Lightning, a GradScaler, a framework's class) in the end
 calls the one that torch knows, and that is the one that Evener can defer. The hooks are there only
-while somebody listens.
+while the door listens.
 """
 
 from __future__ import annotations

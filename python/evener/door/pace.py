@@ -19,7 +19,7 @@ _KEPT = 128
 
 
 class Pace:
-    """Marks of one model. `skip`: so many forwards at the start are not counted."""
+    """Marks of one model. `skip`: the number of forwards at the start that are not counted."""
 
     def __init__(self, device: torch.device, skip: int) -> None:
         self._gpu = device.type == "cuda"
@@ -38,7 +38,7 @@ class Pace:
             self._marks.append(time.perf_counter())
 
     def step_ms(self, forwards: int) -> tuple[float, int]:
-        """The median time of a step of so many forwards, and of how many steps; 0 for none."""
+        """The median time of a step of `forwards` forwards, and the number of steps; 0 for none."""
         marks = list(self._marks)
         if self._gpu:
             marks = [mark for mark in marks if mark.query()]

@@ -95,7 +95,7 @@ def _ordering(*, build: bool = True) -> Callable[[Callable[..., Any]], Callable[
     options = [
         click.option("--spec", "short", metavar="SPEC", help="All at once: 2x2@25gbit,paths=4."),
         click.option("--nodes", type=int, help=f"Hosts. [{d.nodes}]"),
-        click.option("--slots", type=int, help=f"Processes a host. [{d.slots}]"),
+        click.option("--slots", type=int, help=f"Processes per host. [{d.slots}]"),
         click.option("--link", metavar="RATE", help=f"A NIC's; 'none': unshaped. [{d.link}]"),
         click.option("--nics", type=int, help=f"NICs a host: eth0, eth1... [{d.nics}]"),
         click.option("--paths", type=int, help=f"That share a NIC's rate. [{d.paths}]"),
@@ -118,7 +118,7 @@ def _ordering(*, build: bool = True) -> Callable[[Callable[..., Any]], Callable[
                 "--keep",
                 multiple=True,
                 type=click.Path(exists=True),
-                help="A path under /tmp that hosts shall see.",
+                help="A path under /tmp that hosts must see.",
             ),
             click.option("--sshd", is_flag=True, help="A real sshd in each host."),
             click.option(

@@ -122,7 +122,7 @@ class Node:
 class Lab:
     """A simulated cluster, built by `with` (or `start`) and taken down at its end.
 
-    `keep`: files and directories under /tmp or /dev/shm that nodes shall see; the Python
+    `keep`: files and directories under /tmp or /dev/shm that nodes must see; the Python
     environment and the working directory are seen in any case. Both are otherwise empty in each
     node. `loopback`: where this machine allows no namespaces, start every process here on plain
     loopback, without rates, faults and separate hosts; otherwise that is a LabUnavailableError.

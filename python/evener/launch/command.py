@@ -95,7 +95,7 @@ from evener.net.plugin import adopt, has_gpus
     help="Elastic: prints the hosts that there are now, a line HOST or HOST:SLOTS each.",
 )
 @click.option(
-    "--min-np", "least", type=click.IntRange(1), help="Elastic: go on with so many ranks."
+    "--min-np", "least", type=click.IntRange(1), help="Elastic: go on with this number of ranks."
 )
 @click.option("--max-np", "most", type=click.IntRange(1), help="Elastic: take in no more ranks.")
 @click.option(

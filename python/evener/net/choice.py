@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROCESSORS = 16
-"""So many a rank, at least: as measured. With 8 it was behind sockets over 10 Gb/s."""
+"""Per rank, at least: as measured. With 8 it was behind sockets over 10 Gb/s."""
 
 _LOCAL = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

@@ -22,8 +22,8 @@ from evener.comm.profile import StepProfile
 from evener.errors import UsageError
 from evener.units import parse_rate
 
-# Ways to lay a step's buckets out among so many ranks, with overlap across the step or without; of
-# which the shortest step is taken.
+# (ranks, overlap across the step or not) > ways to lay out a step's buckets. The shortest step is
+# taken.
 Profiles = Callable[[int, bool], list[StepProfile]]
 _PIPE_WIDTH = 120
 # From the mildest to the harshest.
@@ -57,7 +57,7 @@ def _clusters(text: str) -> list[tuple[int, int]]:
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", part.strip())
         if not match or not int(match[1]) or (match[2] and not int(match[2])):
             raise UsageError(
-                f"--nodes {text!r}: {part.strip()!r} is no cluster",
+                f"--nodes {text!r}: {part.strip()!r} is not a cluster",
                 "write NODESxGPUS, as 2x8, or several: 2x8,4x8",
             )
         found.append((int(match[1]), int(match[2] or 1)))
@@ -245,6 +245,6 @@ def _show_buckets(row: Row, console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"{made.step_ms:.1f} ms a step expected, {made.compute_ms:.1f} ms of it compute "
+        f"{made.step_ms:.1f} ms per step expected, {made.compute_ms:.1f} ms of it compute "
         "(a prediction, not a measurement)"
     )

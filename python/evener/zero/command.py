@@ -143,6 +143,7 @@ def write_report(recording: str, output: str | None) -> None:
         raise UsageError(f"{path} cannot be written: {error}", "give another -o") from None
     found = record["summary"]
     click.echo(
-        f"{found['step'] * 1000:.1f} ms a step, {found['transfers hidden']:.0%} of copies hidden, "
+        f"{found['step'] * 1000:.1f} ms per step, "
+        f"{found['transfers hidden']:.0%} of copies hidden, "
         f"{found['exposed optimizer'] * 1000:.1f} ms of the optimizer exposed: {path}"
     )

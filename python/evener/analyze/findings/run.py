@@ -49,7 +49,7 @@ def failing(run: Run) -> dict[Process, int]:
     for process, trail in run.trails.items():
         up = [where for step, where in trail if PurePosixPath(step.file).stem in _GIVEN_UP]
         if up and all(step.code in (3, 7) for step, _ in trail) and process not in warned:
-            continue  # an abort that somebody asked for, or `in progress`
+            continue  # an abort that the program asked for, or `in progress`
         if up or process in warned:
             found[process] = trail[0][1]
     for text, warning in run.warnings.items():

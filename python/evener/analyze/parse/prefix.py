@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# `<...>` is a host that somebody blacked out. The time stamps of log collectors have colons too:
+# `<...>` is a host whose name was blacked out. The time stamps of log collectors have colons too:
 # only `host:pid:tid [dev]` ends in a bracket.
 _SOURCE = re.compile(rb"(<[\w .-]{1,80}>(?=:\d)|[\w.-]*):(\d{1,10}):(\d{1,10}) \[(-?\d{1,5})\]")
 _STREAM = re.compile(rb"<std(?:out|err)>$")

@@ -38,7 +38,7 @@ _START = re.compile(
     rb"(?<![\w./\-\[])(?:\d{1,18}\s+\d{1,18}\s+" + _TYPE + rb"\s"
     rb"|#\s*(?:Rank\s+\d|nThread|Avg bus|Out of b|Collective test s"
     rb"|(?:size|bytes)\s+(?:count|N)\s)"
-    # Where somebody's editor took the `#` away.
+    # Where an editor took the `#` away.
     rb"|Rank\s+\d+\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s|nThreads? \d+ nGpus \d+ minBytes"
     rb"|(?:Avg bus bandwidth|Out of bounds values)\s+:\s)"
 )

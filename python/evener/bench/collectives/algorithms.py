@@ -67,8 +67,8 @@ def check(options: Options, collective: Collective, device: str, per_process: in
         )
     if device == "cuda" and per_process > 1:
         raise UsageError(
-            f"--algo with {per_process} GPUs in a process: evener.comm has one rank a process",
-            "start a process a GPU: torchrun --nproc-per-node=4 -m evener bench all_reduce ...",
+            f"--algo with {per_process} GPUs in one process: evener.comm has one rank per process",
+            "start one process per GPU: torchrun --nproc-per-node=4 -m evener bench all_reduce ...",
         )
 
 

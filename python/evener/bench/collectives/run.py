@@ -175,7 +175,7 @@ def _gpu(
     if base + per_process > have:
         raise UsageError(
             f"{base + per_process} GPUs asked for on {_host()}, {have} there",
-            f"give -t and -g with at most {have} together, or fewer processes a host",
+            f"give -t and -g with at most {have} together, or fewer processes per host",
         )
     ranks = processes.size * per_process
     begin = processes.rank * per_process

@@ -52,7 +52,7 @@ def contribution(
         limit //= 2 if op == "mulsum" else 1
         levels = min(limit // ranks + 1, 7)
         if levels < 2:
-            # So many ranks that only one of them may count at each place.
+            # With this number of ranks only one of them may count at each place.
             return ((j + repetition) % ranks == rank).double()
         return (3 * j + 5 * rank + repetition) % levels
     if op == "prod":

@@ -58,9 +58,9 @@ def _streams_name(count: int) -> str:
     "--streams",
     default="1",
     show_default=True,
-    help="TCP streams a communicator each way, to compare with; several numbers: a row each. One "
-    "is moved by the progress thread, as NCCL does by default. Of several, each has a thread at "
-    "both ends and no protocol: what the host can carry.",
+    help="TCP streams per communicator and direction, to compare with; several numbers: one row "
+    "each. One is moved by the progress thread, as NCCL does by default. Of several, each has a "
+    "thread at both ends and no protocol: what the host can carry.",
 )
 @click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True)
 @click.option(
@@ -68,7 +68,7 @@ def _streams_name(count: int) -> str:
     type=click.IntRange(1, 99),
     default=1,
     show_default=True,
-    help="Measure each transport so many times, in turns; the medians count.",
+    help="How often each transport is measured, in turns; the medians count.",
 )
 @click.option(
     "--plugin",

@@ -125,7 +125,7 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     show_default=True,
     help="Measure each run for about so long.",
 )
-@click.option("--steps", type=click.IntRange(1), help="Measure so many steps instead.")
+@click.option("--steps", type=click.IntRange(1), help="Measure this number of steps instead.")
 @click.option(
     "--warmup",
     type=click.IntRange(0),
@@ -346,7 +346,7 @@ def _measure(
     try:
         drive.measure(made, cluster, taken, shown, keep)
     except KeyboardInterrupt:
-        shown.say("interrupted: what was measured until then follows")
+        shown.say("interrupted: what was measured before follows")
         taken.interrupted = True
         taken.notes.append("It was interrupted.")
     except EvenerError as error:

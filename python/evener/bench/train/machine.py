@@ -100,7 +100,7 @@ def _memory_gib() -> float | None:
 
 def _commit() -> str:
     here = str(Path(__file__).parent)
-    # Installed into somebody's repository it would be their commit, not ours.
+    # Installed into a user's repository it would be their commit, not ours.
     if not _lines("git", "-C", here, "ls-files", "--", Path(__file__).name):
         return ""
     commit = _lines("git", "-C", here, "rev-parse", "HEAD")

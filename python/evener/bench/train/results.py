@@ -39,7 +39,7 @@ class ColumnInfo:
 
 @dataclass
 class RunResult:
-    """One run. `rate`: samples/s a rank, of the slowest rank; None where it failed."""
+    """One run. `rate`: samples/s per rank, of the slowest rank; None where it failed."""
 
     row: str
     column: str

@@ -348,7 +348,9 @@ class StepOverlap:
         if reason not in self._told:
             self._told.add(reason)
             if self.reducer.communicators.rank == 0:
-                logger.info("overlap across the step is interrupted, all is waited for: %s", reason)
+                logger.info(
+                    "overlap across the step is interrupted, Evener waits for all of it: %s", reason
+                )
 
     def detach(self) -> None:
         """Finish, and leave optimizer and model as they were."""

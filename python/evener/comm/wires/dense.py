@@ -28,7 +28,7 @@ class ExactWire(Wire):
 
     name = "exact"
     title = "exact"
-    what = "FP32 sums, nothing is rounded on the wire"
+    what = "FP32 sums, nothing is rounded"
     place = 0
     first_update = 0.02
 
