@@ -59,7 +59,7 @@ demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \
 		--columns ddp,horovod,exact,fp16,topk --seconds 1.5 --warmup 2 \
 		--json demo/results.json --html demo/index.html
-	@echo; echo "The network alone: a TCP stream a communicator, as NCCL has by default, beside Evener."
+	@echo; echo "The network alone: one TCP stream per communicator, as NCCL has by default, beside Evener."
 	@echo "Each flow capped at a fifth of the link, as clouds do it:"
 	@$(BIN)/evener bench net --lab 2x1@200mbit,cap=40mbit,queue=20ms $(DEMO_NET) --json demo/net-flow-cap.json
 	@echo "Four equal paths behind two routers, which nobody can see:"

@@ -1,6 +1,7 @@
 """Check the pages as an outside reader meets them: links, length, sentences, words.
 
-Links and anchors lead somewhere, in Markdown and where code names a page. Every page of docs/ is
+Links and anchors lead somewhere, in Markdown and where code names a page, and tests that a page
+names are there. Every page of docs/ is
 reached from docs/README.md. No page is longer than 400 lines, README.md not longer than 120. Pages
 that say what to do have no sentence of more than 40 words. Words that a reader with English as a
 second language stumbles over, or that name twice what has a name, are not used, neither in pages
@@ -140,6 +141,12 @@ def check_links(pages: list[Path]) -> Iterator[str]:
     for page in pages:
         if page.parts[0] == "docs" and page != Path("docs/README.md") and page not in reached:
             yield f"{page}: no page links to it: add it to docs/README.md"
+    for page in pages:
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            for name, test in re.findall(r"`([\w/.-]+\.(?:py|rs))::(\w+)", line):
+                there = Path(name).read_text(encoding="utf-8") if Path(name).exists() else ""
+                if not re.search(rf"\b(?:def|fn) {test}\b", there):
+                    yield f"{page}:{number}: {name} has no {test}"
     for source in tracked("*.py", "*.rs", "*.sh", "Makefile", "*.toml", "*.pyi"):
         for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
             for name in re.findall(r"\bdocs/[\w/-]+\.md\b", line):

@@ -295,7 +295,7 @@ def test_a_wrong_variable_leaves_ddp_as_it_is_and_says_so() -> None:
         "m(torch.ones(1, 2)).sum().backward(); print('trained')"
     )
     done = python(code, [str(enter.SITE)], EVENER_DDP="fast", GLOO_SOCKET_IFNAME="lo")
-    assert done.stdout == "trained\n", done
+    assert done.stdout.splitlines()[-1] == "trained", done  # Gloo of torch 2.9 talks before it
     assert done.stderr.count("EVENER_DDP='fast' is not off or exact or auto") == 1, done.stderr
 
 

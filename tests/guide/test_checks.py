@@ -37,6 +37,8 @@ THERE = "# There\n\n## A place twice\n\n## A place: twice\n\nBack [home](../READ
         (f"{DOCS}/guide/there.md", THERE + "- word\n" * 41, None),
         (f"{DOCS}/guide/there.md", THERE + "\n" * 400, "lines, 400 at most"),
         (f"{DOCS}/guide/there.md", THERE + "Two streams a communicator.\n", "write per"),
+        (f"{DOCS}/guide/there.md", THERE + "`code.py::test_b`\n", "code.py has no test_b"),
+        (f"{DOCS}/guide/there.md", THERE + "`code.py::test_a`\n", None),
         ("code.py", f"# {DOCS}/gone.md\n", f"{DOCS}/gone.md is not there"),
     ],
 )
@@ -48,6 +50,7 @@ def test_pages(
     for name, content in {
         f"{DOCS}/README.md": GOOD,
         f"{DOCS}/guide/there.md": THERE,
+        "code.py": "def test_a(): ...\n",
         page: text,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

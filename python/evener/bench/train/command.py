@@ -317,11 +317,6 @@ def _measure(
     taken = results.begin(made, command=command, cluster=cluster.describe())
     taken.machine, taken.versions = machine.describe(), machine.versions()
     taken.environment = machine.environment(os.environ)
-    busy, cores = taken.machine["load"], taken.machine["cores"]
-    if made.options.device == "cpu" and busy > 0.75 * cores:
-        taken.notes.append(
-            f"The machine was busy when this began (load {busy} on {cores} cores): measure again."
-        )
     console = Console(stderr=True)
     word = taken.device_word
     expected = plan.estimate(made, cpu=made.options.device == "cpu")

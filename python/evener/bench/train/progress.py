@@ -48,7 +48,7 @@ def outcome(result: RunResult, word: str, sample: str) -> str:
     """A run's figure, or why it has none. `sample`: what is counted, "image" or "sequence"."""
     if result.reason or result.rate is None:
         return f"failed: {result.reason}"
-    return f"{number(result.rate)} {sample}s/s a {word}"
+    return f"{number(result.rate)} {sample}s/s per {word}"
 
 
 class Lines:

@@ -149,7 +149,7 @@ def _extras(made: Grid, results: Results, row: Row) -> None:
         for cell in cells
     )
     if any(sent):
-        made.extras.append(("MB that a node sends a step", sent))
+        made.extras.append(("MB that a node sends per step", sent))
 
 
 def _total(cells: list[Cell | None], factor: int) -> tuple[str, ...]:
