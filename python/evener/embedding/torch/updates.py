@@ -1,0 +1,127 @@
+"""The store's optimizers in torch operations, for rows that live on a GPU for a while.
+
+Each operation rounds once, in the order in which `crates/embedding/src/optimizer.rs` has them, and
+none is a fused multiply-add; square roots and divisions are exact to the last bit on CPUs and on
+NVIDIA's GPUs. So a row gets the same bits wherever its step is done, which tests hold it to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.errors import UsageError
+
+
+def _power(base: float, exponent: int) -> float:
+    """By squaring, as the store does it: the same bits."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def _powers(base: float, exponents: torch.Tensor) -> torch.Tensor:
+    """float64: `_power` of each exponent (int64, at least 0, below 2^32)."""
+    result = torch.ones_like(exponents, dtype=torch.float64)
+    for bit in range(32):
+        result = torch.where((exponents >> bit) & 1 == 1, result * base, result)
+        base *= base
+    return result
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one step. `w`, `g`: [n, dim]; `slots`: one [n, dim] each; `absent`: int64 [n], the
+    steps since a row's last update that it was not in. `t`: which step, from 1."""
+
+    w: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+    g: torch.Tensor
+    absent: torch.Tensor
+    t: int
+    lr: float
+
+
+Update = Callable[[Batch], tuple[torch.Tensor, ...]]
+_f = np.float32
+
+
+def rounded(value: Any) -> float:
+    """A number of the options as the store has it: rounded to float32."""
+    return float(_f(value))
+
+
+def _sgd(o: dict[str, Any]) -> Update:
+    decay = rounded(o["weight_decay"])
+
+    def update(b: Batch) -> tuple[torch.Tensor, ...]:
+        return (b.w - (b.g + b.w * decay) * b.lr,)
+
+    return update
+
+
+def _adagrad(o: dict[str, Any]) -> Update:
+    eps = rounded(o["eps"])
+
+    def update(b: Batch) -> tuple[torch.Tensor, ...]:
+        a = b.slots[0] + b.g * b.g
+        return b.w - b.g * b.lr / (a.sqrt() + eps), a
+
+    return update
+
+
+def _adam(o: dict[str, Any], kind: str) -> Update:
+    beta1, beta2, eps = (rounded(o[name]) for name in ("beta1", "beta2", "eps"))
+    rest1, rest2 = float(_f(1) - _f(beta1)), float(_f(1) - _f(beta2))
+
+    def update(b: Batch) -> tuple[torch.Tensor, ...]:
+        w, (m, v) = b.w, b.slots
+        first, second = 1 - _power(beta1, b.t), 1 - _power(beta2, b.t)
+        size, root = float(_f(b.lr / first)), float(_f(1 / float(np.sqrt(second))))
+        if kind == "adam":
+            m = m * _powers(beta1, b.absent).float().unsqueeze(1)
+            v = v * _powers(beta2, b.absent).float().unsqueeze(1)
+        if kind == "adam_w":
+            w = w * float(_f(1) - _f(b.lr) * _f(o["weight_decay"]))
+        m = m * beta1 + b.g * rest1
+        v = v * beta2 + (b.g * b.g) * rest2
+        return w - m * size / (v.sqrt() * root + eps), m, v
+
+    return update
+
+
+def of(options: dict[str, Any]) -> Update:
+    """The step of these options' optimizer; values of 16 bits are rounded after it.
+
+    Raises UsageError for an optimizer that only the store has.
+    """
+    optimizer = dict(options["optimizer"])
+    kind = str(optimizer.pop("kind"))
+    if kind == "sgd":
+        plain = _sgd(optimizer)
+    elif kind == "adagrad":
+        plain = _adagrad(optimizer)
+    elif kind in ("adam", "adam_w", "lazy_adam"):
+        plain = _adam(optimizer, kind)
+    else:
+        raise UsageError(
+            f"a cache of rows cannot step {kind}",
+            "take sgd, adagrad, adam, adam_w or lazy_adam, or leave cache_rows at 0",
+        )
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[options["dtype"]]
+    if dtype == torch.float32:
+        return plain
+
+    def narrow(batch: Batch) -> tuple[torch.Tensor, ...]:
+        w, *slots = plain(batch)
+        return (w.to(dtype).float(), *slots)
+
+    return narrow
