@@ -29,6 +29,7 @@ LEVELS = [
 # Verbs that stand on other verbs, and base modules on each other: said here, so that it is chosen.
 USES = {
     ("bench", "lab"),  # a bench may run in a lab
+    ("embedding", "comm"),  # a table over ranks: groups, hosts
     ("plan", "bench"),  # the models and the clock of the bench
     ("plan", "lab"),  # the rates' notation
     ("launch", "place"),  # --map

@@ -30,7 +30,7 @@ import torch
 
 from evener.embedding import Store, slots
 from evener.embedding.torch import updates
-from evener.embedding.torch.rows import HostRows, as_options
+from evener.embedding.torch.rows import HostRows, as_options, due, interval
 from evener.errors import UsageError
 
 # With each batch that needs room, so much of the cache is made free ahead.
@@ -86,7 +86,7 @@ class CachedRows:
         self.store, self.device, self.capacity = store, device, capacity
         self.dim, self._width = store.dim, store.dim * (1 + slots(store.options))
         self._update = updates.of(options)
-        self._evicts = options["evict_every"] if options["eviction"]["kind"] != "none" else 0
+        self._every = interval(options)
         self._cold = HostRows(store, device)
         self._rows = torch.zeros(capacity, self._width, device=device)
         whole = {"dtype": torch.int64, "device": device}
@@ -137,7 +137,7 @@ class CachedRows:
         self.stats.prefetched += 1
 
     def prefetch_ids(self, ids: torch.Tensor, step: int) -> Future[_Fetched]:
-        """The same for ids [n] that repeat: the result has the keys, and where each id is in them."""
+        """The same for ids [n] that repeat; the result has keys, and each id's place in them."""
         self._pending = self._ask(ids, step, repeats=True)
         self.stats.prefetched += 1
         return self._pending
@@ -159,7 +159,7 @@ class CachedRows:
             else:
                 places = self._places(keys, step)
             self._step(places, gradients, step, lr)
-        if self._evicts and step // self._evicts > (step - 1) // self._evicts:
+        if self.evicts(step):
             self.forget()
         # The store counts the step, and evicts where that is due.
         nothing = torch.empty(0, dtype=torch.int64)
@@ -193,6 +193,9 @@ class CachedRows:
                 "nothing of that step was changed in it",
                 "look for the loss that is not finite, or use torch.amp.GradScaler",
             )
+
+    def evicts(self, step: int) -> bool:
+        return due(self._every, step)
 
     def flush(self) -> None:
         self._raise_late()

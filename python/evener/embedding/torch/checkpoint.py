@@ -49,7 +49,8 @@ def state(table: Table, rows: bool) -> dict[str, Any]:
     }
     if rows:
         with tempfile.TemporaryDirectory(prefix="evener-embedding-") as folder:
-            table.store.snapshot(folder)
+            store: Any = table.store
+            store.snapshot(folder)
             (file,) = Path(folder).glob("*.evs")
             data = bytearray(file.read_bytes())
         found["snapshot"] = torch.frombuffer(data, dtype=torch.uint8)
@@ -96,7 +97,8 @@ def set_state(table: Table, found: dict[str, Any]) -> None:
         file = Path(folder) / "full-1.evs"
         file.write_bytes(found["snapshot"].cpu().numpy().tobytes())
         table.rows.forget()
-        table._store.restore(str(file))
+        store: Any = table._store
+        store.restore(str(file))
     table.rows.reload()
     table.discard()
     table.step = int(found["step"])
@@ -127,7 +129,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], keep: int = 2) -> Pat
         part = target / quote(table.name, safe="") / f"{place}-of-{size}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        table.store.snapshot(str(part))
+        store: Any = table.store
+        store.snapshot(str(part))
     _meet(found)
     if lead:
         manifest = {
@@ -183,7 +186,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> int:
 def _restore(table: Table, parts: Path, size: int) -> None:
     place, now = _shape(table)
     table.rows.forget()
-    store, sharded = table._store, table.sharded
+    store: Any = table._store
+    sharded = table.sharded
     if size == now:
         store.restore(str(parts / f"{place}-of-{size}"))
     else:
@@ -211,8 +215,8 @@ def _restore(table: Table, parts: Path, size: int) -> None:
     table.rows.reload()
 
 
-def _opened(folder: Path, options: dict[str, Any]) -> Store:
-    store = Store(f"part-{uuid.uuid4().hex}", Options.from_dict({**options, "tier": None}))
+def _opened(folder: Path, options: dict[str, Any]) -> Any:
+    store: Any = Store(f"part-{uuid.uuid4().hex}", Options.from_dict({**options, "tier": None}))
     store.restore(str(folder))
     return store
 

@@ -1,7 +1,7 @@
 """What a bag may be given, in one form: flat ids, and where each bag begins.
 
-`nn.EmbeddingBag`'s inputs (2-D; 1-D with offsets), and the jagged ones of recommender models: values
-with lengths or offsets, or an object that has them, such as torchrec's `JaggedTensor` and
+`nn.EmbeddingBag`'s inputs (2-D; 1-D with offsets), and the jagged ones of recommender models:
+values with lengths or offsets, or an object that has them, such as torchrec's `JaggedTensor` and
 `KeyedJaggedTensor`. torchrec is not imported: whatever has the methods will do.
 """
 

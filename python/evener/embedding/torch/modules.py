@@ -165,8 +165,8 @@ class _Dynamic(nn.Module):
 class DynamicEmbedding(_Dynamic):
     """`nn.Embedding` without a vocabulary. In `eval()` or under `no_grad` it never inserts."""
 
-    @torch.compiler.disable  # type: ignore[misc]
-    def forward(self, input: Any) -> torch.Tensor:  # noqa: A002 - nn.Embedding's name
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Any) -> torch.Tensor:
         """float32 [*, dim] for integer ids [*] (or a list of strings)."""
         given = self._keys(input)
         ids = check_ids(given)
@@ -184,7 +184,7 @@ class DynamicEmbedding(_Dynamic):
             values = torch.where(keep.unsqueeze(1), rows, torch.zeros_like(rows))
         return values.view(*ids.shape, self.table.dim)
 
-    def prefetch(self, input: Any) -> None:  # noqa: A002
+    def prefetch(self, input: Any) -> None:
         """Begin to fetch the rows of the next training batch, while this one trains.
 
         The next training lookup must be of this very tensor, not changed since; another one is
@@ -218,10 +218,10 @@ class DynamicEmbeddingBag(_Dynamic):
         super().__init__(options, name, **rest)
         self.mode, self.include_last_offset = mode, include_last_offset
 
-    @torch.compiler.disable  # type: ignore[misc]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
-        input: Any,  # noqa: A002 - nn.EmbeddingBag's name
+        input: Any,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         *,
@@ -289,7 +289,7 @@ class DynamicEmbeddingBag(_Dynamic):
 
     def prefetch(
         self,
-        input: Any,  # noqa: A002
+        input: Any,
         offsets: torch.Tensor | None = None,
         *,
         lengths: torch.Tensor | None = None,

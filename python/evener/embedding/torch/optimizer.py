@@ -81,7 +81,7 @@ class DynamicOptimizer(torch.optim.Optimizer):
             table.optimizer = weakref.ref(self)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the dense optimizer, then a group per table."""
         return self._own if self._dense is None else [*self._dense.param_groups, *self._own]
 
@@ -102,7 +102,7 @@ class DynamicOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every table and of `dense`.
 
         Raises UsageError for a gradient that is not finite (on the CPU; from a cache on a GPU with
@@ -131,13 +131,13 @@ class DynamicOptimizer(torch.optim.Optimizer):
         if self._dense is not None:
             self._dense.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Learning rates, and the dense optimizer's state. Slots of rows are in the model's."""
         rates = {group["embedding"]: _plain(group) for group in self._own}
         dense = None if self._dense is None else self._dense.state_dict()
         return {"embeddings": rates, "dense": dense}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From `state_dict`. Raises UsageError where the tables are others."""
         rates = state_dict.get("embeddings", {})
         names = {group["embedding"] for group in self._own}

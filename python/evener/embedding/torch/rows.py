@@ -26,6 +26,9 @@ class Rows(Protocol):
     def prefetch(self, keys: torch.Tensor, step: int) -> None:
         """A `read` of exactly these keys comes next: begin to fetch them."""
 
+    def evicts(self, step: int) -> bool:
+        """Whether eviction runs by itself with this step."""
+
     def flush(self) -> None:
         """Bring the store up to date with all that was written."""
 
@@ -41,6 +44,7 @@ class HostRows:
 
     def __init__(self, store: Store, device: torch.device) -> None:
         self.store, self.device = store, device
+        self._every = interval(as_options(store.options))
 
     def _room(self, n: int) -> torch.Tensor:
         pinned = self.device.type == "cuda"
@@ -62,6 +66,9 @@ class HostRows:
     def prefetch(self, keys: torch.Tensor, step: int) -> None:
         """Nothing to do: the rows are where they are."""
 
+    def evicts(self, step: int) -> bool:
+        return due(self._every, step)
+
     def flush(self) -> None:
         """The store is the rows."""
 
@@ -70,6 +77,16 @@ class HostRows:
 
     def reload(self) -> None:
         """Nothing is remembered."""
+
+
+def interval(options: dict[str, Any]) -> int:
+    """Every so many steps eviction runs by itself; 0: never."""
+    return int(options["evict_every"]) if options["eviction"]["kind"] != "none" else 0
+
+
+def due(every: int, step: int) -> bool:
+    """As the store has it."""
+    return bool(every) and step // every > (step - 1) // every
 
 
 def as_options(options: Any) -> dict[str, Any]:

@@ -157,8 +157,8 @@ class Sharded:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rows, self.dim, self.traffic = rows, dim, traffic
-        outer = "nccl" if rows.device.type == "cuda" else "gloo"
-        self._groups = Communicators(CommOptions(outer=outer), rows.device, group)
+        # "nccl" is the collective library, whichever it is: on CPUs Gloo.
+        self._groups = Communicators(CommOptions(outer="nccl"), rows.device, group)
         self.rank, self.size = self._groups.rank, self._groups.size
         route, hosts = self._groups.route, self._groups.hosts
         inner, mine = route.levels.inner, hosts[self.rank]

@@ -110,6 +110,7 @@ class Table:
         self._exchanges = True
         self._sharded: Sharded | None = None
         self._ahead: _Ahead | None = None
+        self._looked = False  # in training, since the last step
 
     @property
     def store(self) -> Store:
@@ -126,9 +127,7 @@ class Table:
         if self._sharded is None and self._wants_ranks and dist.is_initialized():
             size = dist.get_world_size(self._group)
             if size > 1:
-                self._sharded = Sharded(
-                    self.rows, self.dim, self._forms, self.traffic, self._group
-                )
+                self._sharded = Sharded(self.rows, self.dim, self._forms, self.traffic, self._group)
         return self._sharded
 
     @property
@@ -139,7 +138,7 @@ class Table:
         )
 
     def look(self, keys: torch.Tensor, train: bool) -> torch.Tensor:
-        """float32 [n, dim] for int64 keys [n]; with a gradient where `train`. Collective if sharded."""
+        """float32 [n, dim] for int64 keys [n]. `train`: with a gradient. Collective if sharded."""
         if not train:
             return self._fetch(keys, None)[0]
         if not self.fused and self.waiting.pieces and not self._stepped():
@@ -147,8 +146,9 @@ class Table:
                 f"gradients of embedding {self.name!r} wait, and no optimizer takes them",
                 "make a DynamicOptimizer(model) and call its step(), or give fused=True",
             )
+        self._looked = True
         anchor = torch.empty(0, requires_grad=True)
-        found: torch.Tensor = _Look.apply(anchor, self, keys)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Look.apply(anchor, self, keys)
         return found
 
     def _stepped(self) -> bool:
@@ -184,10 +184,12 @@ class Table:
 
     def prefetch(self, given: torch.Tensor, ids: torch.Tensor) -> None:
         """The next lookup in training is of `given`, whose ids are `ids`. Collective if sharded."""
-        step = self.step if self.fused or not self.waiting.pieces else self.step + 1
         sharded = self.sharded
         if self.repeats:
             return
+        if self._looked and self.rows.evicts(self.step):
+            return  # rows that are new now would count as the newest when this step evicts
+        step = self.step + self._looked
         ahead = _Ahead(given, given._version)
         if sharded is None and isinstance(self.rows, CachedRows):
             ahead.future = self.rows.prefetch_ids(ids, step)
@@ -205,7 +207,7 @@ class Table:
     def receive(self, way: Any, gradients: torch.Tensor) -> None:
         """Gradients [n, dim] of a lookup, in its backward pass."""
         if self.sharded is None:
-            self.waiting.add(way, gradients)
+            self.waiting.receive(way, gradients)
         else:
             self._local.append((way, gradients))
         _BACKWARD.touch(self)
@@ -229,11 +231,11 @@ class Table:
             keys, sums = self._sharded.first.give(way, gradients)
             if self.average:
                 sums = sums / self._sharded.size
-            self.waiting.add(keys, sums)
+            self.waiting.receive(keys, sums)
             finite = finite and bool(sums.isfinite().all())
         bad = self._sharded.largest(0.0 if finite else 1.0)
         flag = torch.full((1, 1), float("nan") if bad else 0.0, device=self.device)
-        self.overflow.add(torch.zeros(1, dtype=torch.int64, device=self.device), flag)
+        self.overflow.receive(torch.zeros(1, dtype=torch.int64, device=self.device), flag)
 
     @contextmanager
     def no_exchange(self) -> Iterator[None]:
@@ -274,6 +276,7 @@ class Table:
             keys = torch.empty(0, dtype=torch.int64, device=self.device)
             gradients = torch.empty(0, self.dim, device=self.device)
         self.rows.write(keys, gradients, self.step, lr)
+        self._looked = False
         self.discard()
 
     def discard(self) -> None:
@@ -290,15 +293,18 @@ class _Look(torch.autograd.Function):
     """A lookup. The anchor makes autograd come back here; no tensor of the graph is the table."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, table: Table, keys: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,  # noqa: ARG004 - makes autograd come back here
+        table: Table,
+        keys: torch.Tensor,
+    ) -> torch.Tensor:
         values, ctx.way = table._fetch(keys, table.step)
         ctx.table = table
         return values
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[misc]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> Any:
         ctx.table.receive(ctx.way, gradients.float())
         return None, None, None
-
-

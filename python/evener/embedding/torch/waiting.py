@@ -33,7 +33,10 @@ def add_rows(rows: torch.Tensor, to: torch.Tensor, n: int) -> torch.Tensor:
     """
     if not n:
         return rows.new_zeros(0, rows.shape[1])
-    return torch.ops.aten.embedding_dense_backward(rows.contiguous(), to, n, -1, False)
+    added: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+        rows.contiguous(), to, n, -1, False
+    )
+    return added
 
 
 class Waiting(nn.Parameter):
@@ -49,7 +52,7 @@ class Waiting(nn.Parameter):
         made.owner = None
         return made
 
-    def add(self, keys: torch.Tensor, gradients: torch.Tensor) -> None:
+    def receive(self, keys: torch.Tensor, gradients: torch.Tensor) -> None:
         """More gradients; the same keys may be there."""
         self.pieces.append((keys, gradients))
 
@@ -61,7 +64,7 @@ class Waiting(nn.Parameter):
         return self.pieces[0]
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """float32 [n, dim], each key once; changes in place count."""
         return self.merged()[1] if self.pieces else None
 
