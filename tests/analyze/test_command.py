@@ -34,7 +34,9 @@ def test_a_run_that_failed_is_1(tmp_path: Path) -> None:
     path = tmp_path / "log"
     failed = "node-a:9:10 [0] misc/socket.cc:58 NCCL WARN Connect to 10.0.0.2<4> failed : refused\n"
     failed += "node-a:9:10 [0] NCCL INFO bootstrap.cc:20 -> 2\n"
-    path.write_text(job(Job("2.28.9")) + failed + "ncclInit failed: ncclSystemError: Test failure\n")
+    path.write_text(
+        job(Job("2.28.9")) + failed + "ncclInit failed: ncclSystemError: Test failure\n"
+    )
     shown = run(path)
     assert shown.exit_code == 1
     assert shown.output.lower().index("failed") < shown.output.index("ranks")

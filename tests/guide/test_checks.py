@@ -86,6 +86,9 @@ def test_words_that_the_program_says(source: str, words: list[str], tmp_path: Pa
         ({"comm/a.py": "from evener.errors import E\n"}, None),
         ({"comm/a.py": "from evener.launch import x\n"}, "pillar comm imports verb launch"),
         ({"comm/a.py": "def f():\n    import evener.ddp\n"}, "pillar comm imports door ddp"),
+        ({"novel/a.py": ""}, "novel has no level"),
+        ({"horovod/runner/a.py": "from evener.launch import x\n"}, None),
+        ({"horovod/a.py": "from evener.launch import x\n"}, "door horovod imports verb launch"),
         (
             {
                 "comm/a.py": "from evener.comm import b\n",
@@ -112,5 +115,5 @@ def test_imports(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     known = check.modules(tmp_path / "evener")
-    problems = [*check.directions(known), *check.circles(known)]
+    problems = [*check.without_level(known), *check.directions(known), *check.circles(known)]
     assert [said in p for p in problems] == ([True] if said else []), problems
