@@ -43,11 +43,13 @@ $(STAMPS)/native: $(STAMPS)/deps $(RUST)
 	@touch $@
 
 $(STAMPS)/plugin: $(STAMPS)/deps $(RUST)
-	@echo "building the NCCL plug-in"
-	@cargo build --quiet --release --locked -p evener-nccl
+	@echo "building the NCCL plug-in and TensorFlow's ops"
+	@cargo build --quiet --release --locked -p evener-nccl -p evener-tensorflow
 	@mkdir -p python/evener/lib
 	@cp target/release/libnccl_net_evener.so python/evener/lib/.part.so
 	@mv python/evener/lib/.part.so python/evener/lib/libnccl-net-evener.so
+	@cp target/release/libtensorflow_evener.so python/evener/lib/.part.so
+	@mv python/evener/lib/.part.so python/evener/lib/libevener-tensorflow.so
 	@touch $@
 
 setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need

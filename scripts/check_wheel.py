@@ -18,6 +18,7 @@ REQUIRED = [
     "evener/_native.abi3.so",
     "evener/cli.py",
     "evener/door/site/sitecustomize.py",
+    "evener/lib/libevener-tensorflow.so",
     "evener/lib/libnccl-net-evener.so",
     "evener/py.typed",
 ]

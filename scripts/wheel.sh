@@ -9,10 +9,12 @@ export RUSTFLAGS="--remap-path-prefix=$PWD=. --remap-path-prefix=${CARGO_HOME:-$
 EVENER_BUILD=$(git describe --always --dirty --abbrev=12 2>/dev/null || true)
 export EVENER_BUILD
 target="$(uname -m)-unknown-linux-gnu"
-cargo zigbuild --quiet --release --locked -p evener-nccl --target "$target.2.28"
+cargo zigbuild --quiet --release --locked -p evener-nccl -p evener-tensorflow --target "$target.2.28"
 mkdir -p python/evener/lib
-cp "target/$target/release/libnccl_net_evener.so" python/evener/lib/.part.so
-mv python/evener/lib/.part.so python/evener/lib/libnccl-net-evener.so
+for part in nccl_net_evener:nccl-net-evener tensorflow_evener:evener-tensorflow; do
+    cp "target/$target/release/lib${part%%:*}.so" python/evener/lib/.part.so
+    mv python/evener/lib/.part.so "python/evener/lib/lib${part##*:}.so"
+done
 maturin build --quiet --release --locked --zig --compatibility manylinux_2_28 \
     --target "$target" --out dist
 wheel=$(ls dist/*.whl)

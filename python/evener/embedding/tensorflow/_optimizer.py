@@ -1,0 +1,305 @@
+"""`DynamicEmbeddingOptimizer`: one of Keras or TensorFlow 1 that steps dynamic embeddings too.
+
+It is the program's own optimizer, of a class made from its class: dense variables go the way they
+went. The gradients of anchors (see `_variable`) go to the stores, which do the same kind of step
+with slots of their own beside the rows. What the optimizer does to gradients before that (clipping,
+loss scales, schedules of the learning rate) it does to these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from evener.embedding.tensorflow._variable import table_of
+from evener.errors import UsageError
+
+
+def DynamicEmbeddingOptimizer(optimizer: Any, *unused: Any, **ignored: Any) -> Any:  # noqa: N802
+    """`optimizer`, which from now on trains dynamic embeddings too.
+
+    Takes SGD, Adagrad, Adam, AdamW and Ftrl of Keras 3, LossScaleOptimizer around them, and the
+    GradientDescent, Adagrad, Adam and Ftrl optimizers of tf.compat.v1.train. Others work where each
+    table has `get_variable(optimizer=...)`: the store then does that step, with this optimizer's
+    learning rate. Further arguments (TFRA's `bp_v2`, `synchronous`) are taken and not used.
+
+    Raises UsageError for what is no optimizer, or where it can do what no store does (momentum,
+    amsgrad, gradient accumulation, averages of weights).
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return _derived(optimizer, _V1)
+    import keras
+
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} is no optimizer of Keras 3 or tf.compat.v1.train",
+            "give one, as keras.optimizers.Adam(1e-3)",
+        )
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        _derived(inner, _Keras)
+        return _derived(optimizer, _KerasLossScale)
+    return _derived(optimizer, _Keras)
+
+
+def _derived(optimizer: Any, mixin: type) -> Any:
+    own = type(optimizer)
+    if issubclass(own, mixin):
+        return optimizer
+    # The same name: Keras writes it into saved models, and reads the plain optimizer back.
+    optimizer.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    return optimizer
+
+
+def store_optimizer(optimizer: Any) -> dict[str, Any] | None:
+    """The store's options for the step that `optimizer` does, None where no store does it.
+
+    Raises UsageError where an argument of it has no match.
+    """
+    build = _RULES.get(_family(optimizer))
+    return None if build is None else build(optimizer)
+
+
+def _family(optimizer: Any) -> tuple[str, str]:
+    """("v1" or "keras", name of the class), past the classes that are made here."""
+    for kind in type(optimizer).__mro__:
+        key = (
+            "v1" if isinstance(optimizer, tf.compat.v1.train.Optimizer) else "keras",
+            kind.__name__,
+        )
+        if key in _RULES:
+            return key
+    return ("", type(optimizer).__name__)
+
+
+def _refuse(optimizer: Any, argument: str, value: Any) -> UsageError:
+    return UsageError(
+        f"no dynamic embedding does the step of {type(optimizer).__name__}({argument}={value!r})",
+        f"leave {argument} out, or give the tables a step: get_variable(optimizer={{'kind': ...}})",
+    )
+
+
+def _without(optimizer: Any, **arguments: Any) -> None:
+    for argument, value in arguments.items():
+        if value:
+            raise _refuse(optimizer, argument, value)
+
+
+def _sgd(o: Any) -> dict[str, Any]:
+    _without(o, momentum=o.momentum, nesterov=o.nesterov)
+    return {"kind": "sgd"}
+
+
+def _adagrad(o: Any) -> dict[str, Any]:
+    return {
+        "kind": "adagrad",
+        "eps": float(o.epsilon),
+        "initial_accumulator": float(o.initial_accumulator_value),
+    }
+
+
+def _moments(o: Any) -> dict[str, Any]:
+    return {"beta1": float(o.beta_1), "beta2": float(o.beta_2), "eps": float(o.epsilon)}
+
+
+def _adam(o: Any) -> dict[str, Any]:
+    _without(o, amsgrad=o.amsgrad)
+    return {"kind": "adam", **_moments(o)}
+
+
+def _adamw(o: Any) -> dict[str, Any]:
+    _without(o, amsgrad=o.amsgrad)
+    return {"kind": "adam_w", "weight_decay": float(o.weight_decay or 0.0), **_moments(o)}
+
+
+def _ftrl(o: Any) -> dict[str, Any]:
+    _without(o, l2_shrinkage=o.l2_shrinkage_regularization_strength)
+    return {
+        "kind": "ftrl",
+        "lr_power": float(o.learning_rate_power),
+        "initial_accumulator": float(o.initial_accumulator_value),
+        "l1": float(o.l1_regularization_strength),
+        "l2": float(o.l2_regularization_strength),
+        "beta": float(o.beta),
+    }
+
+
+def _v1_adagrad(o: Any) -> dict[str, Any]:
+    # TensorFlow 1 divides by sqrt(a) alone.
+    start = float(o._initial_accumulator_value)
+    return {"kind": "adagrad", "eps": 0.0 if start > 0 else 1e-10, "initial_accumulator": start}
+
+
+def _v1_adam(o: Any) -> dict[str, Any]:
+    return {
+        "kind": "adam",
+        "beta1": _number(o, "_beta1"),
+        "beta2": _number(o, "_beta2"),
+        "eps": _number(o, "_epsilon"),
+    }
+
+
+def _v1_ftrl(o: Any) -> dict[str, Any]:
+    _without(o, l2_shrinkage=o._l2_shrinkage_regularization_strength)
+    return {
+        "kind": "ftrl",
+        "lr_power": float(o._learning_rate_power),
+        "initial_accumulator": float(o._initial_accumulator_value),
+        "l1": float(o._l1_regularization_strength),
+        "l2": float(o._l2_regularization_strength),
+    }
+
+
+def _number(optimizer: Any, attribute: str) -> float:
+    value = getattr(optimizer, attribute)
+    value = value() if callable(value) else value
+    if isinstance(value, int | float):
+        return float(value)
+    raise _refuse(optimizer, attribute.strip("_"), value)
+
+
+_RULES: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
+    ("keras", "SGD"): _sgd,
+    ("keras", "Adagrad"): _adagrad,
+    ("keras", "AdamW"): _adamw,
+    ("keras", "Adam"): _adam,
+    ("keras", "Ftrl"): _ftrl,
+    ("v1", "GradientDescentOptimizer"): lambda _: {"kind": "sgd"},
+    ("v1", "AdagradOptimizer"): _v1_adagrad,
+    ("v1", "AdamOptimizer"): _v1_adam,
+    ("v1", "FtrlOptimizer"): _v1_ftrl,
+}
+
+
+def _attach(optimizer: Any, tables: list[Any]) -> None:
+    """Gives the stores the step of `optimizer`, before the first gradient comes."""
+    free = [table for table in tables if not table.fixed_optimizer]
+    if not free:
+        return
+    options = store_optimizer(optimizer)
+    if options is None:
+        raise UsageError(
+            f"{type(optimizer).__name__} is not a step that a dynamic embedding does",
+            "use SGD, Adagrad, Adam, AdamW or Ftrl, or give each table a step: "
+            "get_variable(optimizer={'kind': 'lazy_adam'})",
+        )
+    for table in free:
+        table.use_optimizer(options)
+
+
+class _Keras:
+    """Of Keras 3. `_backend_update_step` is where gradients arrive as they will be applied."""
+
+    def build(self, variables: Any) -> None:
+        for argument in ("gradient_accumulation_steps", "use_ema"):
+            if getattr(self, argument, None) and any(table_of(v) for v in variables):
+                raise UsageError(
+                    f"{type(self).__name__}({argument}=...) does not reach dynamic embeddings",
+                    f"leave {argument} out",
+                )
+        _attach(self, [t for v in variables if (t := table_of(v)) is not None])
+        super().build(variables)  # type: ignore[misc]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        # Keras divides by the factor with `/`, which IndexedSlices do not have.
+        scale, self.loss_scale_factor = getattr(self, "loss_scale_factor", None), None
+        try:
+            if scale is not None:
+                grads = [_scaled(gradient, 1.0 / scale) for gradient in grads]
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            self.loss_scale_factor = scale
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        # Keras makes IndexedSlices dense to clip them, and keys reach over all of int64.
+        if getattr(self, "clipnorm", None) and self.clipnorm > 0:  # type: ignore[attr-defined]
+            return [_each(g, lambda v: tf.clip_by_norm(v, self.clipnorm)) for g in grads]  # type: ignore[attr-defined]
+        if getattr(self, "global_clipnorm", None) and self.global_clipnorm > 0:  # type: ignore[attr-defined]
+            return tf.clip_by_global_norm(list(grads), self.global_clipnorm)[0]  # type: ignore[attr-defined]
+        if getattr(self, "clipvalue", None) and self.clipvalue > 0:  # type: ignore[attr-defined]
+            bound = self.clipvalue  # type: ignore[attr-defined]
+            return [_each(g, lambda v: tf.clip_by_value(v, -bound, bound)) for g in grads]
+        return grads
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        dense: tuple[list[Any], list[Any]] = ([], [])
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            table = table_of(variable)
+            if table is None:
+                dense[0].append(gradient)
+                dense[1].append(variable)
+            elif gradient is not None:
+                table.apply_gradients(
+                    gradient,
+                    learning_rate=learning_rate,
+                    step=tf.convert_to_tensor(self.iterations),  # type: ignore[attr-defined]
+                )
+        if dense[1]:
+            super()._backend_update_step(*dense, learning_rate)  # type: ignore[misc]
+
+
+class _KerasLossScale:
+    """LossScaleOptimizer: whether a step is finite is judged by the values of slices."""
+
+    def check_finite(self, grads: Any) -> Any:
+        values = [
+            g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None
+        ]
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+
+
+class _V1:
+    """Of tf.compat.v1.train."""
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        pairs = list(grads_and_vars)
+        sparse = [(g, t) for g, v in pairs if (t := table_of(v)) is not None]
+        dense = [(g, v) for g, v in pairs if table_of(v) is None]
+        given = [(g, t) for g, t in sparse if g is not None]
+        if not given:
+            return super().apply_gradients(dense, global_step=global_step, name=name)  # type: ignore[misc]
+        _attach(self, [table for _, table in given])
+        # Read before anything moves it.
+        step: Any = -1 if global_step is None else tf.identity(global_step)
+        rate = _rate(self)
+        done = [
+            table.apply_gradients(gradient, learning_rate=rate, step=step)
+            for gradient, table in given
+        ]
+        with tf.control_dependencies([op for op in done if op is not None]):
+            if any(gradient is not None for gradient, _ in dense):
+                return super().apply_gradients(  # type: ignore[misc]
+                    dense, global_step=global_step, name=name
+                )
+            if global_step is not None:
+                return tf.compat.v1.assign_add(global_step, 1)
+            return tf.no_op(name=name)
+
+
+def _rate(optimizer: Any) -> Any:
+    for attribute in ("_learning_rate", "_lr"):
+        value = getattr(optimizer, attribute, None)
+        if value is not None:
+            return tf.cast(tf.convert_to_tensor(value() if callable(value) else value), tf.float32)
+    return -1.0
+
+
+def _each(gradient: Any, change: Callable[[Any], Any]) -> Any:
+    """A gradient, or the values of IndexedSlices, changed."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return change(gradient)
+
+
+def _scaled(gradient: Any, factor: float) -> Any:
+    return _each(gradient, lambda values: values * tf.cast(factor, values.dtype))

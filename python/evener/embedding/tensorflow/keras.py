@@ -1,0 +1,135 @@
+"""A Keras 3 layer on a dynamic embedding, for the TensorFlow backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from evener.embedding.tensorflow import _stores
+from evener.embedding.tensorflow._lookup import safe_embedding_lookup_sparse
+from evener.embedding.tensorflow._options import EmbeddingVariableOption
+from evener.embedding.tensorflow._variable import DynamicVariable
+from evener.errors import UsageError
+
+
+@keras.saving.register_keras_serializable(package="evener")
+class Embedding(keras.layers.Layer):
+    """Like `keras.layers.Embedding` without an `input_dim`: any id, and rows that come as needed.
+
+    `dim`: values per row. `key_dtype`: "int64" or "string". `combiner`: None (the result is the
+    ids' shape, then dim) or "sum", "mean", "sqrtn" over the last axis of dense or sparse ids.
+    `initializer`, `ev_option`, `optimizer`, `seed`, `init_size`: as for `get_variable`. Rows are
+    added while training; `evaluate` and `predict` add none.
+
+    Compile the model with `DynamicEmbeddingOptimizer(...)`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        key_dtype: str = "int64",
+        value_dtype: str = "float32",
+        combiner: str | None = None,
+        initializer: Any = None,
+        ev_option: EmbeddingVariableOption | None = None,
+        optimizer: dict[str, Any] | None = None,
+        seed: int | None = None,
+        init_size: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if keras.backend.backend() != "tensorflow":
+            raise UsageError(
+                f"Keras runs on {keras.backend.backend()}",
+                "set KERAS_BACKEND=tensorflow; for PyTorch use evener.embedding.torch",
+            )
+        self.dim = dim
+        self.key_dtype = key_dtype
+        self.value_dtype = value_dtype
+        self.combiner = combiner
+        self.initializer = keras.initializers.get(initializer) if initializer else None
+        self.ev_option = ev_option
+        self.seed = seed
+        self.init_size = init_size
+        self._store_optimizer = optimizer
+        self.table: DynamicVariable | None = None
+        self.supports_masking = False
+        # Ids must arrive as they are: Keras would make them of the layer's float type.
+        self.autocast = False
+        self._convert_input_args = False
+
+    def build(self, input_shape: Any) -> None:
+        """Makes the table, under the layer's name."""
+        anchor = self.add_weight(
+            shape=(self.dim,),
+            initializer="zeros",
+            trainable=self.trainable,
+            name="anchor",
+            dtype="float32",
+        )
+        self.table = DynamicVariable(
+            _stores.unused_name(self.path or self.name),
+            dim=self.dim,
+            key_dtype=self.key_dtype,
+            value_dtype=self.value_dtype,
+            initializer=self.initializer,
+            seed=self.seed,
+            init_size=self.init_size,
+            ev_option=self.ev_option,
+            optimizer=self._store_optimizer,
+            anchor=anchor,
+        )
+        self.built = True
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """The rows of the ids."""
+        assert self.table is not None
+        adds = bool(training) and self.trainable
+        if isinstance(inputs, tf.RaggedTensor):
+            inputs = inputs.to_sparse()
+        if isinstance(inputs, tf.SparseTensor):
+            return safe_embedding_lookup_sparse(
+                self.table, inputs, combiner=self.combiner or "mean", insert=adds
+            )
+        rows = self.table.lookup(inputs, insert=adds)
+        if self.combiner is None:
+            return rows
+        if self.combiner == "sum":
+            return tf.reduce_sum(rows, -2)
+        mean = tf.reduce_mean(rows, -2)
+        return (
+            mean
+            if self.combiner == "mean"
+            else mean * tf.sqrt(tf.cast(tf.shape(rows)[-2], rows.dtype))
+        )
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """The ids' shape (without the last axis under a combiner), then dim."""
+        kept = input_shape if self.combiner is None else input_shape[:-1]
+        return (*kept, self.dim)
+
+    def compute_output_spec(self, inputs: Any, training: bool | None = None) -> Any:
+        """Said, not traced: tracing would look rows up."""
+        return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.value_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """What Keras saves of it."""
+        return {
+            **super().get_config(),
+            "dim": self.dim,
+            "key_dtype": self.key_dtype,
+            "value_dtype": self.value_dtype,
+            "combiner": self.combiner,
+            "initializer": keras.initializers.serialize(self.initializer)
+            if self.initializer
+            else None,
+            "seed": self.seed,
+            "init_size": self.init_size,
+            "optimizer": self._store_optimizer,
+        }
+
+
+BasicEmbedding = Embedding
