@@ -212,6 +212,7 @@ class StagedExchange:
         bytes: int,
         payload: int,
         received: int,
+        current: int,
         out: int,
         back: int,
     ) -> None: ...

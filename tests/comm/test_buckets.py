@@ -63,6 +63,15 @@ def test_buckets_get_smaller_towards_the_end() -> None:
     assert group_by_size(params[9:], range(4), 25 << 20) == [[0, 1, 2, 3]], "1 MiB is one bucket"
 
 
+def test_large_buckets_begin_small() -> None:
+    """So that the network has something early; then each at most what came before it."""
+    mb = 1 << 20
+    params = [torch.empty(mb, device="meta") for _ in range(100)]  # 4 MiB each
+    groups = group_by_size(params, range(len(params)), 64 * mb)
+    assert [4 * len(group) for group in groups[:5]] == [24, 24, 48, 64, 64]
+    assert sum(map(len, groups)) == 100 and len(groups) < 12
+
+
 def test_dtypes_do_not_mix() -> None:
     params = [torch.zeros(4), torch.zeros(4, dtype=torch.float16), torch.zeros(4)]
     # In the order in which their last gradient comes: a bucket waits for those before it.

@@ -114,7 +114,7 @@ impl StagedExchange {
             .map_err(|error| raise(error.into()))
     }
 
-    /// Enqueues a collective of device memory on two streams.
+    /// Enqueues a collective of device memory: copies run on two streams, and `current` waits.
     #[allow(clippy::too_many_arguments, reason = "all of one call")]
     fn enqueue(
         &self,
@@ -123,13 +123,14 @@ impl StagedExchange {
         bytes: usize,
         payload: usize,
         received: usize,
+        current: usize,
         out: usize,
         back: usize,
     ) -> PyResult<()> {
-        let streams = Streams { out, back };
+        let streams = Streams { current, out, back };
         py.detach(|| {
-            // SAFETY: `evener.comm.staged` passes live tensors and streams of the current device,
-            // and makes the current stream wait for both streams.
+            // SAFETY: `evener.comm.staged` passes live tensors and streams of the current device;
+            // the current one is where they are used.
             unsafe {
                 self.exchange
                     .enqueue(kind(parts), bytes, payload, received, streams)

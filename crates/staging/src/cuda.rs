@@ -17,6 +17,14 @@ type Stream = *mut c_void;
 type Value = unsafe extern "C" fn(Stream, u64, c_uint, c_uint) -> c_int;
 type Copy = unsafe extern "C" fn(u64, u64, usize, Stream) -> c_int;
 type Synchronize = unsafe extern "C" fn(Stream) -> c_int;
+type Event = *mut c_void;
+type Create = unsafe extern "C" fn(*mut Event, c_uint) -> c_int;
+type Destroy = unsafe extern "C" fn(Event) -> c_int;
+type Record = unsafe extern "C" fn(Event, Stream) -> c_int;
+type Follow = unsafe extern "C" fn(Stream, Event, c_uint) -> c_int;
+
+/// An event that keeps no time.
+const UNTIMED: c_uint = 2;
 
 /// Wait until `(value in memory - value) >= 0`, with a sign.
 const AT_OR_PAST: c_uint = 0;
@@ -45,6 +53,10 @@ struct Driver {
     write: Value,
     copy: Copy,
     synchronize: Synchronize,
+    create: Create,
+    destroy: Destroy,
+    record: Record,
+    follow: Follow,
 }
 
 /// The process' driver, loaded once and for ever.
@@ -74,6 +86,10 @@ impl Driver {
                 write: *library.get::<Value>(b"cuStreamWriteValue32_v2\0")?,
                 copy: *library.get::<Copy>(b"cuMemcpyAsync\0")?,
                 synchronize: *library.get::<Synchronize>(b"cuStreamSynchronize\0")?,
+                create: *library.get::<Create>(b"cuEventCreate\0")?,
+                destroy: *library.get::<Destroy>(b"cuEventDestroy_v2\0")?,
+                record: *library.get::<Record>(b"cuEventRecord\0")?,
+                follow: *library.get::<Follow>(b"cuStreamWaitEvent\0")?,
             })
         }
     }
@@ -105,9 +121,56 @@ impl Driver {
     }
 }
 
-/// Two streams of the current device, as addresses.
+/// An event of the driver's, used again and again: who waits for it waits for its last record.
+#[derive(Debug)]
+pub(crate) struct Mark(usize);
+
+impl Mark {
+    fn new(driver: &Driver) -> Result<Mark, DriverError> {
+        let mut event: Event = std::ptr::null_mut();
+        // SAFETY: the driver writes a handle there.
+        done("cuEventCreate", unsafe {
+            (driver.create)(&raw mut event, UNTIMED)
+        })?;
+        Ok(Mark(event as usize))
+    }
+
+    /// What `after` does from now on comes after all that `before` has been given.
+    fn order(&self, driver: &Driver, before: Stream, after: Stream) -> Result<(), DriverError> {
+        self.record(driver, before)?;
+        self.follow(driver, after)
+    }
+
+    fn record(&self, driver: &Driver, stream: Stream) -> Result<(), DriverError> {
+        // SAFETY: our event, and the caller's stream.
+        done("cuEventRecord", unsafe {
+            (driver.record)(self.0 as Event, stream)
+        })
+    }
+
+    fn follow(&self, driver: &Driver, stream: Stream) -> Result<(), DriverError> {
+        // SAFETY: as for `record`.
+        done("cuStreamWaitEvent", unsafe {
+            (driver.follow)(stream, self.0 as Event, 0)
+        })
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        if let Ok(driver) = driver() {
+            // SAFETY: ours, and nobody has it; the driver keeps it for streams that still wait.
+            // Where the context is gone the call fails, and there is nothing to free.
+            let _ = unsafe { (driver.destroy)(self.0 as Event) };
+        }
+    }
+}
+
+/// Streams of the current device, as addresses.
 #[derive(Debug, Clone, Copy)]
 pub struct Streams {
+    /// Made the payload, and uses the result.
+    pub current: usize,
     /// Copies payloads out.
     pub out: usize,
     /// Copies what arrived in.
@@ -130,21 +193,27 @@ impl Exchange {
         done("cuStreamSynchronize", unsafe {
             (driver.synchronize)(stream)
         })?;
-        if room.load(Word::Trial) == value {
-            Ok(())
-        } else {
-            Err(DriverError::Blind)
+        if room.load(Word::Trial) != value {
+            return Err(DriverError::Blind);
         }
+        if self.marks.get().is_none() {
+            let made = [Mark::new(driver)?, Mark::new(driver)?, Mark::new(driver)?];
+            // Where another thread was first, its marks stay.
+            let _ = self.marks.set(made);
+        }
+        Ok(())
     }
 
-    /// Enqueues a collective over all ranks. Sizes as for [`Exchange::run_on_host`].
+    /// Enqueues a collective over all ranks, between what `current` was given before and what it is
+    /// given later. Sizes as for [`Exchange::run_on_host`], but that a payload of [`Kind::Gather`]
+    /// may lie at its place in the result. [`Exchange::try_device`] was called.
     ///
     /// # Errors
     /// [`Error::Failed`], [`Error::Driver`].
     ///
     /// # Safety
     /// Streams and memory are of the current device, and the memory lives and is used by nobody
-    /// else until both streams have passed what this enqueues.
+    /// else until `current` has passed what this enqueues.
     pub unsafe fn enqueue(
         &self,
         kind: Kind,
@@ -154,11 +223,24 @@ impl Exchange {
         streams: Streams,
     ) -> Result<(), Error> {
         let driver = driver()?;
+        let Some([begin, left, landed]) = self.marks.get() else {
+            return Err(Error::Shape("no device was tried"));
+        };
+        let (current, out, back) = (
+            streams.current as Stream,
+            streams.out as Stream,
+            streams.back as Stream,
+        );
         self.submit(kind, bytes, |plan, order| {
+            begin.order(driver, current, out)?;
+            begin.follow(driver, back)?;
             // SAFETY: promised by the caller.
             unsafe {
                 self.enqueue_plan(driver, plan, order, kind, bytes, payload, received, streams)
-            }
+            }?;
+            // The payload may be written again, and the result read.
+            left.order(driver, out, current)?;
+            landed.order(driver, back, current)
         })
     }
 
@@ -195,8 +277,10 @@ impl Exchange {
             Kind::Gather => payload,
             Kind::Parts => payload + rank * bytes,
         };
-        // SAFETY: within both.
-        unsafe { driver.copy(back, received + rank * bytes, own, bytes) }?;
+        if own != received + rank * bytes {
+            // SAFETY: within both.
+            unsafe { driver.copy(back, received + rank * bytes, own, bytes) }?;
+        }
         for (index, part) in plan.receives.iter().enumerate() {
             let piece = order.receives.wrapping_add(index as u32);
             driver.wait(back, room.address(Word::Arrived), piece.wrapping_add(1))?;

@@ -8,14 +8,15 @@ use crate::{Error, Exchange, Kind, Order, Plan, Word, reached};
 
 impl Exchange {
     /// Collective over all ranks; blocks. `payload` is of `bytes` ([`Kind::Gather`]) or of `bytes`
-    /// for each rank ([`Kind::Parts`]), `received` of `bytes` from each rank.
+    /// for each rank ([`Kind::Parts`]), `received` of `bytes` from each rank. A payload of
+    /// [`Kind::Gather`] may lie at its place in the result.
     ///
     /// # Errors
     /// [`Error::Failed`].
     ///
     /// # Safety
-    /// The two are addresses of so much live memory, which do not overlap and which nobody else
-    /// uses until this returns.
+    /// The two are addresses of so much live memory, which do not overlap but for that, and which
+    /// nobody else uses until this returns.
     pub unsafe fn run_on_host(
         &self,
         kind: Kind,
@@ -27,14 +28,11 @@ impl Exchange {
             Kind::Gather => 0,
             Kind::Parts => self.inner.rank as usize * bytes,
         };
-        // SAFETY: within both, as the caller says.
-        unsafe {
-            copy(
-                payload + own,
-                received + self.inner.rank as usize * bytes,
-                bytes,
-            )
-        };
+        let place = received + self.inner.rank as usize * bytes;
+        if payload + own != place {
+            // SAFETY: within both, as the caller says.
+            unsafe { copy(payload + own, place, bytes) };
+        }
         self.submit(kind, bytes, |plan, order| {
             // SAFETY: as above.
             unsafe { self.carry(plan, order, payload, received) }

@@ -31,7 +31,7 @@ mod pump;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -45,10 +45,11 @@ const LINE: usize = 64;
 /// What is added to `sent` and `arrived` at the end.
 pub const PASSED: u32 = 1 << 30;
 /// Bytes of the smallest piece: below, calls cost more than they hide.
-const LEAST_PIECE: usize = 256 << 10;
+const LEAST_PIECE: usize = 1 << 20;
 /// Into so many pieces a message is cut, where they are not too small or too large, so that the
-/// copies at both ends overlap the network.
-const PIECES: usize = 8;
+/// copies at both ends overlap the network. A piece costs a host's thread, the one that computes
+/// gradients, five calls of the driver; the copies are much faster than the network.
+const PIECES: usize = 4;
 
 /// Why an exchange cannot be.
 #[derive(Debug, thiserror::Error)]
@@ -261,6 +262,8 @@ pub struct Exchange {
     handle: Vec<u8>,
     order: Mutex<Order>,
     pump: Mutex<Option<JoinHandle<()>>>,
+    /// Where the payload is there, has left, and where the result has landed.
+    marks: OnceLock<[cuda::Mark; 3]>,
 }
 
 impl Exchange {
@@ -306,6 +309,7 @@ impl Exchange {
             handle: handles.concat(),
             order: Mutex::default(),
             pump: Mutex::new(None),
+            marks: OnceLock::new(),
         })
     }
 

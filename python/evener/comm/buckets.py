@@ -34,6 +34,8 @@ ALIGN = 32
 _LAST_BYTES = 1 << 20
 # How much a bucket may hold for a byte that is still to come behind it.
 _TAPER = 4
+# A bucket is at most as large as all before it, from this on: the network has something early.
+_FIRST_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,9 @@ def group_by_size(
     Those in `dense` have buckets of their own, and each in `alone` has one. Buckets come in the
     order in which their last gradient does.
 
-    A bucket is closed by the tensor that would take it past `bucket_bytes`, or past four times what
-    is still to come (1 MiB is always allowed); a larger tensor is a bucket of its own, and so is
-    every tensor where `bucket_bytes` is 0.
+    A bucket is closed by the tensor that would take it past `bucket_bytes`, past four times what is
+    still to come (1 MiB is always allowed), or past what came before it (25 MiB are); a larger
+    tensor is a bucket of its own, and so is every tensor where `bucket_bytes` is 0.
     """
     groups: list[list[int]] = []
     to_come: dict[tuple[torch.device, torch.dtype, bool], int] = {}
@@ -109,6 +111,7 @@ def group_by_size(
         key = (parameter.device, parameter.dtype, index in dense)
         to_come[key] = to_come.get(key, 0) + parameter.numel() * parameter.element_size()
     open_group: dict[tuple[torch.device, torch.dtype, bool], tuple[list[int], int]] = {}
+    closed: dict[tuple[torch.device, torch.dtype, bool], int] = {}
     for index in order:
         parameter = parameters[index]
         key = (parameter.device, parameter.dtype, index in dense)
@@ -118,8 +121,10 @@ def group_by_size(
             groups.append([index])
             continue
         group, used = open_group.get(key, ([], 0))
-        most = min(bucket_bytes, max(_LAST_BYTES, _TAPER * to_come[key]))
+        before = max(_FIRST_BYTES, closed.get(key, 0))
+        most = min(bucket_bytes, before, max(_LAST_BYTES, _TAPER * to_come[key]))
         if not group or used + size > most:
+            closed[key] = closed.get(key, 0) + used
             group, used = [], 0
             groups.append(group)
         group.append(index)

@@ -68,8 +68,26 @@ class Group:
             logger.info("a CUDA graph is captured: NCCL carries what is in it between nodes")
         return None
 
+    def gathers_sums(self, tensor: torch.Tensor) -> bool:
+        """Whether a sum of `tensor` is each of two ranks having both, over the transport."""
+        small = tensor.nbytes <= PIECE
+        return self.size == 2 and small and self._carries(tensor) is not None
+
+    def room(self, received: torch.Tensor) -> torch.Tensor | None:
+        """Where in `received` [size * n] this rank's payload of an all-gather may be written.
+
+        None where it needs memory of its own, which costs a copy: Gloo.
+        """
+        if received.device.type == "cpu" and self._carries(received) is None:
+            return None
+        n = received.numel() // self.size
+        return received[self.rank * n : (self.rank + 1) * n]
+
     def all_gather(self, received: torch.Tensor, payload: torch.Tensor) -> None:
-        """`received` [size * n] <- every rank's `payload` [n], contiguous, in rank order."""
+        """`received` [size * n] <- every rank's `payload` [n], contiguous, in rank order.
+
+        `payload` may be what `room` gives.
+        """
         if (transport := self._carries(payload)) is None:
             dist.all_gather_into_tensor(received, payload, group=self.handle)
         else:

@@ -29,7 +29,12 @@ Stage = Callable[[], None]
 # So many exchanges between nodes are under way at once: one that is encoded, one that crosses the
 # network, one that is decoded.
 OUTER_STREAMS = 3
+_OUTER = tuple(f"outer {place}" for place in range(OUTER_STREAMS))
 STAGES = ("reduce-scatter in the node", "exchange between nodes", "all-gather in the node")
+
+
+# As the class has it that `torch.cuda.Event` is made from; see `overlap.interpose`.
+_wait: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = torch._C._CudaEventBase.wait
 
 
 class Ticket(ABC):
@@ -66,18 +71,25 @@ class StreamLanes(Lanes):
 
     def issue(self, name: str, stages: Sequence[Stage | None], outer: int = 0) -> Ticket:
         del name  # a kernel that fails is reported by CUDA, not here
-        done = torch.cuda.current_stream(self.device).record_event()
-        lanes = ("scatter", f"outer {outer % OUTER_STREAMS}", "gather")
-        for lane, stage in zip(lanes, stages, strict=True):
-            if stage is None:
-                continue
-            if lane not in self.streams:
-                self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
-            stream = self.streams[lane]
-            with torch.cuda.stream(stream):
-                stream.wait_event(done)
+        # Every call here is time of the thread that computes gradients: few, and torch's cheapest.
+        current = torch.cuda.current_stream(self.device)
+        done = torch.cuda.Event()
+        done.record(current)
+        lanes = ("scatter", _OUTER[outer % OUTER_STREAMS], "gather")
+        try:
+            for lane, stage in zip(lanes, stages, strict=True):
+                if stage is None:
+                    continue
+                if (stream := self.streams.get(lane)) is None:
+                    stream = self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
+                torch.cuda.set_stream(stream)
+                # Not `stream.wait_event`: that one waits for updates too, which are nothing here.
+                _wait(done, stream)
                 stage()
-                done = stream.record_event()
+                done = torch.cuda.Event()
+                done.record(stream)
+        finally:
+            torch.cuda.set_stream(current)
         return _EventTicket(self.device, done)
 
     def close(self) -> None:

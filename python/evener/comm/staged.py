@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from evener._native import StagedExchange
 from evener.comm.errors import CommError
+from evener.comm.scratch import stream_of
 
 # A piece on its way needs about a millisecond in a 25 Gb/s network; the pump has a few in the air.
 _SLOT, _SLOTS = 4 << 20, 16
@@ -39,6 +40,7 @@ class _Lane:
         if gpu:
             self.out = torch.cuda.Stream(device, priority=-1)
             self.back = torch.cuda.Stream(device, priority=-1)
+            self._streams = self.out.cuda_stream, self.back.cuda_stream
             with torch.cuda.device(device):
                 self.exchange.try_device(self.out.cuda_stream)
 
@@ -48,15 +50,7 @@ class _Lane:
         if self.device.type != "cuda":
             self.exchange.run_on_host(parts, size, source, target)
             return
-        current = torch.cuda.current_stream(self.device)
-        begin = current.record_event()
-        self.out.wait_event(begin)
-        self.back.wait_event(begin)
-        out, back = self.out.cuda_stream, self.back.cuda_stream
-        self.exchange.enqueue(parts, size, source, target, out, back)
-        # The payload may be written again, and the result read.
-        current.wait_event(self.out.record_event())
-        current.wait_event(self.back.record_event())
+        self.exchange.enqueue(parts, size, source, target, stream_of(self.device), *self._streams)
 
     def close(self) -> None:
         self.exchange.close()

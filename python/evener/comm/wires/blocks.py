@@ -87,12 +87,30 @@ class BlockWire(Wire):
 
     def _gather_all(self, shard: torch.Tensor, residual: torch.Tensor, state: ShardState) -> None:
         room = self.room(shard.numel())
-        payload = self._payload.get(self.size(room), torch.uint8, shard.device)
-        codes, scales = self.views(payload.unsqueeze(0), room)
-        self.quantize(shard, residual, codes[0], scales[0], self._key(state, 0))
-        received = self._received.get(payload.numel() * 2, torch.uint8, shard.device)
+        size = self.size(room)
+        received = self._received.get(2 * size, torch.uint8, shard.device)
+        payload, codes, scales, *both = self._cut(received, room)
+        self.quantize(shard, residual, codes, scales, self._key(state, 0))
         self.outer.all_gather(received, payload)
-        self._decode(*self.views(received.view(2, -1), room), self.scaling.outer, shard)
+        self._decode(both[0], both[1], self.scaling.outer, shard)
+
+    def _cut(self, received: torch.Tensor, room: int) -> tuple[torch.Tensor, ...]:
+        """Payload, its codes and scales, and all that come: views, kept as long as `received` is.
+
+        Making them takes a host as long as a kernel's launch.
+        """
+        kept: tuple[torch.Tensor, ...] | None = received.__dict__.get("evener_cut")
+        if kept is not None:
+            return kept
+        payload = self.outer.room(received)
+        own = payload is None
+        if payload is None:
+            payload = self._payload.get(received.numel() // 2, torch.uint8, received.device)
+        codes, scales = self.views(payload.unsqueeze(0), room)
+        found = (payload, codes[0], scales[0], *self.views(received.view(2, -1), room))
+        if not own:
+            received.__dict__["evener_cut"] = found
+        return found
 
     def _by_parts(self, shard: torch.Tensor, residual: torch.Tensor, state: ShardState) -> None:
         peers, rank, n = self.outer.size, self.outer.rank, shard.numel()
