@@ -9,6 +9,7 @@ use evener_proto::{Side, Why};
 
 use crate::hello::ProcessId;
 use crate::link::Link;
+use crate::peers::Claim;
 use crate::slots::Slots;
 use crate::stats::Latencies;
 
@@ -55,8 +56,8 @@ pub struct Peer {
     pub home: usize,
     /// Its addresses, as far as known.
     pub addresses: Mutex<Vec<IpAddr>>,
-    /// Comms between it and us.
-    pub comms: AtomicUsize,
+    /// Who uses it: comms, offers of comms, connections on their way ([`Claim`]).
+    pub claims: AtomicUsize,
     /// Connections.
     pub connections: AtomicUsize,
     /// Bytes of requests that are taken and not finished: of messages, and of buffers for them.
@@ -83,6 +84,45 @@ pub struct Placement {
 }
 
 impl Peer {
+    /// A peer without a link that anybody would use.
+    #[cfg(test)]
+    pub fn for_tests(key: PeerKey) -> Peer {
+        let config = crate::Config::default();
+        let silences = Default::default();
+        Peer::new(
+            key,
+            [0; 16],
+            0,
+            0,
+            Vec::new(),
+            Link::new(&config, silences, Default::default()),
+        )
+    }
+
+    /// A peer without connections that nobody claims.
+    pub fn new(
+        key: PeerKey,
+        token: [u8; 16],
+        port: u16,
+        home: usize,
+        addresses: Vec<IpAddr>,
+        link: Link,
+    ) -> Peer {
+        Peer {
+            key,
+            token,
+            port,
+            home,
+            addresses: Mutex::new(addresses),
+            claims: AtomicUsize::new(0),
+            connections: AtomicUsize::new(0),
+            under_way: Default::default(),
+            took: Latencies::default(),
+            placement: Placement::default(),
+            link: Mutex::new(link),
+        }
+    }
+
     /// For people: the first address.
     pub fn name(&self) -> String {
         let addresses = lock(&self.addresses);
@@ -111,8 +151,8 @@ pub struct Comm {
     pub id: u64,
     /// Which end this is.
     pub side: Side,
-    /// Who is at the other.
-    pub peer: Arc<Peer>,
+    /// Who is at the other; known for as long as the comm is.
+    pub peer: Claim,
     /// The requests.
     pub slots: Slots,
     /// The bit of its worker's bell.
@@ -129,8 +169,7 @@ pub struct Comm {
 
 impl Comm {
     /// A comm that no worker knows yet.
-    pub fn new(id: u64, side: Side, peer: Arc<Peer>) -> Arc<Comm> {
-        peer.comms.fetch_add(1, Ordering::Relaxed);
+    pub fn new(id: u64, side: Side, peer: Claim) -> Arc<Comm> {
         Arc::new(Comm {
             id,
             side,
@@ -163,11 +202,5 @@ impl Comm {
     /// Whether its worker knows it.
     pub fn is_registered(&self) -> bool {
         self.registered.load(Ordering::Acquire)
-    }
-}
-
-impl Drop for Comm {
-    fn drop(&mut self) {
-        self.peer.comms.fetch_sub(1, Ordering::Relaxed);
     }
 }

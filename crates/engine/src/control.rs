@@ -207,8 +207,8 @@ impl Control {
     }
 
     fn wanted(&self, state: &PeerState) -> bool {
-        let comms = state.peer.comms.load(Relaxed);
-        comms > 0 || self.now() < state.since + FRESH
+        let claims = state.peer.claims.load(Relaxed);
+        claims > 0 || self.now() < state.since + FRESH
     }
 
     // ---- peers ----
@@ -251,7 +251,7 @@ impl Control {
         if self.peers.contains_key(&key) {
             return;
         }
-        let Some(peer) = lock(&self.shared.peers).get(&key).cloned() else {
+        let Some(peer) = self.shared.peers.get(&key) else {
             return;
         };
         let own = self.shared.process;
@@ -298,11 +298,7 @@ impl Control {
         };
         let wanted = self.wanted(state);
         if !wanted && state.peer.connections.load(Relaxed) == 0 {
-            let mut peers = lock(&self.shared.peers);
-            // Under the lock nobody can begin a comm with it.
-            if state.peer.comms.load(Relaxed) == 0 {
-                peers.remove(&key);
-                drop(peers);
+            if self.shared.peers.forget(&state.peer) {
                 self.peers.remove(&key);
             }
             return;
@@ -423,7 +419,7 @@ fn delivered(
     last: &mut HashMap<PathId, (u64, u64)>,
     passed: f64,
 ) -> Vec<Delivered> {
-    let name = lock(&shared.peers).get(&key).map(|peer| peer.name());
+    let name = shared.peers.get(&key).map(|peer| peer.name());
     let mut all = Vec::new();
     for ((mirror, path), stats) in lock(&shared.paths).live() {
         if *mirror != key.mirror || Some(&stats.peer) != name.as_ref() {

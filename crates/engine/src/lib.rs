@@ -25,6 +25,7 @@ pub mod hello;
 pub mod link;
 pub mod nics;
 mod paths;
+pub mod peers;
 pub mod records;
 pub mod settings;
 #[rustfmt::skip]
@@ -46,12 +47,13 @@ use std::time::{Duration, Instant};
 
 use evener_proto::{PathId, Side, Why};
 
-use comm::{ACCEPTED, Comm, DECLINED, Peer, PeerKey, Placement, lock};
+use comm::{ACCEPTED, Comm, DECLINED, Peer, PeerKey, lock};
 use control::{Control, News};
 use hello::{HANDLE, Handle, ProcessId};
 use link::Link;
 use nics::{Family, Nic};
 use paths::Paths;
+use peers::{Claim, Peers};
 pub use slots::{Slot, Status};
 use stats::Silences;
 pub use sys::Memory;
@@ -163,7 +165,7 @@ pub struct Shared {
     crew: Mutex<worker::Crew>,
     waker: sys::Waker,
     news: Mutex<Vec<News>>,
-    peers: Mutex<HashMap<PeerKey, Arc<Peer>>>,
+    peers: Peers,
     listeners: Mutex<HashMap<u64, Arc<Mailbox>>>,
     pending: Mutex<HashMap<u64, Arc<Comm>>>,
     paths: Mutex<Paths>,
@@ -178,7 +180,7 @@ pub struct Shared {
 #[derive(Debug, Default)]
 struct Mailbox {
     /// Comms that peers want to open.
-    offers: Mutex<VecDeque<(Arc<Peer>, u64)>>,
+    offers: Mutex<VecDeque<(Claim, u64)>>,
     /// Those that no worker knows yet.
     beginning: Mutex<VecDeque<Arc<Comm>>>,
 }
@@ -211,36 +213,17 @@ impl Shared {
         }
     }
 
-    /// The peer with this key, made where it is new.
-    fn peer(&self, key: PeerKey, token: [u8; 16], port: u16, addresses: &[IpAddr]) -> Arc<Peer> {
-        let mut peers = lock(&self.peers);
-        peers
-            .entry(key)
-            .or_insert_with(|| {
-                let home = self.next_home.fetch_add(1, Ordering::Relaxed) % self.workers.len();
-                Arc::new(Peer {
-                    key,
-                    token,
-                    port,
-                    home,
-                    addresses: Mutex::new(addresses.to_vec()),
-                    comms: AtomicUsize::new(0),
-                    connections: AtomicUsize::new(0),
-                    under_way: Default::default(),
-                    took: Default::default(),
-                    placement: Placement::default(),
-                    link: Mutex::new(Link::new(
-                        &self.config,
-                        self.silences.clone(),
-                        self.started.elapsed(),
-                    )),
-                })
-            })
-            .clone()
+    /// A claim on the peer with this key, made where it is new.
+    fn peer(&self, key: PeerKey, token: [u8; 16], port: u16, addresses: &[IpAddr]) -> Claim {
+        self.peers.claim(key, || {
+            let home = self.next_home.fetch_add(1, Ordering::Relaxed) % self.workers.len();
+            let link = Link::new(&self.config, self.silences.clone(), self.started.elapsed());
+            Peer::new(key, token, port, home, addresses.to_vec(), link)
+        })
     }
 
     /// A peer wants to open a comm. Whether there is such a listener.
-    fn offer(&self, listener: u64, peer: Arc<Peer>, comm: u64) -> bool {
+    fn offer(&self, listener: u64, peer: Claim, comm: u64) -> bool {
         let Some(mailbox) = lock(&self.listeners).get(&listener).cloned() else {
             return false;
         };
@@ -315,7 +298,7 @@ impl Engine {
             crew: Mutex::new(worker::Crew::new(workers)),
             waker: sys::Waker::new().map_err(|e| Error::System("eventfd", e))?,
             news: Mutex::new(Vec::new()),
-            peers: Mutex::new(HashMap::new()),
+            peers: Peers::default(),
             listeners: Mutex::new(HashMap::new()),
             pending: Mutex::new(HashMap::new()),
             paths: Mutex::default(),
@@ -406,8 +389,7 @@ impl Engine {
             .map(|((_, path), _)| *path)
             .take(count)
             .collect();
-        let peers: Vec<Arc<Peer>> = lock(&self.shared.peers).values().cloned().collect();
-        for peer in peers {
+        for peer in self.shared.peers.all() {
             for path in &paths {
                 let task = Task::Drop(peer.clone(), *path, "cut by a test");
                 self.shared.workers[peer.home].ask(task);
@@ -418,7 +400,7 @@ impl Engine {
     /// Has every worker hand half of its connections to the next, as a busy one would: for tests.
     pub fn pass_connections_on(&self) {
         let count = self.shared.workers.len();
-        for peer in lock(&self.shared.peers).values() {
+        for peer in self.shared.peers.all() {
             for (index, worker) in self.shared.workers.iter().enumerate() {
                 worker.ask(Task::Give(peer.clone(), (index + 1) % count));
             }
@@ -451,7 +433,7 @@ impl Engine {
         let offers = std::mem::take(&mut *lock(&listener.mailbox.offers));
         for (peer, comm) in offers {
             let home = peer.home;
-            self.shared.workers[home].ask(Task::Decline(peer, comm));
+            self.shared.workers[home].ask(Task::Decline(peer.clone(), comm));
         }
         let beginning = std::mem::take(&mut *lock(&listener.mailbox.beginning));
         for comm in beginning {
@@ -490,18 +472,10 @@ impl Engine {
             mirror: false,
         };
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-        let comm = {
-            // Control forgets a peer without comms: hold its lock until there is one.
-            let peer = self
-                .shared
-                .peer(key, parsed.token, parsed.port, &parsed.addresses);
-            let peers = lock(&self.shared.peers);
-            let comm = Comm::new(number, Side::Send, peer.clone());
-            drop(peers);
-            let peers = &mut *lock(&self.shared.peers);
-            peers.entry(key).or_insert(peer);
-            comm
-        };
+        let peer = self
+            .shared
+            .peer(key, parsed.token, parsed.port, &parsed.addresses);
+        let comm = Comm::new(number, Side::Send, peer);
         self.begin(&comm, Some(parsed.listener));
         self.shared.news(News::Want(key));
         lock(&self.shared.pending).insert(number, comm);
@@ -612,8 +586,7 @@ impl Engine {
         for worker in &self.shared.workers {
             worker.clear();
         }
-        let peers: Vec<Arc<Peer>> = lock(&self.shared.peers).values().cloned().collect();
-        for peer in peers {
+        for peer in self.shared.peers.all() {
             lock(&peer.link).abandon();
         }
     }

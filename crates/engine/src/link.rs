@@ -29,6 +29,7 @@ use evener_proto::{Event, Lane, LaneConfig, PathId, Place, Side, Why};
 
 use crate::comm::{ACCEPTED, Comm, DECLINED, Peer, lock};
 use crate::control::News;
+use crate::peers::Claim;
 use crate::slots::SLOTS;
 use crate::stats::Silences;
 use crate::sys::{self, Memory};
@@ -446,7 +447,7 @@ impl Link {
                     shared.news(News::Recovered(peer.key, path));
                 }
                 Event::Open { comm, listener } => {
-                    if !shared.offer(listener, peer.clone(), comm) {
+                    if !shared.offer(listener, Claim::of(peer), comm) {
                         self.lane.decline(comm);
                     }
                 }

@@ -107,8 +107,10 @@ pub fn json(shared: &Shared) -> String {
         text(&host()),
     );
     let (devices, paths, ended) = of_paths(shared);
-    let peers: Vec<String> = lock(&shared.peers)
-        .values()
+    let peers: Vec<String> = shared
+        .peers
+        .all()
+        .iter()
         .map(|peer| {
             lock(&peer.link).note_silences();
             format!(
@@ -116,7 +118,7 @@ pub fn json(shared: &Shared) -> String {
                  \"gains\":{},\"rerolls\":{},\"best_rate\":{},\"late\":{},\"took_us_log2\":{}}}",
                 text(&peer.name()),
                 peer.connections.load(Relaxed),
-                peer.comms.load(Relaxed),
+                peer.claims.load(Relaxed),
                 peer.under_way[0].load(Relaxed) + peer.under_way[1].load(Relaxed),
                 peer.placement.trials.load(Relaxed),
                 peer.placement.gains.load(Relaxed),

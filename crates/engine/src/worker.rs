@@ -33,6 +33,7 @@ use crate::conn::Conn;
 use crate::control::News;
 use crate::doorbell::{BITS, Doorbell};
 use crate::link::{Chore, Link};
+use crate::peers::Claim;
 use crate::stats::{PathStats, WorkerStats};
 use crate::sync::{AtomicBool, Ordering as SyncOrdering};
 use crate::sys::{self, Epoll, Ready, Waker};
@@ -67,8 +68,8 @@ const WAKER: u64 = u64::MAX;
 pub enum Task {
     /// A connection was greeted and answered.
     Connect {
-        /// With whom.
-        peer: Arc<Peer>,
+        /// With whom: kept until the connection counts.
+        peer: Claim,
         /// The socket.
         fd: OwnedFd,
         /// Its number.
@@ -647,7 +648,7 @@ impl Worker {
         mine.conns.retain(|one| *one != index);
         mine.dirty = true;
         let peer = mine.peer.clone();
-        peer.connections.fetch_sub(1, Ordering::Relaxed);
+        peer.connections.fetch_sub(1, Ordering::Release);
         lock(&self.shared.paths).end(peer.key.mirror, conn.path, why);
         conn.abandon();
         let (chores, idle, others) = {

@@ -11,8 +11,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{Control, DIAL_TIME, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_GREETINGS, PORTS};
 use crate::Level;
-use crate::comm::{Peer, PeerKey, lock};
+use crate::comm::{PeerKey, lock};
 use crate::hello::{ANSWER, Answer, GREETING, Greeting, MOST_ADDRESSES};
+use crate::peers::Claim;
 use crate::stats::PathStats;
 use crate::sys::{self, Memory};
 use crate::worker::Task;
@@ -273,7 +274,7 @@ impl Control {
                 }
                 let nic = self.shared.nics.get(route.local);
                 let nic = nic.map(|nic| (nic.name.clone(), nic.index));
-                self.hand_over(shake.socket, peer, path, nic, true);
+                self.hand_over(shake.socket, Claim::of(&peer), path, nic, true);
                 Ok(())
             }
         }
@@ -317,7 +318,7 @@ impl Control {
     pub(super) fn hand_over(
         &self,
         socket: Socket,
-        peer: Arc<Peer>,
+        peer: Claim,
         path: PathId,
         nic: Option<(String, u32)>,
         dialled: bool,
