@@ -234,15 +234,16 @@ class Store:
         return _native.embedding_slots(self.options.to_json())
 
     def take_rows(
-        self, keys: Any, step: int
+        self, keys: Any, step: int, out: Any = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Whole rows, for whoever keeps them for a while (a cache on a GPU).
 
         Gives rows float32 [n, dim * (1 + slots)], values (widened) and then slots; frequencies and
-        versions int64 [n]; admitted uint8 [n]. Keys without a row get one as in `lookup`.
+        versions int64 [n]; admitted uint8 [n]. Keys without a row get one as in `lookup`. `out` is
+        room for the rows, such as pinned memory.
         """
         ids = _array(keys, "keys", np.int64).reshape(-1)
-        rows = np.empty((ids.size, self.dim * (1 + self.slots)), np.float32)
+        rows = _output(out, (ids.size, self.dim * (1 + self.slots)), np.float32, "out")
         frequencies, versions = np.empty(ids.size, np.uint32), np.empty(ids.size, np.uint32)
         admitted = np.empty(ids.size, np.uint8)
         self._native.take_rows(

@@ -250,8 +250,10 @@ class CachedRows:
             missing = keys[~found]
             wanted = missing.cpu()
             began = time.perf_counter()
-            taken = self.store.take_rows(wanted, step)
-            parts = [self._up(torch.from_numpy(part)) for part in taken]
+            room = torch.empty(wanted.numel(), self._width, pin_memory=self._stream is not None)
+            _, *taken = self.store.take_rows(wanted, step, out=room)
+            parts = [room.to(self.device, non_blocking=True)]
+            parts += [self._up(torch.from_numpy(part)) for part in taken]
             done = None
             if self._stream is not None:
                 done = torch.cuda.Event()

@@ -1,0 +1,227 @@
+"""Hot rows on the GPU against rows in host memory alone: steps, what is hidden, and equal bytes.
+
+    python benchmarks/embedding_gpu_cache.py --json benchmarks/results/embedding-gpu-cache.json
+
+26 features, Zipf 1.05, 65,536 samples; 10% of all rows fit the cache; Adagrad in the row; a small
+dense model behind. Three ways through the same batches, in turns:
+
+    host      ids and rows on the CPU: the store is asked for every id, values and gradients cross
+    unique    ids on the GPU, made unique there; rows in host memory
+    cache     the same with hot rows on the GPU, the next batch prefetched while this one trains
+
+Then `unique` and `cache` train again from the same seed, and every row that they touched is
+compared with its slots, frequency and version, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evener.embedding import Adagrad, Options, Store, forget
+from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer
+
+FIELDS, DIM, ALPHA = 26, 16, 1.05
+
+
+def make_batches(n: int, size: int, per_field: int, device: torch.device) -> list[torch.Tensor]:
+    """Keys int64 [size, 26]: Zipf ranks per field, spread over all of int64."""
+    generator = torch.Generator(device).manual_seed(1)
+    rank = torch.arange(1, per_field + 1, device=device, dtype=torch.float64)
+    reach = torch.cumsum(rank**-ALPHA, 0)
+    reach /= reach[-1].clone()
+    field = torch.arange(FIELDS, device=device) * per_field
+    found = []
+    for _ in range(n):
+        draw = torch.rand(size, FIELDS, device=device, generator=generator, dtype=torch.float64)
+        found.append(spread(torch.searchsorted(reach, draw).clamp_(max=per_field - 1) + field))
+    return found
+
+
+def spread(number: torch.Tensor) -> torch.Tensor:
+    """A key for each number: odd multiplication permutes int64."""
+    return number * -7046029254386353131
+
+
+def options() -> Options:
+    return Options(DIM, optimizer=Adagrad(lr=0.05), seed=7)
+
+
+def fill(name: str, rows: int) -> Store:
+    """A store in which all rows are."""
+    store = Store(name, options())
+    for start in range(0, rows, 1 << 20):
+        store.lookup(spread(torch.arange(start, min(rows, start + (1 << 20)))), 0)
+    return store
+
+
+class Model(nn.Module):
+    """Embeddings, and a dense model on the GPU."""
+
+    def __init__(self, name: str, device: torch.device, way: str, cache_rows: int) -> None:
+        super().__init__()
+        place = torch.device("cpu") if way == "host" else device
+        self.embedding = DynamicEmbedding(
+            options(), name, device=place, cache_rows=cache_rows if way == "cache" else 0
+        )
+        torch.manual_seed(2)
+        widths = (FIELDS * DIM, 512, 256, 1)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.top = nn.Sequential(*layers[:-1]).to(device)
+        self.device = device
+        self.optimizer = DynamicOptimizer(self, torch.optim.SGD(self.top.parameters(), lr=0.01))
+
+    def train_on(self, ids: torch.Tensor, following: torch.Tensor | None) -> None:
+        """One step."""
+        given = ids.cpu() if self.embedding.table.device.type == "cpu" else ids
+        values = self.embedding(given).to(self.device)
+        if following is not None and self.embedding.cache_stats is not None:
+            self.embedding.prefetch(following)
+        out = self.top(values.flatten(1)).squeeze(1)
+        nn.functional.binary_cross_entropy_with_logits(out, (ids[:, 0] & 1).float()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(model: Model, batches: list[torch.Tensor], after: torch.Tensor | None) -> float:
+    """Milliseconds per step."""
+    synchronise(model.device)
+    began = time.perf_counter()
+    for ids, following in zip(batches, [*batches[1:], after], strict=True):
+        model.train_on(ids, following)
+    synchronise(model.device)
+    return (time.perf_counter() - began) / len(batches) * 1e3
+
+
+def dense_alone(model: Model, batch: torch.Tensor) -> float:
+    """Milliseconds of the dense model's step."""
+    values = torch.randn(batch.shape[0], FIELDS * DIM, device=model.device, requires_grad=True)
+    took = []
+    for _ in range(6):
+        synchronise(model.device)
+        began = time.perf_counter()
+        out = model.top(values).squeeze(1)
+        nn.functional.binary_cross_entropy_with_logits(out, (batch[:, 0] & 1).float()).backward()
+        synchronise(model.device)
+        took.append((time.perf_counter() - began) * 1e3)
+    model.top.zero_grad()
+    return statistics.median(took[2:])
+
+
+def equal_bytes(batches: list[torch.Tensor], device: torch.device, cache_rows: int) -> int:
+    """Train two ways from one seed; how many rows were compared. Raises where one differs."""
+    kept = []
+    for way in ("unique", "cache"):
+        model = Model(f"equal-{way}", device, way, cache_rows)
+        for ids, following in zip(batches, [*batches[1:], None], strict=True):
+            model.train_on(ids, following)
+        keys = torch.unique(torch.cat([ids.flatten() for ids in batches])).cpu()
+        kept.append(model.embedding.store.take_rows(keys, len(batches) + 1))
+        forget(model.embedding.table.name)
+        del model
+    for name, one, other in zip(("rows", "frequencies", "versions"), *kept, strict=False):
+        if name == "frequencies" and device.type == "cpu":
+            continue  # there the store is given all ids, and counts each
+        if one.tobytes() != other.tobytes():
+            wrong = int((one != other).reshape(len(one), -1).any(1).sum())
+            raise SystemExit(f"{name} differ in {wrong} of {len(one)} rows with the cache")
+    return len(keys)
+
+
+def main() -> None:
+    """All three ways, then the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=16_000_000)
+    parser.add_argument("--batch", type=int, default=65_536)
+    parser.add_argument("--share", type=float, default=0.1, help="of rows that fit the cache")
+    parser.add_argument("--warm", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8, help="per round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
+    per_field = given.rows // FIELDS
+    cache_rows = int(given.rows * given.share)
+    began = time.perf_counter()
+    count = given.warm + given.rounds * given.steps + 1
+    batches = make_batches(count, given.batch, per_field, device)
+    unique = statistics.mean(torch.unique(ids).numel() for ids in batches[:3])
+    models, result = {}, {}
+    for way in ("host", "unique", "cache"):
+        fill(way, given.rows)
+        models[way] = Model(way, device, way, cache_rows)
+        few = batches[: given.warm if way == "cache" else 2]
+        timed(models[way], few, None)
+    dense = dense_alone(models["cache"], batches[0])
+    rounds: dict[str, list[float]] = {way: [] for way in models}
+    stats = models["cache"].embedding.cache_stats
+    assert stats is not None
+    before = (stats.host, stats.waited, stats.keys, stats.missing, stats.batches)
+    for number in range(given.rounds):
+        start = given.warm + number * given.steps
+        part = batches[start : start + given.steps]
+        for way, model in models.items():
+            rounds[way].append(timed(model, part, batches[start + given.steps]))
+    host, waited, keys, missing, steps = (
+        now - then
+        for now, then in zip(
+            (stats.host, stats.waited, stats.keys, stats.missing, stats.batches),
+            before,
+            strict=True,
+        )
+    )
+    step = {way: statistics.median(took) for way, took in rounds.items()}
+    compared = equal_bytes(batches[:6], device, cache_rows)
+    result = {
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+        "cpus": torch.get_num_threads(),
+        "rows": given.rows,
+        "cache_rows": cache_rows,
+        "ids": given.batch * FIELDS,
+        "unique": unique,
+        "step_ms": step,
+        "rounds_ms": rounds,
+        "dense_ms": dense,
+        "ratio_to_host": step["host"] / step["cache"],
+        "ratio_to_unique": step["unique"] / step["cache"],
+        "hit_rate_of_keys": 1 - missing / keys,
+        "host_ms_per_step": host / steps * 1e3,
+        "waited_ms_per_step": waited / steps * 1e3,
+        "hidden": max(0.0, 1 - waited / host),
+        "rows_with_equal_bytes": compared,
+        "seconds": time.perf_counter() - began,
+    }
+    print(f"{given.batch} x {FIELDS} ids, {unique:,.0f} different; {given.rows:,} rows of {DIM}")
+    for way in models:
+        print(f"  {way:8}{step[way]:9.2f} ms per step  {step[way] / step['cache']:6.2f} x cache")
+    print(f"  {'dense':8}{dense:9.2f} ms alone")
+    print(f"  keys found in the cache {result['hit_rate_of_keys']:.1%}")
+    print(
+        f"  store asked for {result['host_ms_per_step']:.2f} ms per step, waited for "
+        f"{result['waited_ms_per_step']:.2f} ms: {result['hidden']:.1%} hidden"
+    )
+    print(f"  {compared:,} rows compared: bytes equal; {result['seconds']:.0f} s in all")
+    print(f"  must reach: host >= 5 x cache ({result['ratio_to_host']:.2f}), hidden >= 80%")
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
