@@ -25,6 +25,7 @@ LEVELS = [
         {
             "launch", "bench", "lab", "analyze", "doctor", "place", "plan", "stats",
             "horovod.runner",  # `horovodrun`: inside horovod, where upstream has it
+            "horovod.ray",  # starts jobs too, on a Ray cluster
         },
     ),
     ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own"}),
@@ -47,6 +48,8 @@ USES = {
     ("launch", "place"),  # --map
     ("lab", "launch"),  # --horovod: the door's folder, and the variables of each rank
     ("horovod.runner", "launch"),  # horovodrun is launch with other options
+    ("horovod.ray", "launch"),  # an elastic job there is launch's, with other workers
+    ("horovod.ray", "horovod.runner"),  # upstream's settings and host discovery
     ("ddp", "accelerated"),  # the class that accelerate() gives a model
     ("accelerated", "own"),  # DDP's own reducer, where it is the fastest
     ("door", "ddp"),  # the door calls accelerate()

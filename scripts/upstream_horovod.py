@@ -234,7 +234,7 @@ class Pairs:
         size = 1 if any(part in file for part in ALONE) else SIZE
         logs = [self._scratch / f"{test}.{rank}.log" for rank in range(size)]
         started = [
-            self._start(self._environment(rank, size, store.port), str(logs[rank]), node)
+            self._start(self._environment(rank, size, store.port, file), str(logs[rank]), node)
             for rank in range(size)
         ]
         try:
@@ -249,8 +249,11 @@ class Pairs:
         del store
         return self._judge(file, test, reports, logs, time.monotonic() - begun)
 
-    def _environment(self, rank: int, size: int, port: int) -> dict[str, str]:
-        local = str(rank)
+    def _environment(self, rank: int, size: int, port: int, file: str) -> dict[str, str]:
+        local, outer = str(rank), os.environ.get("PYTHONPATH")
+        folder = str((self._root / file).parent)
+        # Tests of Ray pretend that there are GPUs, which Ray refuses where they are hidden.
+        hidden = {} if "test_ray" in file else {"CUDA_VISIBLE_DEVICES": ""}
         return {
             "HOROVOD_RANK": str(rank),
             "HOROVOD_SIZE": str(size),
@@ -268,12 +271,10 @@ class Pairs:
             "EVENER_TIMEOUT": f"{max(5.0, self._timeout / 2):g}",
             "OMP_NUM_THREADS": "1",
             # Nothing is written into the user's checkout.
-            # Tests start processes that import horovod, too.
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, (self._alias, os.environ.get("PYTHONPATH")))
-            ),
+            # Tests start processes that import horovod and what is beside the test, too.
+            "PYTHONPATH": os.pathsep.join(filter(None, (self._alias, folder, outer))),
             "PYTHONPYCACHEPREFIX": str(self._scratch / "pycache"),
-            **({"HOROVOD_TEST_GPU": "1"} if self._gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+            **({"HOROVOD_TEST_GPU": "1"} if self._gpu else hidden),
         }
 
     def _start(self, environment: dict[str, str], log: str, node: str) -> tuple[Any, Any]:

@@ -38,7 +38,6 @@ from evener.launch.output import Output, follow
 from evener.launch.plan import Wishes, remote_env
 
 _TICK = 0.05
-_DISCOVER_EVERY = 1.0
 # A notice may come while a worker is on its way into a generation, and be lost: it is repeated.
 _REPEAT = 2.0
 REMOVED, ADDED = 1, 2
@@ -96,7 +95,14 @@ class Worker:
 
 
 class ElasticJob:
-    """An elastic job that runs. `run` may be called once."""
+    """An elastic job that runs. `run` may be called once.
+
+    Workers are processes under guards. Who has another kind overrides `_start`, `_tell_to_end` and
+    `_end_all` (evener.horovod.ray.job).
+    """
+
+    # Seconds between two looks at the hosts.
+    discover_every = 1.0
 
     def __init__(
         self,
@@ -134,18 +140,19 @@ class ElasticJob:
         self._store, address = contact.serve(self._limits.timeout)
         self._contact = address.text()
         signals: list[int] = []
-        previous = {
-            number: signal.signal(number, lambda n, _frame: signals.append(n))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        previous = {}
+        if threading.current_thread() is threading.main_thread():
+            previous = {
+                number: signal.signal(number, lambda n, _frame: signals.append(n))
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            }
         threading.Thread(target=self._discover, name="discover", daemon=True).start()
         try:
             while not signals and self._turn():
                 time.sleep(_TICK)
         finally:
             self._stop.set()
-            workers = [*self._workers.values(), *self._ending]
-            end_all([(worker.process, worker.threads) for worker in workers])
+            self._end_all([*self._workers.values(), *self._ending])
             self._output.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -154,7 +161,7 @@ class ElasticJob:
             raise JobError(f"ended by {name}; all ranks were ended", "", 128 + signals[0])
 
     def _discover(self) -> None:
-        while not self._stop.wait(_DISCOVER_EVERY):
+        while not self._stop.wait(self.discover_every):
             try:
                 found = self._discovery.find()
             except DiscoveryError as error:
@@ -199,7 +206,7 @@ class ElasticJob:
             status = worker.process.poll()
             if status is None:
                 continue
-            end_all([(worker.process, worker.threads)])
+            self._end_all([worker])
             if self._workers.pop(worker.number, None) is None or worker.ended:
                 continue  # with its host, a moment ago; or asked to leave
             if status == 0 and self._is_member(worker):
@@ -245,7 +252,7 @@ class ElasticJob:
         worker.ended = True
         self._workers.pop(worker.number, None)
         self._ending.append(worker)
-        tell_to_end(worker.process)
+        self._tell_to_end(worker)
 
     def _listen(self) -> None:
         for worker in self._workers.values():
@@ -408,6 +415,23 @@ class ElasticJob:
 
     # --- processes ---
 
+    def _tell_to_end(self, worker: Worker) -> None:
+        tell_to_end(worker.process)
+
+    def _end_all(self, workers: list[Worker]) -> None:
+        """End them, and wait until they are no more."""
+        end_all([(worker.process, worker.threads) for worker in workers])
+
+    def _variables(self, number: int, host: str, slot: int) -> dict[str, str]:
+        """What a worker finds in its environment, beside what its host has."""
+        return {
+            **self._place(host, slot),
+            "HOROVOD_ELASTIC": "1",
+            "EVENER_ELASTIC": self._contact,
+            "EVENER_ELASTIC_WORKER": str(number),
+            "PYTHONUNBUFFERED": self._env.get("PYTHONUNBUFFERED") or "1",
+        }
+
     def _place(self, host: str, slot: int) -> dict[str, str]:
         """Horovod's variables as they are before the world is formed; hvd.init() says them anew."""
         hosts: dict[str, int] = {}
@@ -425,11 +449,7 @@ class ElasticJob:
         env = {
             **self._wishes.env,
             **{name: self._env[name] for name in self._wishes.forward if name in self._env},
-            **self._place(host, slot),
-            "HOROVOD_ELASTIC": "1",
-            "EVENER_ELASTIC": self._contact,
-            "EVENER_ELASTIC_WORKER": str(number),
-            "PYTHONUNBUFFERED": self._env.get("PYTHONUNBUFFERED") or "1",
+            **self._variables(number, host, slot),
         }
         # torch's watchdog would end a process whose peer has died; that is evener.comm.elastic's.
         for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")):
