@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 
 import evener.horovod.torch as hvd
 from evener.horovod.data import AsyncDataLoaderMixin, BaseDataLoader
+from evener.horovod.state import STATE
 from evener.horovod.torch.optimizer import _DistributedOptimizer
 from evener.launch import door
 from tests import worlds
@@ -165,6 +167,30 @@ def one_after_the_other(rank: int, _size: int) -> None:
 
 def test_making_an_optimizer_is_not_collective() -> None:
     worlds.run([2], one_after_the_other, env={"EVENER_TIMEOUT": "15"})
+
+
+def one_after_another(rank: int, _size: int) -> None:
+    """As in a search for hyperparameters: each round makes and drops an optimizer."""
+    hvd.init()
+    found = []
+    for step in range(6):
+        model = model_of()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+        for again in range(3):
+            optimizer.zero_grad()
+            model(batch(rank, step + again)).square().mean().backward()
+            optimizer.step()
+        assert STATE._world is not None
+        found.append(len(STATE._world.groups()))
+        del optimizer, inner, model
+        if rank == step % 2:
+            gc.collect()
+    assert len(set(found[2:])) == 1, found
+
+
+def test_optimizers_that_are_dropped_leave_their_groups_to_the_next() -> None:
+    worlds.run([2], one_after_another)
 
 
 def made_by_a_library(rank: int, size: int) -> None:

@@ -285,9 +285,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._steps = None if planner is None else _steps(reducer, planner)
             if self._steps is None:
                 bucket_trace.watch(reducer, STATE.engine.timeline)
-        # Ranks collect garbage at different moments, so neither may give groups back: the next
-        # reducer could get another one on another rank. They go with the default group.
-        detach = weakref.finalize(self, reducer.detach)
+        # Ranks collect garbage at different moments: the groups are used again once all ranks have
+        # dropped the optimizer.
+        dropped = weakref.finalize(self, reducer.drop)
         this = weakref.ref(self)
 
         def on_sparse(index: int) -> None:
@@ -297,7 +297,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         reducer.on_sparse = on_sparse
 
         def disarm() -> None:
-            detach()  # and no longer holds the reducer, or its groups would outlive the default one
+            if dropped.detach():  # no longer holds the reducer, whose groups end with their world
+                reducer.detach()
             if (optimizer := this()) is not None:
                 optimizer._reducer = optimizer._steps = None
 

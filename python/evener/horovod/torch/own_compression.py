@@ -139,3 +139,7 @@ class OwnCompression:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def drop(self) -> None:
+        """The same: it has no groups of its own."""
+        self.detach()
