@@ -25,6 +25,20 @@ done
 need() { command -v "$1" >/dev/null || { echo "error: $1 is missing" >&2; echo "  fix: $2" >&2; exit 2; }; }
 need mmdebstrap "apt-get install mmdebstrap"
 need python3 "apt-get install python3"
+if [ "$(id -u)" != 0 ]; then
+    need newuidmap "apt-get install uidmap"
+    grep -q "^$(id -un):" /etc/subuid 2>/dev/null || {
+        echo "error: /etc/subuid gives $(id -un) no user ids, which a user namespace needs" >&2
+        echo "  fix: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $(id -un), as root" >&2
+        exit 2
+    }
+    unshare --user true 2>/dev/null || {
+        echo "error: this kernel allows no user namespaces to ordinary users" >&2
+        echo "  fix: sysctl -w kernel.unprivileged_userns_clone=1 (Debian), or" \
+            "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), or run this as root" >&2
+        exit 2
+    }
+fi
 shopt -s nullglob
 wheels=(dist/evener-*.whl)
 [ ${#wheels[@]} = 1 ] || {

@@ -308,3 +308,20 @@ def test_a_head_without_rows_is_a_hang_or_a_cut(tmp_path: Path) -> None:
 def test_nothing_to_judge_is_said(tmp_path: Path) -> None:
     result = read(tmp_path, "node-a:1:2 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>\n")
     assert verdict(result, run_checks(result)).startswith("Nothing to judge")
+
+
+def test_rows_that_a_patched_benchmark_prints_into_are_said_and_are_no_hang(tmp_path: Path) -> None:
+    rows = "     1048576        262144     float     sumtook: 0.000110\n"
+    rows += "   110.0    9.53    9.53    N/Atook: 0.000112\n"
+    result = read(tmp_path, (HEAD + rows + TAIL) * 2)
+    findings = [f for f in run_checks(result) if f.id in ("coverage.broken-rows", "run.no-rows")]
+    assert [f.id for f in findings] == ["coverage.broken-rows"] * 2
+    assert "a mean of 10.21 GB/s" in findings[0].detail or "10.22" in findings[0].detail
+    assert "run.no-rows" in found(read(tmp_path, HEAD))
+
+
+def test_a_collective_that_is_named_at_its_end(tmp_path: Path) -> None:
+    """rccl-tests names it in the last line; a quotation often begins in the middle of the rows."""
+    rows = ROWS.replace("sum      -1", "none      0")
+    result = read(tmp_path, rows + TAIL + "#\n# Collective test concluded: broadcast_perf\n")
+    assert [table.collective for table in result.run.tables] == ["broadcast"]

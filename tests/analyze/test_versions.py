@@ -7,6 +7,7 @@ import pytest
 from nccl_logs import VERSIONS, Job, job, rank_lines, ring_line
 
 from evener.analyze import Picture, collect, picture, run_checks
+from evener.analyze.report.verdict import facts
 
 
 def read(tmp_path: Path, *texts: str) -> Picture:
@@ -191,3 +192,21 @@ def test_warnings_and_settings(tmp_path: Path) -> None:
     assert {"coverage.nccl-warning", "settings.hca-prefix", "settings.switched-off"} <= found(
         read(tmp_path, text)
     )
+
+
+def test_communicators_that_no_line_tells_apart_are_counted(tmp_path: Path) -> None:
+    """A group per node and one of all, before NCCL named them: three communicators, not two."""
+    lines = []
+    for host, pids in (("a", (1, 2)), ("b", (3, 4))):
+        for rank, pid in enumerate(pids):
+            world = rank + 2 * (host == "b")
+            for pointer, place, size in (("0x1", world, 4), ("0x2", rank, 2)):
+                init = (
+                    f"comm {pointer} rank {place} nranks {size} cudaDev {rank} busId {rank + 1}000"
+                )
+                lines.append(f"{host}:{pid}:{pid}9 [{rank}] NCCL INFO {init} - Init COMPLETE\n")
+    path = tmp_path / "log"
+    path.write_text("".join(lines))
+    found = picture(collect([path]))
+    assert sorted((comm.size, comm.copies) for comm in found.run.communicators) == [(2, 2), (4, 1)]
+    assert ("analyzed", "the largest of 3 communicators") in facts(found)

@@ -42,7 +42,7 @@ def test_each_kind_of_end(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "test_small.py").write_text(TESTS)
     command = [sys.executable, str(ROOT / "scripts" / "upstream_horovod.py"), str(tmp_path)]
-    command += ["--file", "test/parallel/test_small.py", "--timeout", "30", "--jobs", "7"]
+    command += ["--file", "test/parallel/test_small.py", "--timeout", "18", "--jobs", "7"]
     report = tmp_path / "report.json"
     done = subprocess.run(
         [*command, "--json", str(report), "--logs", str(tmp_path / "logs")],
@@ -65,7 +65,7 @@ def test_each_kind_of_end(tmp_path: Path) -> None:
     }
     assert found["Tests.test_skip"]["reason"] == "no moon"
     assert "rank one is wrong" in found["Tests.test_fail_on_one_rank"]["reason"]
-    assert "limit 30 s" in found["Tests.test_hangs"]["reason"]
+    assert "limit 18 s" in found["Tests.test_hangs"]["reason"]
     assert "in test_hangs" in (tmp_path / "logs" / "Tests.test_hangs.log").read_text()
     assert not list(tmp_path.rglob("__pycache__"))  # nothing is written into the tree
 

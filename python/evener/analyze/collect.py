@@ -336,6 +336,8 @@ def _opens(table: Table, record: Device | Row | Summary | Starting | Head) -> bo
     itself, whose output is mixed with this one's. After devices it is a new start, as of a script
     that tries again.
     """
+    if isinstance(record, Starting) and record.ends:
+        return False
     if isinstance(record, Starting):
         named = table.collective and record.collective and table.collective != record.collective
         again = bool(table.devices) and record.options and not table.rows

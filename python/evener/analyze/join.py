@@ -107,11 +107,13 @@ class _Joiner:
             size=max((d.init.ranks for d in drafts if d.init), default=0),
             where=drafts[0].where,
         )
+        holders: dict[int, set[tuple[str, int, str]]] = {}
         for draft in drafts:
             record = draft.init
             if record is None:
                 continue
             by = draft.by
+            holders.setdefault(record.rank, set()).add((by.host, by.pid, record.pointer))
             comm.nodes = max(comm.nodes, draft.nodes)
             device, bus = by.device, ""
             if isinstance(record, CommInit):
@@ -123,6 +125,8 @@ class _Joiner:
             comm.members[record.rank] = Member(
                 record.rank, by.host, by.pid, device, bus, draft.where
             )
+        if not isinstance(key, str):
+            comm.copies = max(map(len, holders.values()), default=1)
         for draft in drafts:
             self._merge(comm, draft)
         return comm

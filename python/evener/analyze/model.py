@@ -99,6 +99,9 @@ class Communicator:
     """Ranks that began its set-up, where the version says so (from 2.18)."""
     finished: set[int] = field(default_factory=set)
     where: int = 0
+    copies: int = 1
+    """Communicators of this size that no line tells apart: up to 2.17 none has a name, so those of
+    different processes are read as one."""
 
     def hosts(self) -> list[str]:
         """Hosts in the order of their lowest rank."""

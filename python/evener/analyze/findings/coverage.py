@@ -123,7 +123,19 @@ def versions(picture: Picture) -> Iterator[Finding]:
 def broken_rows(picture: Picture) -> Iterator[Finding]:
     """Rows that other output came into and that could not be put together."""
     for table in picture.run.tables:
-        if table.broken:
+        if table.average is not None and not table.rows and table.heads:
+            yield Finding(
+                "coverage.broken-rows",
+                "note",
+                "no row of a table can be read",
+                f"It ended with a mean of {table.average:.4g} GB/s, so it had rows: other output "
+                "is in the middle of them.",
+                "measured",
+                (table.where,),
+                "Write other output to files of its own.",
+                expect="Whole rows.",
+            )
+        elif table.broken:
             yield Finding(
                 "coverage.broken-rows",
                 "note",

@@ -174,7 +174,8 @@ def unfinished(picture: Picture) -> Iterator[Finding]:
         )
         break
     for table in run.tables:
-        if (table.heads or table.options) and not table.rows and table.copies() == 1:
+        begun = bool(table.heads or table.options) and table.average is None
+        if begun and not table.rows and table.copies() == 1:
             yield Finding(
                 "run.no-rows",
                 "warning",

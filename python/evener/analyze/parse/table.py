@@ -23,7 +23,7 @@ _DEVICE = re.compile(
     rb"device\s+(\d{1,4}) \[(0x[0-9a-fA-F]{1,4}|[0-9a-fA-F:.]{2,16})\]\s*(.*)$"
 )
 _SUMMARY = re.compile(rb"#?\s*(Avg bus bandwidth|Out of bounds values)\s*:\s*(\S+)(?:\s+(\w+))?")
-_STARTING = re.compile(rb"# Collective test starting: (\S+)")
+_STARTING = re.compile(rb"# Collective test (starting|concluded): (\S+)")
 _OPTIONS = re.compile(rb"#? ?nThreads?:? \d+ nGpus:? \d+ minBytes")
 _PROGRAM = re.compile(
     rb"\b(all_reduce|all_gather|reduce_scatter|broadcast|reduce|alltoallv?|gather|scatter|sendrecv"
@@ -36,7 +36,7 @@ _MINIMUM = 7  # size, count, type and one side
 _TYPE = rb"(?:u?int\d{0,2}|u?char|half|float|double|bfloat16|bf16|f(?:p|loat)?8_?\w{0,5})"
 _START = re.compile(
     rb"(?<![\w./\-\[])(?:\d{1,18}\s+\d{1,18}\s+" + _TYPE + rb"\s"
-    rb"|#\s*(?:Rank\s+\d|nThread|Avg bus|Out of b|Collective test s"
+    rb"|#\s*(?:Rank\s+\d|nThread|Avg bus|Out of b|Collective test [sc]"
     rb"|(?:size|bytes)\s+(?:count|N)\s)"
     # Where an editor took the `#` away.
     rb"|Rank\s+\d+\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s|nThreads? \d+ nGpus \d+ minBytes"
@@ -112,6 +112,8 @@ class Starting:
     collective: str
     options: bool = False
     """It is the line of options, which every process that runs by itself prints."""
+    ends: bool = False
+    """It ends: the name belongs to the table before it."""
 
 
 @dataclass(slots=True)
@@ -180,8 +182,9 @@ def comment(line: bytes) -> Device | Head | Summary | Starting | None:
             return Summary("average", value)
         return Summary("out_of_bounds", value, found[3] == b"FAILED")
     if found := _STARTING.match(line):
-        name = found[1].decode("utf-8", "replace")
-        return Starting(program(found[1]) or name.removesuffix("_perf"))
+        name = found[2].decode("utf-8", "replace")
+        collective = program(found[2]) or name.removesuffix("_perf")
+        return Starting(collective, ends=found[1] == b"concluded")
     if _OPTIONS.match(line):
         return Starting("", options=True)
     words = line.lstrip(b"# \t").split()

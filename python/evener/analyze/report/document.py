@@ -117,6 +117,7 @@ def _communicators(picture: Picture) -> list[dict[str, Any]]:
         {
             "name": comm.name,
             "ranks": comm.size,
+            "copies": comm.copies,
             "ranks_read": len(comm.members),
             "hosts": comm.hosts(),
             "channels": comm.channels,

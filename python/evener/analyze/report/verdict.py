@@ -82,7 +82,7 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
         ranks = world.size or len(world.members)
         text = f"{count(len(hosts), 'host')}, {count(ranks, 'rank')}: {shown}"
         if world.size > len(world.members):
-            text += f" (of {world.size - len(world.members)} ranks no line)"
+            text += f" (no line of {count(world.size - len(world.members), 'rank')})"
         rows.append(("cluster", text))
     elif devices := [d for table in run.tables[:1] for d in table.devices.values()]:
         hosts = sorted(run.tables[0].hosts)
@@ -91,8 +91,8 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
         rows.append(("cluster", text))
     if run.versions:
         rows.append(("NCCL", ", ".join(sorted(run.versions))))
-    if len(run.communicators) > 1:
-        rows.append(("analyzed", f"the largest of {len(run.communicators)} communicators"))
+    if (several := sum(comm.copies for comm in run.communicators)) > 1:
+        rows.append(("analyzed", f"the largest of {several} communicators"))
     names = {name for host in run.hosts.values() for name in host.networks}
     names |= {name for host in run.hosts.values() for name, _ in host.used}
     if names:
