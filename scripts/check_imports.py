@@ -29,7 +29,7 @@ LEVELS = [
         },
     ),
     ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own"}),
-    ("pillar", {"comm", "zero", "net", "fabric", "embedding"}),
+    ("pillar", {"comm", "zero", "net", "fabric", "embedding", "pipeline"}),
     (
         "base",
         {

@@ -28,6 +28,7 @@ FACES: dict[str, tuple[str, list[str] | None]] = {
     "ddp": ("evener.ddp", ["accelerate", "restore"]),
     "fsdp": ("evener.fsdp", ["accelerate", "release"]),
     "zero": ("evener.zero", None),
+    "pipeline": ("evener.pipeline", None),
     "lab": ("evener.lab", None),
     "forms": ("evener.comm.wires", None),
     "horovod": ("evener.horovod.torch", None),

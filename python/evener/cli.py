@@ -28,6 +28,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "What a network will cost, what would be sent how: before renting it.",
     ),
     "zero": ("evener.plan.memory:zero_group", "What the memory engine recorded of its steps."),
+    "pipeline": (
+        "evener.plan.pipeline:pipeline_group",
+        "Cut a model into the stages of a pipeline, see what to expect of it.",
+    ),
     "plan-memory": (
         "evener.plan.memory:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",

@@ -1,0 +1,35 @@
+"""Cut a model into the stages of a pipeline, by what each of its operations costs.
+
+plan = evener.pipeline.plan(model, example, stages=4, memory="24GB")
+"""
+
+from evener.pipeline import report
+from evener.pipeline.capture import Captured, Example, capture
+from evener.pipeline.plan import NoFitError, Plan, Planned, network, plan, planned
+from evener.pipeline.profile import Profile, Rates, estimate, measure, probe
+from evener.pipeline.schedules import KINDS as SCHEDULES
+from evener.pipeline.simulate import Link, Network, Simulated, StageCost, simulate
+
+__all__ = [
+    "SCHEDULES",
+    "Captured",
+    "Example",
+    "Link",
+    "Network",
+    "NoFitError",
+    "Plan",
+    "Planned",
+    "Profile",
+    "Rates",
+    "Simulated",
+    "StageCost",
+    "capture",
+    "estimate",
+    "measure",
+    "network",
+    "plan",
+    "planned",
+    "probe",
+    "report",
+    "simulate",
+]

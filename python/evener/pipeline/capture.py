@@ -1,0 +1,520 @@
+"""A model as a list of operations: what a pipeline is cut from.
+
+torch.export traces the model in training mode, with the size of the batch left open where the model
+allows it. What comes out is put into a form that can be cut anywhere:
+
+- only what the loss needs is kept, and checks of shapes go;
+- what depends on inputs and constants alone (masks, positions, sizes) is `free`: each stage that
+  uses it computes it for itself, so that neither integers nor masks cross a cut;
+- what cannot be taken apart is `glued`: an operation that returns several tensors and the
+  operations that take them out, a tensor and all that writes into it in place.
+
+The rest, in the order of execution, are the operations that a cut divides: position k has the first
+k of them on its left. Parameters keep their names; one tensor under several names is tied, and goes
+under the first of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from evener.errors import UsageError
+
+_DROPPED = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+
+
+_PREFIX = "model."  # what `_Trained` puts before the model's own names
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of the model. Tensors may be on the meta device: only shapes are looked at."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+    @classmethod
+    def of(cls, given: Any, target: Any = None) -> Example:
+        """From what a user writes: a tensor, a tuple of arguments, a mapping of named ones."""
+        if isinstance(given, Example):
+            return given
+        if isinstance(given, torch.Tensor):
+            return cls((given,), {}, target)
+        if isinstance(given, Mapping):
+            return cls((), dict(given), target)
+        if isinstance(given, tuple | list):
+            return cls(tuple(given), {}, target)
+        raise UsageError(
+            f"an example of type {type(given).__name__} is not known",
+            "give a tensor, a tuple of arguments, or a dict of named arguments",
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch: the first dimension of the first tensor that has one."""
+        for tensor in self.tensors():
+            if tensor.dim():
+                return int(tensor.shape[0])
+        raise UsageError("the example has no tensor with a batch", "give one batch of inputs")
+
+    def resized(self, rows: int) -> Example:
+        """The same with another number of rows, values repeated. `rows`: at least 1."""
+        had = self.rows
+
+        def fit(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != had:
+                return leaf
+            return leaf.repeat(-(-rows // had), *[1] * (leaf.dim() - 1))[:rows]
+
+        found: Example = pytree.tree_map(fit, self)
+        return found
+
+
+pytree.register_pytree_node(
+    Example,
+    lambda e: ([e.args, e.kwargs, e.target], None),
+    lambda children, _: Example(*children),
+    serialized_type_name="evener.pipeline.Example",
+)
+
+
+@dataclass
+class Captured:
+    """A model in the form that a pipeline is cut from.
+
+    `module`: holds the graph and, under their original names, the parameters. `ops`: operations
+    that a cut divides, in order. `free`: nodes that each stage computes for itself. `glued[k]`:
+    position k is no cut. `inputs`: placeholders, in the order of the flattened call. `batch`: the
+    symbols that stand for the rows of the batch (empty: its size is fixed to `rows`). `tied`: names
+    that share one tensor, first the one in use.
+    """
+
+    module: fx.GraphModule
+    ops: list[fx.Node]
+    free: set[fx.Node]
+    glued: list[bool]
+    inputs: list[fx.Node]
+    loss: fx.Node
+    spec: pytree.TreeSpec
+    rows: int
+    batch: tuple[Any, ...]
+    split: tuple[bool, ...]
+    tied: list[tuple[str, ...]]
+    aliases: dict[str, str]
+    blocks: list[str]
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether other numbers of rows may be run."""
+        return bool(self.batch)
+
+    def size(self, value: Any, rows: int) -> int:
+        """A size of a tensor, which may be symbolic, for batches of `rows` rows."""
+        if isinstance(value, int):
+            return value
+        return int(value.node.expr.xreplace(dict.fromkeys(self.batch, rows)))
+
+    def shape(self, value: torch.Tensor, rows: int) -> tuple[int, ...]:
+        return tuple(self.size(one, rows) for one in value.shape)
+
+    def flatten(self, example: Example) -> list[Any]:
+        """The leaves of a call, in the order of `inputs`. Raises UsageError for another call."""
+        kwargs = example.kwargs
+        if set(kwargs) != set(self._names):
+            raise UsageError(
+                f"the model is called with {sorted(kwargs)}, and was captured with "
+                f"{sorted(self._names)}",
+                "call it with the arguments of the example",
+            )
+        ordered = Example(example.args, {name: kwargs[name] for name in self._names},
+                          example.target)  # fmt: skip
+        leaves, spec = pytree.tree_flatten((ordered.args, ordered.kwargs, ordered.target))
+        if spec != self.spec:
+            raise UsageError(
+                f"the model is called with {spec}, and was captured with {self.spec}",
+                "call it with the arguments of the example",
+            )
+        return leaves
+
+    _names: tuple[str, ...] = ()
+
+
+class _Trained(nn.Module):
+    """The model and its loss as one module: the loss is cut and timed with the rest, and what else
+    the model returns (logits, caches) is not kept."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
+        output = self.model(*args, **kwargs)
+        return _own_loss(output) if self.loss is None else self.loss(output, target)
+
+
+def _own_loss(output: Any) -> torch.Tensor:
+    """The loss that a model returns: a scalar, or `loss` in a mapping. Raises UsageError."""
+    found = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(found, tuple | list) and found:
+        found = found[0]
+    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
+        return found
+    raise UsageError(
+        f"the model returns no loss, but {_said(output)}",
+        "give loss=function(output, target) and target=, or the labels to a model of transformers",
+    )
+
+
+def _said(output: Any) -> str:
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    return type(output).__name__
+
+
+def capture(
+    model: nn.Module,
+    example: Any,
+    *,
+    target: Any = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> Captured:
+    """Trace `model` (and `loss(output, target)`) on `example`.
+
+    The model may be on the meta device. Without `loss` the model must return its loss: a scalar, or
+    an output with `loss` in it, as transformers' models do when they are given labels. Raises
+    UsageError where the model cannot be exported, with what torch said.
+    """
+    call = Example.of(example, target)
+    if (loss is None) != (call.target is None):
+        raise UsageError(
+            "a loss function and a target belong together",
+            "give both loss= and target=, or none where the model returns its loss",
+        )
+    # Shapes are traced, not values: inputs go to where the model is.
+    place = next((p.device for p in model.parameters()), torch.device("cpu"))
+    call = pytree.tree_map(lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, call)
+    whole = _Trained(model, loss)
+    training = model.training
+    model.train()
+    try:
+        program, batch_of = _export(whole, call)
+    finally:
+        model.train(training)
+    module = program.module(check_guards=False)
+    graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    found = pytree.tree_leaves(graph.output_node().args)[0]
+    for node in list(graph.nodes):
+        if node.target in _DROPPED:
+            graph.erase_node(node)
+    aliases, tied = _names(module)
+    _eliminate(graph)
+    inputs = [node for node in placeholders if node in set(graph.nodes)]
+    if len(inputs) != len(placeholders):
+        raise AssertionError("a placeholder went lost")
+    _sizes_of_inputs(graph, inputs, batch_of)
+    _gather_getitems(graph)
+    free = _free(graph, module)
+    ops = [node for node in graph.nodes if _is_op(node) and node not in free]
+    if not ops:
+        raise UsageError("the loss depends on no parameter", "give a model that can be trained")
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs, call.target))
+    rows = call.rows
+    split = tuple(isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == rows
+                  for x in leaves)  # fmt: skip
+    return Captured(
+        module=module,
+        ops=ops,
+        free=free,
+        glued=_glued(ops),
+        inputs=inputs,
+        loss=found,
+        spec=spec,
+        rows=rows,
+        batch=batch_of,
+        split=split,
+        tied=tied,
+        aliases=aliases,
+        blocks=[_block(node, model) for node in ops],
+        _names=tuple(call.kwargs),
+    )
+
+
+def _export(whole: _Trained, call: Example) -> tuple[Any, tuple[Any, ...]]:
+    """The exported program, and the symbols of its batch; () where its size is fixed."""
+    given = (call.args, call.kwargs, call.target)
+    rows = call.rows
+
+    def open_rows(leaf: Any) -> Any:
+        batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return {0: Dim.AUTO} if batched else None
+
+    first: Exception | None = None
+    # One row would be taken for a constant by torch.export.
+    if rows > 1:
+        try:
+            shapes = pytree.tree_map(open_rows, given)
+            program = torch.export.export(whole, given, strict=False, dynamic_shapes=shapes)
+            return program, _symbols(program)
+        except UsageError:
+            raise
+        except Exception as error:  # noqa: BLE001 - then with the size that it has
+            first = error
+    try:
+        return torch.export.export(whole, given, strict=False), ()
+    except UsageError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever stops it is said
+        said = str(error).strip().split("\n")[0][:300]
+        raise UsageError(
+            f"torch.export cannot trace {type(whole.model).__name__}: {said}",
+            "make the forward free of branches on values; "
+            "torch.export.export(model, args, strict=False) shows where it stops",
+        ) from (first or error)
+
+
+def _symbol(size: Any) -> Any:
+    """The expression of a size that is open; None for a number."""
+    if not isinstance(size, torch.SymInt) or not size.node.expr.free_symbols:
+        return None
+    return size.node.expr
+
+
+def _symbols(program: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():
+            size = value.shape[0]
+            if (symbol := _symbol(size)) is not None and symbol not in found:
+                found.append(symbol)
+    return tuple(found)
+
+
+def _names(module: fx.GraphModule) -> tuple[dict[str, str], list[tuple[str, ...]]]:
+    """Rename tensors to their names in the model, one name for one tensor.
+
+    Returns every name of a tensor to the one in use, and the groups of names that are tied.
+    """
+    by_tensor: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    named = [*module.named_parameters(remove_duplicate=False),
+             *module.named_buffers(remove_duplicate=False)]  # fmt: skip
+    for name, tensor in named:
+        by_tensor.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    aliases: dict[str, str] = {}
+    for names in by_tensor.values():
+        for name in names:
+            aliases[name] = names[0]
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            node.target = aliases.get(str(node.target), str(node.target))
+    short = {name: name.removeprefix(_PREFIX) for name in aliases}
+    module.meta["evener_short"] = short
+    tied = [tuple(short[name] for name in names) for names in by_tensor.values() if len(names) > 1]
+    return {short[name]: short[first] for name, first in aliases.items()}, tied
+
+
+def _is_op(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method", "call_module")
+
+
+def _eliminate(graph: fx.Graph) -> None:
+    """Dead code goes; what writes in place stays only where somebody reads what it writes to."""
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for written in written_by(node):
+            writers.setdefault(root_of(written), []).append(node)
+    needed: set[fx.Node] = set()
+    todo = [graph.output_node()]
+    while todo:
+        node = todo.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        todo += node.all_input_nodes
+        todo += writers.get(root_of(node), [])
+    for node in reversed(list(graph.nodes)):
+        # An update of a buffer (a counter, running statistics) is a part of training.
+        if (node not in needed and node.op != "placeholder" and not _writes_state(node)
+                and not node.users):  # fmt: skip
+            graph.erase_node(node)
+
+
+def _writes_state(node: fx.Node) -> bool:
+    return any(root_of(written).op == "get_attr" for written in written_by(node))
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation writes to in place."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = []
+    for at, argument in enumerate(node.target._schema.arguments):
+        info = argument.alias_info
+        if info is None or not info.is_write:
+            continue
+        value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+        found += [x for x in pytree.tree_leaves(value) if isinstance(x, fx.Node)]
+    return found
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one shares: through views, and through writes in place."""
+    while node.op == "call_function":
+        if node.target is operator.getitem:
+            inner = node.args[0]
+            if not isinstance(inner, fx.Node) or not _is_view(inner):
+                return node
+            node = inner
+            continue
+        if not _is_view(node) or not node.all_input_nodes:
+            return node
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return any(one.alias_info is not None for one in schema.returns) or node.target in (
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.contiguous.default,
+        torch.ops.aten.to.dtype,
+        torch.ops.aten.to.dtype_layout,
+        torch.ops.aten.flatten.using_ints,
+    )
+
+
+def _sizes_of_inputs(graph: fx.Graph, inputs: list[fx.Node], batch: tuple[Any, ...]) -> None:
+    """Where the size of an activation is the batch's, take it from an input."""
+    if not batch:
+        return
+    source: dict[Any, fx.Node] = {}
+    for node in inputs:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        if (symbol := _symbol(value.shape[0])) is not None:
+            source.setdefault(symbol, node)
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt) or node.target is not torch.ops.aten.sym_size.int:
+            continue
+        origin = source.get(value.node.expr)
+        if origin is not None and node.args[0] is not origin:
+            node.args = (origin, 0)
+
+
+def _gather_getitems(graph: fx.Graph) -> None:
+    """What takes one tensor out of several comes right after what made them."""
+    for node in list(graph.nodes):
+        takers = [user for user in node.users if user.target is operator.getitem]
+        for taker in reversed(takers):
+            node.append(taker)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers (dropout, attention with dropout)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    name = target._schema.name
+    if name in ("aten::dropout", "aten::dropout_", "aten::feature_dropout", "aten::alpha_dropout"):
+        return bool(node.args[1]) and bool(node.args[2])
+    if name == "aten::scaled_dot_product_attention":
+        given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(given)
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _free(graph: fx.Graph, module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that depend on inputs and buffers alone, and on no chance and no writing."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    written = {root_of(one) for node in graph.nodes for one in written_by(node)}
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            free.add(node)
+        elif node.op == "get_attr":
+            if node.target not in parameters and node not in written:
+                free.add(node)
+        elif (_is_op(node) and all(one in free or _is_module(one, module)
+                                   for one in node.all_input_nodes)
+              and not is_random(node) and not written_by(node)
+              and root_of(node) not in written and node is not graph.output_node()):  # fmt: skip
+            free.add(node)
+    return free
+
+
+def _is_module(node: fx.Node, module: fx.GraphModule) -> bool:
+    return node.op == "get_attr" and isinstance(
+        getattr(module, str(node.target), None), fx.GraphModule
+    )
+
+
+def _glued(ops: list[fx.Node]) -> list[bool]:
+    """glued[k]: a cut before operation k would take apart what belongs together."""
+    place = {node: k for k, node in enumerate(ops)}
+    glued = [False] * (len(ops) + 1)
+
+    def glue(first: int, last: int) -> None:
+        for k in range(first + 1, last + 1):
+            glued[k] = True
+
+    for k, node in enumerate(ops):
+        for one in written_by(node):
+            root = root_of(one)
+            if root in place:
+                glue(place[root], k)
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            uses = [place[user] for user in node.users if user in place]
+            if uses:
+                glue(k, max(uses))
+    # A buffer that is written (running statistics): its readers stay with its writer.
+    state: dict[str, list[int]] = {}
+    changed = {str(root_of(one).target) for node in ops for one in written_by(node)
+               if root_of(one).op == "get_attr"}  # fmt: skip
+    for k, node in enumerate(ops):
+        for one in node.all_input_nodes:
+            if one.op == "get_attr" and str(one.target) in changed:
+                state.setdefault(str(one.target), []).append(k)
+    for uses in state.values():
+        glue(min(uses), max(uses))
+    return glued
+
+
+def _block(node: fx.Node, model: nn.Module) -> str:
+    """The repeated block (`layers.3`, `encoder.block.0`) that an operation is of; "" for none."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        name = str(path).removeprefix(_PREFIX)
+        parent, _, _ = name.rpartition(".")
+        if not parent:
+            continue
+        try:
+            container = model.get_submodule(parent)
+        except AttributeError:
+            continue
+        if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
+            return name
+    return ""
