@@ -102,7 +102,7 @@ def test_own_keys() -> None:
     made = read({"evener": {"checkpointing": "offload", "balance": False, "stale_updates": True,
                             "loss": "chunked", "compile": "aot_eager"}})  # fmt: skip
     assert (made.checkpointing, made.balance, made.stale_updates) == ("offload", False, True)
-    assert made.chunked_loss and made.compile == "aot_eager"
+    assert made.loss == "chunked" and made.compile == "aot_eager"
     assert read({}).stale_updates is False and read({}).balance == "auto"
     for key, value in (("checkpointing", "some"), ("balance", 1), ("loss", "short")):
         with pytest.raises(ConfigError, match=rf"evener\.{key} = .* is not known"):

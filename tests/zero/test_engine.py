@@ -432,7 +432,7 @@ def test_activations_on_the_host_change_no_bit(tied: bool, monkeypatch: pytest.M
         batch=(4, 16),
     )
     assert engine.plan is not None and engine.plan.checkpointing == "offload"
-    assert engine._passes._offload is not None
+    assert engine._passes.offload is not None
     for tokens in batches(4):
         engine.backward(loss_of(engine, tokens))
         engine.step()
@@ -440,7 +440,7 @@ def test_activations_on_the_host_change_no_bit(tied: bool, monkeypatch: pytest.M
         plain.step()
     assert_same(engine, plain)
     # One place for each block, taken in every step again.
-    assert [len(free) for free in engine._passes._offload._free.values()] == [4]
+    assert [len(free) for free in engine._passes.offload._free.values()] == [4]
     engine.close()
 
 

@@ -113,8 +113,8 @@ def test_activations_on_the_host_change_no_bit() -> None:
             engine.backward(torch.nn.functional.cross_entropy(
                 out.flatten(0, 1), tokens.cuda().repeat(1, 64).flatten()))  # fmt: skip
             engine.step()
-        if engine._passes._offload is not None:
-            assert engine._passes._offload.pool.usage()[1] > 0
+        if engine._passes.offload is not None:
+            assert engine._passes.offload.pool.usage()[1] > 0
         ends.append({name: value.cpu() for name, value in weights(engine).items()})
         engine.close()
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

@@ -7,7 +7,8 @@ planned from what this machine measures.
 """
 
 from evener.zero import report
-from evener.zero.api import NoFitError, ZeroOptimizer, initialize, plan
+from evener.zero.api import ZeroOptimizer, initialize, plan
+from evener.zero.boundary import NoRoomError
 from evener.zero.budget import Budget
 from evener.zero.checkpoint import CheckpointError, Save
 from evener.zero.checkpoint import begin as begin_checkpoint
@@ -17,6 +18,8 @@ from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
 from evener.zero.loss import cross_entropy
 from evener.zero.planner import Machine, Plan
+from evener.zero.planning import NoFitError
+from evener.zero.pretrained import empty_weights, from_pretrained
 from evener.zero.probe import Probe, probe
 from evener.zero.tensors import export
 
@@ -28,13 +31,16 @@ __all__ = [
     "Engine",
     "Machine",
     "NoFitError",
+    "NoRoomError",
     "Plan",
     "Probe",
     "Save",
     "ZeroOptimizer",
     "begin_checkpoint",
     "cross_entropy",
+    "empty_weights",
     "export",
+    "from_pretrained",
     "initialize",
     "load_checkpoint",
     "plan",

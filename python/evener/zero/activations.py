@@ -18,10 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from evener.errors import EvenerError
 from evener.zero.device import Device, Event
 from evener.zero.host import HostMemory
+from evener.zero.planner import HELD
 from evener.zero.spans import Spans
-
-HELD = 4
-"""Inputs on the accelerator at a time: leaving, in use, coming, and one not yet given back."""
 
 SMALL = 1 << 20
 """Bytes below which a tensor is not worth a copy."""

@@ -11,82 +11,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.errors import EvenerError, UsageError
+from evener.errors import UsageError
 from evener.zero import budget as budgets
 from evener.zero import device as devices
-from evener.zero import moments, rules, schedule, shapes, tensors
+from evener.zero import moments, rules, schedule, shapes
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
 from evener.zero.host import HostMemory
-from evener.zero.planner import Machine, Plan, Work
-from evener.zero.planner import plan as pure_plan
+from evener.zero.inputs import Call, call_of, guess
+from evener.zero.planner import Machine, Plan
+from evener.zero.planning import NoFitError, cut_and_trace, formats_of, nearest, plan_units
+from evener.zero.pretrained import given_with, source_for
 from evener.zero.probe import probe
+from evener.zero.profile import Profile
 from evener.zero.ranks import Ranks, join, meet, world_size
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Spans
-from evener.zero.store import Formats, Source, build, group_numbers
+from evener.zero.store import Source, build, group_numbers
+from evener.zero.transformers import fill_buffers, without_cache
 from evener.zero.units import Unit, cut
+from evener.zero.vocabulary import Head
+from evener.zero.vocabulary import find as find_head
+
+Batch = tuple[int, int] | int
+"""Of a micro-batch: (sequences, tokens of each), or tokens."""
 
 logger = logging.getLogger("evener.zero")
-
-
-class NoFitError(EvenerError):
-    """The model does not fit the budget; `plan` says by how much."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(
-            plan.problem,
-            "raise the budget, use moments=bf16, a smaller micro-batch, or more GPUs",
-        )
-        self.plan = plan
-
-
-def formats_of(config: Config) -> Formats:
-    """A gradient that is summed over micro-batches is summed in float32, unless asked otherwise."""
-    default = torch.float32 if config.accumulation > 1 else config.dtype
-    return Formats(config.dtype, config.moments, config.gradient or default)
-
-
-def plan_units(
-    units: list[Unit],
-    config: Config,
-    machine: Machine,
-    budget: budgets.Budget,
-    tokens: int,
-    ranks: int,
-) -> Plan:
-    """The plan of units that were cut: of all ways that the configuration leaves open the fastest
-    that fits, or the one that is nearest to fitting."""
-    modes = {
-        False: ["none"],
-        True: ["recompute"],
-        "offload": ["offload"],
-        "auto": ["none", "recompute", "offload"],
-    }[config.checkpointing]
-    gains = machine.balanced > 1.05 * machine.host_adam
-    lanes = [False, True] if config.balance == "auto" and gains else [config.balance is True]
-    found = []
-    for mode in modes:
-        here, away = shapes.activations(units, tokens, config.dtype, mode, config.chunked_loss)
-        for streaming in lanes:
-            work = Work(
-                tokens=tokens,
-                activations=here,
-                accumulation=config.accumulation,
-                checkpointing=mode != "none",
-                ranks=ranks,
-                depth=config.depth,
-                moments=len(config.rule.moments),
-                streaming=streaming,
-                offloaded=away,
-            )
-            parts = shapes.parts_of(units)
-            found.append(pure_plan(parts, formats_of(config), work, machine, budget))
-    fitting = [plan for plan in found if plan.fits]
-    if fitting:
-        return min(fitting, key=lambda plan: plan.step_seconds)
-    return min(found, key=lambda plan: plan.gpu_bytes)
 
 
 def _budget(config: Config, device: torch.device, ranks_here: int) -> budgets.Budget:
@@ -104,25 +55,65 @@ def plan(
     *,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     budget: str | Mapping[str, str | int] = "auto",
-    batch: tuple[int, int] | int = (1, 1024),
+    batch: Batch | None = None,
     ranks: int = 1,
     machine: Machine | None = None,
+    example: Any = None,
 ) -> Plan:
     """Whether a model fits, where each chunk will live and how long a step takes. Allocates nothing
     of the model's size.
 
-    model: a module (best on the meta device), or a dict with the keys of Hugging Face's
+    model: a module (best made in `empty_weights`), or a dict with the keys of Hugging Face's
     config.json of a Llama. batch: (sequences, tokens a sequence) of a micro-batch, or tokens.
-    machine: measured here where it is None.
+    example: what the model is called with (a mapping of keywords, or positions), only shapes
+    count; guessed from `batch` where it is None. machine: measured here where it is None.
     """
     settings = read(config, ranks)
     module = model if isinstance(model, nn.Module) else shapes.llama(model)
-    units = cut(module, small=settings.small)
     device = devices.pick(settings.device).device
     measured = machine or probe(device, settings.dtype, settings.moments).machine
     settings.budget = budget if budget != "auto" else settings.budget
-    tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
-    return plan_units(units, settings, measured, _budget(settings, device, ranks), tokens, ranks)
+    tokens = _tokens(settings, batch)
+    profile = None
+    if isinstance(model, nn.Module):
+        head = _head(model, settings)
+        restore = without_cache(model)
+        try:
+            call = _call(model, settings, batch, example)
+            units, profile = cut_and_trace(model, {}, settings, device, call, head)
+        finally:
+            restore()
+            if head is not None:
+                head.close()
+    else:
+        units = cut(module, small=settings.small)
+    limit = _budget(settings, device, ranks)
+    return plan_units(units, settings, measured, limit, tokens, ranks, profile)
+
+
+def _head(model: nn.Module, config: Config) -> Head | None:
+    if config.loss not in ("auto", "fused"):
+        return None
+    linear = find_head(model, force=config.loss == "fused")
+    return None if linear is None else Head(linear)
+
+
+def _call(model: nn.Module, config: Config, batch: Batch | None, example: Any) -> Call:
+    if example is not None:
+        return call_of(example)
+    return guess(model, *_shape(config, batch))
+
+
+def _shape(config: Config, batch: Batch | None) -> tuple[int, int]:
+    """(rows, tokens of each); where nobody says, the configuration's rows of 1024."""
+    if batch is None:
+        return config.micro_batch or 1, 1024
+    return (1, batch) if isinstance(batch, int) else batch
+
+
+def _tokens(config: Config, batch: Batch | None) -> int:
+    rows, length = _shape(config, batch)
+    return rows * length
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -188,17 +179,20 @@ def initialize(
     optimizer: torch.optim.Optimizer | None = None,
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-    batch: tuple[int, int] | int = (1, 1024),
+    batch: Batch | None = None,
     machine: Machine | None = None,
     weights: Source | str | Path | None = None,
     resident: set[str] | None = None,
     streaming: bool = False,
+    example: Any = None,
 ) -> tuple[Engine, ZeroOptimizer, None, Any]:
     """Move `model` under the engine; returns (engine, optimizer, None, scheduler).
 
     The model's own parameters are taken over: afterwards they hold values only while their unit
     runs. Uses the default process group where there is one. `batch`: of a micro-batch, for the
-    plan. `weights`: a folder of safetensors, or a function (name, parameter) -> value: `model` may
+    plan (the configuration's, of 1024 tokens), or `example`: what the model is called with, of
+    which only shapes count. Its step is traced with these; other inputs later are traced when they
+    come. `weights`: a folder of safetensors, or a function (name, parameter) -> value: `model` may
     then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
     chunks on the accelerator) and `streaming` (of states through it): in place of what is
     planned. A GPU budget in bytes limits torch's allocator from here until the engine is closed.
@@ -208,13 +202,19 @@ def initialize(
     if optimizer is not None:
         settings.rule = rules.of(optimizer)
     device = devices.pick(settings.device)
+    fill_buffers(model)
     if any(p.is_meta for p in model.parameters()):
+        weights = given_with(model) if weights is None else weights
         if weights is None:
             raise UsageError(
                 "the model is on the meta device and has no values",
                 "give `weights=` (a safetensors directory), or make it on the CPU",
             )
+        if isinstance(weights, str | Path):
+            weights = source_for(weights, model)
         _leave_meta(model)
+    elif isinstance(weights, str | Path):
+        weights = source_for(weights, model)
     groups = _groups(model, model_parameters, optimizer)
     listed = {id(p) for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
@@ -224,16 +224,55 @@ def initialize(
                 "give it to model_parameters, or set requires_grad=False",
             )
     numbers = group_numbers([group["params"] for group in groups])
-    units = cut(model, numbers, small=settings.small)
-    if resident is None and machine is None:
-        machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
-    ranks = join(device.device)  # after the probe: what it found beside the allocator is without it
-    made = None
+    undo = without_cache(model)
+    head = _head(model, settings)
+    try:
+        engine = _engine(
+            model, settings, device, numbers, machine, weights, resident, streaming, batch, example,
+            head, undo,
+        )  # fmt: skip
+    except BaseException:
+        if head is not None:
+            head.close()
+        undo()
+        device.unlimit()
+        raise
+    front = ZeroOptimizer(engine, groups)
+    scheduler = lr_scheduler(front) if lr_scheduler is not None else None
+    if scheduler is None and settings.scheduler is not None:
+        scheduler = schedule.make(front, *settings.scheduler)
+    engine.scheduler = scheduler
+    return engine, front, None, scheduler
+
+
+def _engine(
+    model: nn.Module,
+    settings: Config,
+    device: devices.Device,
+    numbers: Mapping[nn.Parameter, int],
+    machine: Machine | None,
+    weights: Source | None,
+    resident: set[str] | None,
+    streaming: bool,
+    batch: Batch | None,
+    example: Any,
+    head: Head | None,
+    undo: Callable[[], None],
+) -> Engine:
+    call, made = None, None
     if resident is None:
-        assert machine is not None
-        tokens = batch if isinstance(batch, int) else batch[0] * batch[1]
-        made = _planned(units, settings, machine, device, tokens, ranks)
+        call = _call(model, settings, batch, example)
+        units, profile = cut_and_trace(model, numbers, settings, device.device, call, head)
+        if machine is None:
+            machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
+        # After the probe: what it found beside the allocator is without the communicators.
+        ranks = join(device.device)
+        tokens = _tokens(settings, batch)
+        made = _planned(units, settings, machine, device, tokens, ranks, profile)
         resident, streaming = made.resident, made.streaming
+    else:
+        units, profile = cut(model, numbers, small=settings.small), None
+        ranks = join(device.device)
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))
     store = build(
@@ -245,21 +284,26 @@ def initialize(
         resident=resident,
         stage=settings.stage,
         ranks=ranks,
-        source=tensors.source(weights) if isinstance(weights, str | Path) else weights,
+        source=weights,
     )
     offload = None
     mode = made.checkpointing if made else settings.checkpointing
     if mode == "offload":
         size = made.offloaded if made else 0
         offload = Offload(device, Spans(device), HostMemory(size, pin=device.device.type == "cuda"))
-    engine = Engine(
+    blocks = {number for number, unit in enumerate(units) if unit.repeated}
+    if made is not None and made.traced:
+        blocks = set(made.recomputed)
+    elif mode in (False, "none"):
+        blocks = set()
+    return Engine(
         model,
         store,
         settings.rule,
         device,
         accumulation=settings.accumulation,
         clipping=settings.clipping,
-        checkpointing=mode not in (False, "none"),
+        recompute=blocks,
         depth=settings.depth,
         stage=settings.stage,
         scaler=_scaler(settings),
@@ -270,13 +314,12 @@ def initialize(
         offload=offload,
         compiler=settings.compile,
         plan=made,
+        head=head,
+        chunked=settings.loss == "chunked",
+        slack=machine.slack if machine else 0.0,
+        traced=call if profile is not None else None,
+        undo=undo,
     )
-    front = ZeroOptimizer(engine, groups)
-    scheduler = lr_scheduler(front) if lr_scheduler is not None else None
-    if scheduler is None and settings.scheduler is not None:
-        scheduler = schedule.make(front, *settings.scheduler)
-    engine.scheduler = scheduler
-    return engine, front, None, scheduler
 
 
 def _planned(
@@ -286,6 +329,7 @@ def _planned(
     device: devices.Device,
     tokens: int,
     ranks: Ranks,
+    profile: Profile | None,
 ) -> Plan:
     """A plan that fits, the same on all ranks, and a limit on the allocator by it."""
     budget = _budget(config, device.device, ranks.world)
@@ -294,14 +338,16 @@ def _planned(
         reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
         machine = replace(machine, reserve=reserve, network=ranks.network)
         machine, budget = ranks.agree((machine, budget))
-    made = plan_units(units, config, machine, budget, tokens, ranks.world)
+    world = ranks.world
+    made = plan_units(units, config, machine, budget, tokens, world, profile)
     if not made.fits:
-        raise NoFitError(made)
+        raise NoFitError(made, nearest(units, config, machine, budget, tokens, world, profile))
     logger.info(
-        "%.2f GB on %s, %.2f GB on the host; activations: %s; optimizer: %s; bound by %s",
+        "%.2f GB on %s, %.2f GB on the host; activations (%s): %s; optimizer: %s; bound by %s",
         made.gpu_bytes / 1e9,
         device.device,
         made.host_bytes / 1e9,
+        "traced" if made.traced else "estimated from shapes",
         made.checkpointing,
         "the cores and the streaming lane" if made.streaming else "the cores",
         made.bound,

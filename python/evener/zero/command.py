@@ -102,7 +102,7 @@ def run_plan(
         moments=_DTYPES[moments],
         accumulation=accumulation,
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
-        chunked_loss=loss == "chunked",
+        loss=loss,
     )
     found = probe(pick().device, config.dtype, config.moments)
     limits = {name: text for name, text in (("gpu", gpu), ("host", host)) if text != "auto"}

@@ -31,10 +31,11 @@ class Config:
     moments: float32, or bfloat16 rounded stochastically. depth: chunks fetched ahead. small: units
     of at most so many elements stay on the accelerator. checkpointing: False, True (blocks are
     recomputed), "offload" (and their inputs wait on the host), or "auto": what the plan finds
-    fastest. chunked_loss: the loss is `zero.cross_entropy`. balance: whether the optimizer's states
-    stream through the accelerator beside the cores; "auto": where the probe shows a gain.
-    stale_updates: a pass does not wait for the optimizer. compile: each block by torch.compile
-    (a string: by this backend).
+    fastest. loss: "auto" (the last layer of a model of transformers and its loss in parts of the
+    vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or "plain".
+    balance: whether the optimizer's states stream through the accelerator beside the cores; "auto":
+    where the probe shows a gain. stale_updates: a pass does not wait for the optimizer. compile:
+    each block by torch.compile (a string: by this backend).
     """
 
     stage: int = 3
@@ -53,7 +54,7 @@ class Config:
     budget: str | Mapping[str, str | int] = "auto"
     offload: bool = True
     checkpointing: bool | str = False
-    chunked_loss: bool = False
+    loss: str = "auto"
     balance: bool | str = "auto"
     stale_updates: bool = False
     compile: bool | str = False
@@ -212,7 +213,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
         raise ConfigError(
             f"evener.compile = {config.compile!r} is not known", "give true, false or a backend"
         )
-    config.chunked_loss = _choice(own, "loss", ("plain", "chunked"), "plain") == "chunked"
+    config.loss = str(_choice(own, "loss", ("auto", "plain", "chunked", "fused"), "auto"))
     if "activation_checkpointing" in source:
         section = _section(source, "activation_checkpointing")
         config.ignored += [f"activation_checkpointing.{key}" for key in section]

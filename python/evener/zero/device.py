@@ -3,7 +3,8 @@
 `CudaDevice` has a persistent stream for each direction beside the stream that computes.
 `SimulatedDevice` is host memory that plays the accelerator: the same engine runs on it without a
 GPU. Its copies are done when they return; the engine's own threads keep the asynchrony that its
-logic must stand.
+logic must stand. It can count what the training thread makes, and refuse what is over a limit with
+torch's own error, so that want of memory can be tried without a GPU.
 
 Streams by name: "compute" (the one that is current where the model runs), "h2d" (weights and
 activations in), "d2h" (gradients and activations out), and the three of the optimizer's streaming
@@ -18,6 +19,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from evener.zero.meter import Ledger, Meter
 
 
 class Event(Protocol):
@@ -58,6 +62,24 @@ class Device(Protocol):
     def unlimit(self) -> None:
         """As it was before `limit`."""
 
+    def begin(self, held: int) -> None:
+        """Training begins, with `held` bytes in states and weights that stay."""
+
+    def book(self, size: int) -> None:
+        """A chunk's weights take `size` bytes, below 0 give them back: no operation shows it."""
+
+    def release(self, size: int) -> None:
+        """So many of the bytes that were held when training began are given back."""
+
+    def elsewhere(self) -> contextlib.AbstractContextManager[None]:
+        """What is made inside is in host memory."""
+
+    def reset_peak(self) -> None:
+        """`peak_bytes` begins anew."""
+
+    def trim(self) -> None:
+        """Memory that the allocator keeps for later goes back."""
+
     def synchronize(self) -> None:
         """The host waits for all streams."""
 
@@ -77,10 +99,13 @@ class _Done:
 
 
 class SimulatedDevice:
-    """Host memory as an accelerator."""
+    """Host memory as an accelerator. `counted`: with a limit, as a real one has."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = False) -> None:
         self.device = torch.device("cpu")
+        self.ledger = Ledger() if counted else None
+        self._moving = self._most = 0
+        self._meter: Meter | None = None
 
     def attach(self) -> None:
         return
@@ -96,12 +121,46 @@ class SimulatedDevice:
         return
 
     def peak_bytes(self) -> int:
-        return 0
+        """Weights on the move have a part of their own, as with CUDA's allocator, whose memory goes
+        round in the stream that asked for it."""
+        return self.ledger.peak + self._most if self.ledger else 0
 
     def limit(self, size: int) -> None:
-        return
+        if self.ledger is not None:
+            self.ledger.limit = size
 
     def unlimit(self) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self._meter = None
+
+    def begin(self, held: int) -> None:
+        if self.ledger is not None:
+            self.ledger.take(held)
+            self._meter = Meter(self.ledger)
+            self._meter.__enter__()
+
+    def book(self, size: int) -> None:
+        if self._meter is not None and self.ledger is not None:
+            self.ledger.book(size)
+            self._moving += size
+            self._most = max(self._most, self._moving)
+
+    def release(self, size: int) -> None:
+        if self._meter is not None and self.ledger is not None:
+            self.ledger.take(-size)
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        with _disable_current_modes() if self._meter is not None else contextlib.nullcontext():
+            yield
+
+    def reset_peak(self) -> None:
+        if self.ledger is not None:
+            self.ledger.mark()
+            self._most = self._moving
+
+    def trim(self) -> None:
         return
 
     def synchronize(self) -> None:
@@ -163,6 +222,26 @@ class CudaDevice:
             torch.cuda.set_per_process_memory_fraction(self._before, self.device)
             self._before = None
 
+    def begin(self, held: int) -> None:
+        return
+
+    def book(self, size: int) -> None:
+        return
+
+    def release(self, size: int) -> None:
+        return
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        yield
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def trim(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
@@ -176,7 +255,10 @@ class CudaDevice:
 
 
 def pick(name: str = "auto") -> Device:
-    """`auto`: CUDA where there is a GPU, else the simulated device; `cpu` or `cuda` by name."""
+    """`auto`: CUDA where there is a GPU, else the simulated device; `cpu` or `cuda` by name;
+    `simulated`: host memory whose use is counted and limited by the budget."""
+    if name == "simulated":
+        return SimulatedDevice(counted=True)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return SimulatedDevice()
     return CudaDevice()

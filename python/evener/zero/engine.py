@@ -15,6 +15,11 @@ and `ready`; the lanes write a chunk's host states between `updated.clear()` and
 (and `updated_event`); the loader waits for both first. A chunk's gradient on the host is written by
 a copy that `gradient_event` ends, and read by the lanes after it.
 
+# Memory
+A call whose inputs are larger than any before, or others, is traced first (`trace`), and room is
+made where the forecast is over the budget (`room`). Where an allocation fails all the same, room is
+made and the pass runs again (`boundary`).
+
 # Ranks
 Every rank holds 1/N of each chunk's states. stage 1: gradients are reduced once a step; stage 2:
 reduced to the rank's share in every backward pass; stage 3: weights are shared out too, and
@@ -24,8 +29,9 @@ gathered when a unit is loaded. All ranks must run the same units in the same or
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -35,19 +41,25 @@ from torch.utils._pytree import tree_map
 from evener.errors import EvenerError
 from evener.records import StatsFile
 from evener.zero.activations import Offload
+from evener.zero.boundary import Boundary
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device
 from evener.zero.gradients import Gradients
+from evener.zero.inputs import signature
 from evener.zero.lanes import Lanes, Update
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
-from evener.zero.planner import Plan
+from evener.zero.planner import SLOTS, Plan
+from evener.zero.profile import Profile
 from evener.zero.ranks import Ranks
+from evener.zero.room import Room
 from evener.zero.rules import Rule
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Span, Spans
-from evener.zero.states import Noise, part
+from evener.zero.states import SLICE, Noise, part
 from evener.zero.store import Store
+from evener.zero.trace import timed_trace
+from evener.zero.vocabulary import Head
 
 logger = logging.getLogger("evener.zero")
 
@@ -71,7 +83,7 @@ class Engine:
         *,
         accumulation: int = 1,
         clipping: float = 0.0,
-        checkpointing: bool = False,
+        recompute: set[int] | None = None,
         depth: int = 2,
         stage: int = 3,
         scaler: LossScaler | None = None,
@@ -82,6 +94,11 @@ class Engine:
         offload: Offload | None = None,
         compiler: bool | str = False,
         plan: Plan | None = None,
+        head: Head | None = None,
+        chunked: bool = False,
+        slack: float = 0.0,
+        traced: tuple[Any, Any] | None = None,
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.module = model
         self.store = store
@@ -140,11 +157,43 @@ class Engine:
             self._loading,
             self._gradients,
             self.spans,
-            checkpointing=checkpointing,
+            recompute=recompute or set(),
             offload=offload,
             compiler=compiler,
             before=lambda: self.drain() if self._lanes.failed else None,
+            head=head,
         )
+        slots = SLOTS * SLICE * store.formats.host_bytes(len(rule.moments)) if streaming else 0
+        self.room = Room(
+            store,
+            rule,
+            device,
+            self._passes,
+            self._loading,
+            self._gradients,
+            self.drain,
+            plan=plan,
+            ranks=self.world,
+            fixed=slots + (plan.gpu_reserve if plan else 0),
+            slack=slack,
+        )
+        """What makes room on the accelerator; `said` tells what it did."""
+        self._boundary = Boundary(
+            model,
+            self._passes,
+            device,
+            check=self._look,
+            room=self.room.make,
+            retry=self.world == 1,
+        )
+        self._head = head
+        self._chunked = chunked
+        self._undo = undo
+        self._seen: dict[Any, list[int]] = {}
+        if traced is not None:
+            self._largest(*traced)
+        held = self.room.held() + sum(b.nbytes for b in model.buffers())
+        device.begin(held + (slots if streaming else 0))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass; floating-point inputs are cast to the compute dtype."""
@@ -158,6 +207,65 @@ class Engine:
 
         args, kwargs = tree_map(move, (args, kwargs))
         return self.module(*args, **kwargs)
+
+    def _largest(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call is larger than all of its kind before; then it is the one to know."""
+        shapes, spec = signature(args, kwargs)
+        sizes = [math.prod(s[0]) for s in shapes if isinstance(s, tuple)]
+        kind = spec, tuple((len(s[0]), s[1]) if isinstance(s, tuple) else s for s in shapes)
+        before = self._seen.get(kind)
+        # A little longer is not worth a trace: where it is too much, the pass runs again.
+        if before is not None and all(
+            new <= 1.02 * old for new, old in zip(sizes, before, strict=True)
+        ):
+            return False
+        self._seen[kind] = [max(p) for p in zip(sizes, before or sizes, strict=True)]
+        return True
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a pass: make the room that it will take."""
+        if not torch.is_grad_enabled() or not self._largest(args, kwargs):
+            return
+        if self.plan is None and self.device.peak_bytes() == 0:
+            return  # nothing was planned, and nothing is limited
+        with self.device.elsewhere(), self._passes.away():
+            profile, said = timed_trace(
+                self.module,
+                [unit for unit, _ in self.store.units],
+                args,
+                kwargs,
+                device=self.device.device,
+                dtype=self.store.dtype,
+                chunked=self._chunked,
+                head=self._head,
+            )
+        logger.info("new inputs: %s", said)
+        if profile is None:
+            return
+        self._keep(profile)
+        if self.plan is not None and self.world == 1:
+            self.room.fit(profile, self.plan.budget.gpu)
+
+    def _keep(self, profile: Profile) -> None:
+        """Weights that are read while their unit does not run stay from now on."""
+        for unit, chunks in self.store.units:
+            for chunk in chunks:
+                if unit.module is not None and any(
+                    piece.name in profile.strays for piece in chunk.group.pieces
+                ):
+                    self._loading.keep(chunk)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: what the plan expected of accelerator and host, and the accelerator's peak as its
+        allocator holds it, with what the context takes."""
+        plan = self.plan
+        reserve = plan.gpu_reserve if plan else 0
+        return {
+            "gpu planned": plan.gpu_bytes if plan else 0,
+            "host planned": plan.host_bytes if plan else 0,
+            "gpu peak": self.device.peak_bytes() + reserve,
+            "passes run again": self._boundary.again,
+        }
 
     def train(self, mode: bool = True) -> Engine:
         """As `torch.nn.Module.train`."""
@@ -226,7 +334,11 @@ class Engine:
         if self.saving is not None:
             self.saving.wait()
         self.drain()
+        self._boundary.close()
         self._passes.close()
+        if self._head is not None:
+            self._head.close()
+        self._undo()
         self._loading.close()
         self._lanes.close()
         self.device.unlimit()

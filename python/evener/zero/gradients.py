@@ -3,6 +3,9 @@
 Those of a chunk's parameters are put together when all have come; reduced over the ranks (stage 1
 with accumulation: once a step), added to the sum of earlier micro-batches, their norms taken on the
 accelerator, and copied home by a stream of their own. At most `depth` copies are on their way.
+
+A backward pass that failed for want of memory is run again (see `boundary`). A chunk whose gradient
+it had delivered is passed over then: it comes once per pass.
 """
 
 from __future__ import annotations
@@ -37,13 +40,20 @@ class Gradients:
         self._ranks = ranks
         self._spans = spans
         self._once = once
-        self._depth = depth
+        self.depth = depth
         self._stale_updates = stale_updates
+        self._delivered: set[int] = set()
+        """Chunks whose gradient this backward pass has delivered."""
+        self._again: set[int] = set()
+        """Those that it had delivered before it failed."""
         self._sums: dict[int, tuple[Chunk, torch.Tensor]] = {}
         self._leaving: list[tuple[Event, Any]] = []
 
     def add(self, chunk: Chunk, place: int, gradient: torch.Tensor) -> None:
         """One parameter's gradient; the chunk's leave when it is the last one."""
+        if chunk.index in self._again:
+            chunk.touched = True
+            return
         earlier = chunk.arrived.get(place)
         chunk.arrived[place] = gradient if earlier is None else earlier + gradient
         if len(chunk.arrived) == len(chunk.group.pieces):
@@ -56,7 +66,26 @@ class Gradients:
             if chunk.arrived:
                 self._collect(chunk)
             chunk.touched = False
+        self._again.clear()
+        self._delivered.clear()
         self._leaving = [entry for entry in self._leaving if not entry[0].query()]
+
+    def begin(self, chunks: list[Chunk]) -> None:
+        """Before a backward pass."""
+        for chunk in chunks:
+            chunk.touched = False
+        self._again.clear()
+        self._delivered.clear()
+
+    def abort(self, chunks: list[Chunk]) -> None:
+        """After a pass that failed: only what was delivered stays."""
+        for chunk in chunks:
+            chunk.arrived.clear()
+            chunk.touched = False
+        self._again |= self._delivered
+        for event, _ in self._leaving:
+            event.synchronize()
+        self._leaving.clear()
 
     def finish(self) -> None:
         """Before an optimizer step: reduce what was kept until now."""
@@ -71,15 +100,15 @@ class Gradients:
     @torch.no_grad()
     def _collect(self, chunk: Chunk) -> None:
         assert chunk.gradient is not None
-        arrived, chunk.arrived = chunk.arrived, {}
-        chunk.given |= set(arrived)
-        chunk.touched = True
         pieces = chunk.group.pieces
         dtype = chunk.gradient.dtype
         whole = torch.zeros(chunk.flat.numel(), dtype=dtype, device=self._device.device)
+        # From here on until it is delivered, nothing but a norm is allocated.
+        arrived, chunk.arrived = chunk.arrived, {}
         for place, gradient in arrived.items():
             piece = pieces[place]
             whole[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
+        given = set(arrived)
         arrived.clear()
         if not self._once:
             self._deliver(chunk, whole)
@@ -87,6 +116,9 @@ class Gradients:
             self._sums[chunk.index][1].add_(whole)
         else:
             self._sums[chunk.index] = chunk, whole
+        chunk.given |= given
+        chunk.touched = True
+        self._delivered.add(chunk.index)
 
     @torch.no_grad()
     def _deliver(self, chunk: Chunk, whole: torch.Tensor) -> None:
@@ -98,8 +130,8 @@ class Gradients:
             self._ranks.reduce(share, whole)
         if chunk.filled:
             share += self._earlier(chunk)
-        chunk.filled = True
-        chunk.norms = self._norms(chunk, share)
+        norms = self._norms(chunk, share)
+        chunk.filled, chunk.norms = True, norms
         if chunk.resident:
             chunk.gradient.copy_(share)
             return
@@ -113,7 +145,7 @@ class Gradients:
                 chunk.gradient.copy_(share, non_blocking=True)
             chunk.gradient_event = device.record("d2h")
         self._leaving.append((chunk.gradient_event, (share, whole)))
-        if len(self._leaving) > self._depth:
+        if len(self._leaving) > self.depth:
             with self._spans.host("wait", "training for gradients out", chunk.group.name):
                 self._leaving.pop(0)[0].synchronize()
 

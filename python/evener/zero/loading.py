@@ -36,10 +36,11 @@ class Loading:
         stale_updates: bool,
     ) -> None:
         self._units = units
+        self._always = list(units[0])
         self._device = device
         self._ranks = ranks
         self._spans = spans
-        self._depth = depth
+        self.depth = depth
         self._stale_updates = stale_updates
         self._traces: dict[bool, list[int]] = {True: [], False: []}
         self._training = True
@@ -62,7 +63,7 @@ class Loading:
         self._place = 0
         self._recording = []
         self._training = torch.is_grad_enabled()
-        for chunk in self._units[0]:
+        for chunk in self._always:
             self._acquire(chunk)
 
     def enter(self, unit: int) -> None:
@@ -75,7 +76,7 @@ class Loading:
             self._traces[self._training] = []  # another order: no guess, and learn it anew
         for chunk in self._units[unit]:
             self._request(chunk)
-        for index in self._trace[place + 1 : place + 1 + self._depth]:
+        for index in self._trace[place + 1 : place + 1 + self.depth]:
             for chunk in self._units[index]:
                 self._request(chunk)
         for chunk in self._units[unit]:
@@ -83,9 +84,16 @@ class Loading:
 
     def leave(self, unit: int) -> None:
         """After it ran: its weights go, unless they are needed again soon."""
-        if unit not in self._trace[self._place : self._place + self._depth]:
+        if unit not in self._trace[self._place : self._place + self.depth]:
             for chunk in self._units[unit]:
                 self._free(chunk)
+
+    def keep(self, chunk: Chunk) -> None:
+        """This chunk's weights stay from now on; between two passes."""
+        if not chunk.keeps:
+            self._acquire(chunk)
+            chunk.keeps = True
+            self._always.append(chunk)
 
     def end(self) -> None:
         """After a pass: nothing stays that need not."""
@@ -100,7 +108,7 @@ class Loading:
 
     def ahead(self) -> None:
         """Ask for what the next forward pass needs first."""
-        for index in self._trace[: self._depth]:
+        for index in self._trace[: self.depth]:
             for chunk in self._units[index]:
                 self._request(chunk)
 
@@ -126,6 +134,8 @@ class Loading:
             chunk.requested = False
             if chunk.error is not None:
                 error, chunk.error = chunk.error, None
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise error  # the pass may be run again, see `boundary`
                 raise EvenerError(
                     f"chunk {chunk.group.name} could not be brought to {self._device.device}: "
                     f"{error}",
@@ -138,7 +148,10 @@ class Loading:
 
     def _free(self, chunk: Chunk) -> None:
         if chunk.requested:
-            self._acquire(chunk)
+            try:
+                self._acquire(chunk)
+            except torch.OutOfMemoryError:
+                return  # it did not come, and is not needed
         if chunk.keeps or not chunk.loaded:
             return
         # What is loaded next may get this memory, and must come after what still computes with it.
@@ -149,6 +162,7 @@ class Loading:
             self._freed = [*(e for e in self._freed if not e[2].query()), entry]
         chunk.unbind()
         chunk.empty()
+        self._device.book(-chunk.bytes)
         chunk.loaded = False
 
     def _loader(self) -> None:
@@ -166,6 +180,7 @@ class Loading:
                     device.wait("h2d", chunk.updated_event)
             with torch.no_grad(), device.on("h2d"):
                 if not chunk.keeps:
+                    self._device.book(chunk.bytes)
                     chunk.allocate()
                     self._reuse(chunk)
                 weights = chunk.states.weights

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from evener.zero.vocabulary import LazyLogits, linear_cross_entropy
+
 SLAB = 1024
 """Rows of logits that are widened to float32 at a time."""
 
@@ -54,6 +56,10 @@ def cross_entropy(
     count for nothing; to predict the next token, give the targets shifted, `ignore_index` last,
     rather than a slice of the logits, which would be a copy.
     """
+    if isinstance(logits, LazyLogits):
+        rows = logits.reshape(-1, logits.shape[-1])
+        assert isinstance(rows, LazyLogits)
+        return linear_cross_entropy(rows, targets.reshape(-1), ignore_index)
     found: torch.Tensor = _CrossEntropy.apply(
         logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index
     )

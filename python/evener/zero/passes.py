@@ -4,12 +4,16 @@ A unit's `forward` is wrapped: its weights are loaded before it and freed after.
 reaches a unit when the first gradient of its outputs is there (`register_multi_grad_hook`): its
 weights are loaded again. It is through when the gradients of its weights and of its inputs are
 done. A recomputed block runs its forward inside that.
+
+Which units are recomputed may change between two passes (`recompute`). `abort` ends a pass that
+failed, so that it can be run again; `away` takes the hooks off for as long as `trace` runs the same
+model under hooks of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +29,7 @@ from evener.zero.gradients import Gradients
 from evener.zero.loading import Loading
 from evener.zero.spans import Spans
 from evener.zero.units import Unit
+from evener.zero.vocabulary import Head
 
 
 @dataclass
@@ -46,7 +51,8 @@ class _Live:
 
 
 class Passes:
-    """See the head of this file. `before`: called before each forward pass."""
+    """See the head of this file. `recompute`: indices of the units that are. `head`: the layer
+    whose logits are lazy. `before`: called before each forward pass."""
 
     def __init__(
         self,
@@ -56,23 +62,28 @@ class Passes:
         gradients: Gradients,
         spans: Spans,
         *,
-        checkpointing: bool,
+        recompute: set[int],
         offload: Offload | None,
         compiler: bool | str,
         before: Callable[[], None],
+        head: Head | None = None,
+        tracing: bool = False,
     ) -> None:
         self._loading = loading
         self._gradients = gradients
         self._spans = spans
-        self._checkpointing = checkpointing
-        self._offload = offload
+        self.recompute = recompute
+        self.offload = offload
+        self._head = head
+        self._tracing = tracing
         self._compiler = compiler
         self._before = before
         self._running = False
+        self._suspended = False
         self._live: list[_Live] = []
         self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
         self._hooks: list[Any] = [model.register_forward_pre_hook(lambda *_: self._begin())]
-        self._originals: list[tuple[nn.Module, Any]] = []
+        self._wrapped: list[tuple[nn.Module, Any, Any]] = []
         for index, (unit, chunks) in enumerate(units):
             live = _Live(unit, index, chunks)
             self._live.append(live)
@@ -85,39 +96,94 @@ class Passes:
                         )
             if unit.module is not None:
                 self._wrap(live, unit.module)
+        if head is not None:
+            self._hold_before, head.hold = head.hold, self._hold
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the hooks are away."""
+        return self._suspended
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Without these hooks: for `trace`, between two passes."""
+        self._suspended = True
+        for module, original, _ in self._wrapped:
+            module.forward = original
+        try:
+            yield
+        finally:
+            for module, _, wrapper in self._wrapped:
+                module.forward = wrapper
+            self._suspended = False
 
     def end(self) -> None:
         """After a backward pass, or before a forward pass where the last had none."""
         self._running = False
         for live in self._live:
             self._gradients.end(live.chunks)
+        self._settle()
+
+    def backward(self) -> None:
+        """Before a backward pass through the model."""
+        self._gradients.begin([chunk for live in self._live for chunk in live.chunks])
+
+    def abort(self) -> None:
+        """After a pass that failed: forget what came of it in part. What the backward pass has
+        delivered stays, and is not delivered again by the pass that follows (see Gradients)."""
+        self._running = False
+        self._gradients.abort([chunk for live in self._live for chunk in live.chunks])
+        self._settle()
+
+    def _settle(self) -> None:
+        for live in self._live:
             for handle in live.handles:
                 handle.remove()
             live.handles.clear()
             live.inputs = 0
             live.in_backward = False
-        if self._offload is not None:
-            self._offload.clear()
+        if self.offload is not None:
+            self.offload.clear()
         self._loading.end()
 
     def close(self) -> None:
         """Unhook the model."""
         for hook in self._hooks:
             hook.remove()
-        for module, original in self._originals:
+        for module, original, _ in reversed(self._wrapped):
             module.forward = original
+        if self._head is not None:
+            self._head.hold = self._hold_before
 
-    def _begin(self) -> None:
-        self._before()
-        if self._running:
-            self.end()
+    @contextlib.contextmanager
+    def _hold(self) -> Iterator[None]:
+        """The weights of the head, for as long as something computes with them."""
+        assert self._head is not None
+        homes = [self._home[p][2] for p in self._head.linear.parameters() if p in self._home]
+        units = dict.fromkeys(live.index for live in homes if live.unit.module is not None)
+        for unit in units:
+            self._loading.enter(unit)
+        try:
+            yield
+        finally:
+            for unit in units:
+                self._loading.leave(unit)
+
+    def begin(self) -> None:
+        """A forward pass begins."""
         self._running = True
         self._loading.begin()
 
+    def _begin(self) -> None:
+        if self._suspended:
+            return
+        self._before()
+        if self._running:
+            self.end()
+        self.begin()
+
     def _wrap(self, live: _Live, module: nn.Module) -> None:
-        inner = module.forward
-        self._originals.append((module, inner))
-        recompute = self._checkpointing and live.unit.repeated
+        inner = original = module.forward
         if self._compiler and live.unit.repeated:
             # The block itself; these hooks stay outside of what is compiled.
             backend = self._compiler if isinstance(self._compiler, str) else "inductor"
@@ -133,17 +199,27 @@ class Passes:
             return out
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            head = self._head
+            if head is not None and module is head.linear and head.lazy():
+                return inner(*args, **kwargs)  # computes nothing yet
             if not torch.is_grad_enabled():
                 return body(*args, **kwargs)
-            if recompute and module.training:
-                with self._offload.hooks() if self._offload else contextlib.nullcontext():
-                    out = checkpoint(body, *args, use_reentrant=False, **kwargs)
+            if live.index in self.recompute:
+                with self.offload.hooks() if self.offload else contextlib.nullcontext():
+                    out = checkpoint(
+                        body,
+                        *args,
+                        use_reentrant=False,
+                        preserve_rng_state=not self._tracing,
+                        **kwargs,
+                    )
             else:
                 out = body(*args, **kwargs)
             self._watch(live, (args, kwargs), out)
             return out
 
         module.forward = forward
+        self._wrapped.append((module, original, forward))
 
     def _watch(self, live: _Live, inputs: Any, outputs: Any) -> None:
         def tracked(tree: Any) -> list[torch.Tensor]:

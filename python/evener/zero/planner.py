@@ -9,6 +9,11 @@ left of the accelerator's budget takes chunks whole (weights, states, gradient),
 order of the forward pass: the first layers are then ready for the next forward while the host still
 updates the others. It is a prefix, so a larger budget never takes a chunk off the accelerator.
 
+Where a step was traced (`Work.profile`), the weights on the move, the activations and the gradients
+on their way are played through moment by moment for what lives where; else their largest sizes are
+added up. Of a kept chunk (a tied weight, used at both ends of the model) the weights are always on
+the accelerator, and the states go to the host where there is no room.
+
 # The time
 With exact clipping the optimizer waits for the whole backward pass:
 `T = max(backward, its copies) + max(forward, optimizer on the host, its copies)`, each micro-batch
@@ -19,14 +24,22 @@ weights come in by the same wires.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evener.zero.budget import Budget
 from evener.zero.host import pages
+from evener.zero.profile import Held, Profile, peaks, seconds
 from evener.zero.states import SLICE
 from evener.zero.store import Formats, share_of
+
+WORKSPACE = 96 << 20
+"""Bytes that matrix products take on a GPU for themselves: two threads' handles of cuBLAS."""
+
+HELD = 4
+"""Inputs of recomputed units on the accelerator at a time where the others wait on the host:
+leaving, in use, coming, and one not yet given back."""
 
 SLOTS = 3
 """Slices on their way through the accelerator: one comes, one is updated, one leaves."""
@@ -54,16 +67,23 @@ class Machine:
     """Share of the moving memory that the allocator loses between blocks."""
     host_reserve: int = 0
     """Bytes of host memory that this process takes without the model."""
+    bandwidth: float = 0.0
+    """Bytes/s of the accelerator's own memory, read and written (0: not measured)."""
+    launch: float = 0.0
+    """Seconds that an operation takes at least, whatever its size."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A chunk to be. `stays`: on the accelerator whatever the budget."""
+    """A chunk to be. `stays`: on the accelerator whatever the budget. `kept`: its weights are, its
+    states need not be. `unit`: the number of its unit."""
 
     name: str
     numel: int
     trainable: bool = True
     stays: bool = False
+    kept: bool = False
+    unit: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,10 @@ class Work:
     streaming: bool = False
     offloaded: int = 0
     """Bytes of activations that wait for the backward pass on the host."""
+    profile: Profile | None = None
+    """Of a traced step; `activations` counts where there is none."""
+    recompute: frozenset[int] = frozenset()
+    """Of a profile's units, those that are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +131,18 @@ class Plan:
     bound: str
     tokens_per_second: float
     checkpointing: str = "recompute"
-    """"none", "recompute" (each block's inner activations), or "offload" (and its input waits on
-    the host)."""
+    """"none", "recompute" (each block's inner activations), "some" (of the blocks), or "offload"
+    (all, and their inputs wait on the host)."""
     streaming: bool = False
     gpu_reserve: int = 0
     """Of `gpu_bytes`, what is not the allocator's: the CUDA context."""
     host_reserve: int = 0
     """Of `host_bytes`, what the process takes without the model."""
     offloaded: int = 0
+    recomputed: list[int] = field(default_factory=list)
+    """Numbers of the units that are recomputed, where the step was traced."""
+    traced: bool = False
+    """Whether activations were traced, and not estimated from shapes."""
 
     @property
     def resident(self) -> set[str]:
@@ -142,6 +170,45 @@ def _bytes_on(part: Part, formats: Formats, work: Work, where: str) -> int:
 
 def working_set(parts: Sequence[Part], formats: Formats, work: Work, machine: Machine) -> int:
     """Bytes of accelerator memory that no budget can go below."""
+    return _need(parts, frozenset(), formats, work, machine)
+
+
+def _need(
+    parts: Sequence[Part],
+    resident: Set[str],
+    formats: Formats,
+    work: Work,
+    machine: Machine,
+) -> int:
+    """Bytes of accelerator memory beside the states of the chunks in `resident`."""
+    stays = 0
+    for part in parts:
+        size = part.numel * formats.compute.itemsize
+        if part.stays:
+            stays += _bytes_on(part, formats, work, "gpu")
+            stays += size if work.ranks > 1 else 0
+        elif part.kept and (work.ranks > 1 or part.name not in resident):
+            stays += size
+    # An update in torch operations needs float32 copies of one slice.
+    share = share_of(max((p.numel for p in parts if p.trainable), default=0), work.ranks)
+    scratch = 6 * 4 * min(SLICE, share)
+    slots = SLOTS * SLICE * formats.host_bytes(work.moments) if work.streaming else 0
+    if work.profile is not None:
+        weights, rest = peaks(
+            work.profile,
+            held(parts, resident, formats, work.ranks),
+            recompute=work.recompute,
+            depth=work.depth,
+            offload=HELD if work.offloaded else 0,
+            ranks=work.ranks,
+        )
+        if work.accumulation > 1:  # the sum so far comes back to be added to
+            top = max((p.numel for p in parts if not p.stays), default=0)
+            rest += top * formats.gradient.itemsize
+        moving = weights + max(rest, scratch)
+        # Traced to the byte: what is left to the allocator is how blocks fit together.
+        loss = int(moving * machine.slack / 2) + (WORKSPACE if machine.slack else 0)
+        return machine.reserve + moving + loss + slots + stays
     sizes = [p.numel for p in parts if not p.stays]
     largest = sorted(sizes, reverse=True)[: work.depth + 1]
     weights = sum(largest) * formats.compute.itemsize
@@ -149,48 +216,76 @@ def working_set(parts: Sequence[Part], formats: Formats, work: Work, machine: Ma
     # A gradient as autograd leaves it, and up to `depth` + 1 flat copies on their way to the host.
     gradients = top * formats.compute.itemsize
     gradients += (work.depth + 1) * top * formats.gradient.itemsize
-    stays = 0
+    moving = weights + max(gradients + work.activations, scratch)
+    return machine.reserve + int(moving * (1 + machine.slack)) + slots + stays
+
+
+def held(parts: Sequence[Part], resident: Set[str], formats: Formats, ranks: int) -> list[Held]:
+    """The chunks as `profile.peaks` takes them."""
+    found = []
+    for part in parts:
+        stays = part.stays or part.name in resident
+        found.append(
+            Held(
+                part.unit,
+                part.numel * formats.compute.itemsize,
+                part.numel * formats.gradient.itemsize if part.trainable else 0,
+                moves=not part.stays and not part.kept and (not stays or ranks > 1),
+                leaves=part.trainable and not stays,
+            )
+        )
+    return found
+
+
+def _prefix(
+    parts: Sequence[Part], formats: Formats, work: Work, machine: Machine, budget: Budget
+) -> tuple[frozenset[str], int]:
+    """The chunks that the accelerator takes, and the bytes that are then used there."""
+    able = []
     for part in parts:
         if part.stays:
-            stays += _bytes_on(part, formats, work, "gpu")
-            stays += part.numel * formats.compute.itemsize if work.ranks > 1 else 0
-    # An update in torch operations needs float32 copies of one slice.
-    share = share_of(max((p.numel for p in parts if p.trainable), default=0), work.ranks)
-    scratch = 6 * 4 * min(SLICE, share)
-    moving = weights + max(gradients + work.activations, scratch)
-    slots = SLOTS * SLICE * formats.host_bytes(work.moments) if work.streaming else 0
-    return machine.reserve + int(moving * (1 + machine.slack)) + slots + stays
+            continue
+        if work.ranks > 1 and not part.trainable:
+            break  # its weights would be gathered all the same
+        able.append(part)
+    sums = [0]
+    for part in able:
+        sums.append(sums[-1] + _bytes_on(part, formats, work, "gpu"))
+
+    def used(count: int) -> int:
+        chosen = frozenset(part.name for part in able[:count])
+        return _need(parts, chosen, formats, work, machine) + sums[count]
+
+    low, high = 0, len(able) + 1  # `low` fits, or nothing does; `high` does not
+    best = used(0)
+    if best > budget.gpu:
+        return frozenset(), best
+    while high - low > 1:
+        middle = (low + high) // 2
+        size = used(middle)
+        if size <= budget.gpu:
+            low, best = middle, size
+        else:
+            high = middle
+    return frozenset(part.name for part in able[:low]), best
 
 
 def plan(
     parts: Sequence[Part], formats: Formats, work: Work, machine: Machine, budget: Budget
 ) -> Plan:
     """See the head of this file."""
-    need = working_set(parts, formats, work, machine)
-    gpu, host = need, machine.host_reserve + work.offloaded
+    chosen, gpu = _prefix(parts, formats, work, machine, budget)
+    host = machine.host_reserve + work.offloaded
     places: list[Place] = []
-    room = need <= budget.gpu
     for part in parts:
-        if part.stays:
-            size = _bytes_on(part, formats, work, "gpu")
-            places.append(Place(part.name, part.numel, "gpu", size))
-            continue
-        size = _bytes_on(part, formats, work, "gpu")
-        if work.ranks == 1:
-            room = room and gpu + size <= budget.gpu
-        else:
-            room = room and gpu + size <= budget.gpu and part.trainable
-        if room:
-            gpu += size
-            places.append(Place(part.name, part.numel, "gpu", size))
-        else:
-            size = _bytes_on(part, formats, work, "host")
-            host += size
-            places.append(Place(part.name, part.numel, "host", size))
+        where = "gpu" if part.stays or part.name in chosen else "host"
+        size = _bytes_on(part, formats, work, where)
+        host += size if where == "host" else 0
+        places.append(Place(part.name, part.numel, where, size))
     problem = ""
-    if need > budget.gpu:
+    if gpu > budget.gpu:
         problem = (
-            f"the working set needs {need / 1e9:.2f} GB of accelerator memory, the budget is "
+            f"the working set needs {gpu / 1e9:.2f} GB of accelerator memory, the budget is "
             f"{budget.gpu / 1e9:.2f} GB"
         )
     elif host > budget.host:
@@ -212,14 +307,22 @@ def plan(
         step_seconds=step,
         bound=bound,
         tokens_per_second=tokens / step if step else 0.0,
-        checkpointing=("offload" if work.offloaded else "recompute")
-        if work.checkpointing
-        else "none",
+        checkpointing=_mode(work),
         streaming=work.streaming,
         gpu_reserve=machine.reserve,
         host_reserve=machine.host_reserve,
         offloaded=work.offloaded,
+        recomputed=sorted(work.recompute),
+        traced=work.profile is not None,
     )
+
+
+def _mode(work: Work) -> str:
+    if work.offloaded:
+        return "offload"
+    if work.profile is not None and work.recompute < work.profile.repeated:
+        return "some" if work.recompute else "none"
+    return "recompute" if work.checkpointing else "none"
 
 
 def _times(
@@ -235,6 +338,14 @@ def _times(
     updated = sum(p.numel for p in places if p.where == "host" and trainable[p.name]) / work.ranks
     kept = sum(p.numel for p in places if p.where == "gpu" and trainable[p.name]) / work.ranks
     forward = 2.0 * work.tokens * total / machine.flops
+    backward = forward * (3 if work.checkpointing else 2)
+    if (profile := work.profile) is not None:
+        rates = machine.flops, machine.bandwidth, machine.launch
+        forward = seconds(profile.forward, *rates)
+        backward = seconds(profile.backward, *rates)
+        if work.recompute:
+            share = len(work.recompute) / len(profile.repeated)
+            backward += share * (seconds(profile.backward_recomputed, *rates) - backward)
     gathered = 0.0
     if work.ranks > 1 and machine.network:
         gathered = total * formats.compute.itemsize * (work.ranks - 1) / work.ranks
@@ -245,7 +356,7 @@ def _times(
         optimizer = min(optimizer, (updated + machine.streamed * arriving) / machine.balanced)
     return {
         "forward": forward,
-        "backward": forward * (3 if work.checkpointing else 2),
+        "backward": backward,
         "weights in": arriving,
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
         "host optimizer": optimizer,

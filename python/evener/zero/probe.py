@@ -192,6 +192,21 @@ def _probe(
     finally:
         stop.set()
         beside.join()
+    wide = torch.zeros(few // 4, dtype=torch.float32, device=device)
+    small = torch.zeros(8, device=device)
+
+    def stream() -> None:
+        for _ in range(8):
+            wide.add_(1.0)
+        sync()
+
+    def launches() -> None:
+        for _ in range(500):
+            small.add_(1.0)
+        sync()
+
+    bandwidth = 8 * 2 * wide.nbytes / _median(stream)
+    launch = _median(launches, 3) / 500
     flops = 4 * 2 * size**3 / _median(product)
     device_adam = few / _median(on_device)
     context = 0
@@ -211,6 +226,9 @@ def _probe(
         balanced=cores + streamed,
         streamed=streamed,
         slack=0.12 if cuda else 0.0,
+        # Operations of models are smaller, read what is strided, and go through autograd.
+        bandwidth=0.7 * bandwidth,
+        launch=2 * launch,
     )
     return Probe(
         machine,

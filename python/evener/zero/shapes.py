@@ -11,18 +11,24 @@ import torch
 from torch import nn
 
 from evener.errors import UsageError
-from evener.zero.activations import HELD
 from evener.zero.host import pages
 from evener.zero.loss import SLAB
-from evener.zero.planner import Part
+from evener.zero.planner import HELD, Part
 from evener.zero.units import Unit
 
 
 def parts_of(units: list[Unit]) -> list[Part]:
     """One part a chunk."""
     return [
-        Part(group.name, group.numel, group.trainable, unit.module is None)
-        for unit in units
+        Part(
+            group.name,
+            group.numel,
+            group.trainable,
+            stays=unit.module is None and not group.kept,
+            kept=group.kept,
+            unit=number,
+        )
+        for number, unit in enumerate(units)
         for group in unit.groups
     ]
 

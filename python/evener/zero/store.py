@@ -110,12 +110,13 @@ def build(
 ) -> Store:
     """Move `model` into chunks, one at a time: its parameters' own memory is given back on the way.
 
-    `resident`: names of the groups whose states are on the accelerator. Unit 0 always is. With
-    several ranks, rank 0's values are taken by all.
+    `resident`: names of the groups whose states are on the accelerator. Unit 0's always are, but
+    for the kept ones, whose weights alone stay. With several ranks, rank 0's values are taken by
+    all.
     """
     ranks = ranks or Ranks()
     world = ranks.world
-    resident = resident | {g.name for g in units[0].groups}
+    resident = resident | {g.name for g in units[0].groups if not g.kept}
     everything = [g for unit in units for g in unit.groups]
     host = HostMemory(host_need(everything, formats, rule, world, resident), pin=pin)
     built: list[tuple[Unit, list[Chunk]]] = []
@@ -169,7 +170,15 @@ def _chunk(
             return tensor.pin_memory() if device.device.type == "cuda" else tensor
         return host.tensor(share, dtype)
 
-    trainable = group.trainable
+    states, gradient = states_of(group.trainable, formats, rule, make)
+    flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
+    return Chunk(index, group, states, gradient, flat, resident, False, flat[:1])
+
+
+def states_of(
+    trainable: bool, formats: Formats, rule: Rule, make: Callable[[torch.dtype], torch.Tensor]
+) -> tuple[States, torch.Tensor | None]:
+    """A chunk's states and gradient, each made by `make`."""
     moments, places = formats.moments, rule.moments.values()
     states = States(
         weights=make(formats.compute),
@@ -178,9 +187,7 @@ def _chunk(
         first=make(moments) if trainable and "first" in places else None,
         second=make(moments) if trainable and "second" in places else None,
     )
-    flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
-    gradient = make(formats.gradient) if trainable else None
-    return Chunk(index, group, states, gradient, flat, resident, False, flat[:1])
+    return states, make(formats.gradient) if trainable else None
 
 
 @torch.no_grad()
@@ -228,7 +235,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             if buffer.is_meta:
                 raise UsageError(
                     f"buffer {name} of {type(module).__name__} is on the meta device",
-                    "make the model on the CPU, or fill its buffers first",
+                    "make the model in `with zero.empty_weights()`: its buffers are real then",
                 )
             module._buffers[name] = buffer.to(device)
 

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from evener.errors import UsageError
 from evener.zero.engine import Engine
-from evener.zero.store import Source
 
 _NAMES = {
     torch.float64: "F64",
@@ -30,32 +28,33 @@ _NAMES = {
 }
 
 
-def source(folder: str | Path) -> Source:
-    """Initial values from the *.safetensors of a folder, or from one file.
+def opened(folder: str | Path) -> dict[str, Any]:
+    """The open file of each tensor, by its name, in the *.safetensors of a folder, or in one file:
+    those that `model.safetensors.index.json` names, where it is there.
 
     A tensor is a view of its file, mapped into memory: it is read when it is used, and never twice.
     """
     folder = Path(folder)
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError):
+            raise UsageError(f"{index} is no whole index", "fetch it again") from None
+        files = [folder / name for name in sorted(names)]
     if not files:
         raise UsageError(f"{folder} holds no *.safetensors", "give a model's folder")
     found: dict[str, Any] = {}
     for path in files:
         try:
-            opened = safe_open(path, framework="pt")
-            found.update(dict.fromkeys(opened.keys(), opened))
+            handle = safe_open(path, framework="pt")
+            found.update(dict.fromkeys(handle.keys(), handle))
         except (OSError, SafetensorError) as error:
             raise UsageError(
                 f"{path} is no whole safetensors file: {error}", "fetch it again"
             ) from None
-
-    def give(name: str, _parameter: nn.Parameter) -> torch.Tensor:
-        if name not in found:
-            raise UsageError(f"{folder} has no {name}", "give the weights of this model")
-        value: torch.Tensor = found[name].get_tensor(name)
-        return value
-
-    return give
+    return found
 
 
 def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -> Path:

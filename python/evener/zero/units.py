@@ -2,13 +2,14 @@
 
 A unit is an entry of an outermost ModuleList or Sequential (a transformer block), or else the
 module that holds parameters itself (an embedding, a head). Inside a unit, the parameters of one
-optimizer group form a chunk, and the frozen ones another. Parameters that are small, tied
-(reached by two names) or held by a container stay on the accelerator.
+optimizer group form a chunk, and the frozen ones another. Small units stay on the accelerator. So
+do the weights of parameters that are tied (reached by two names), held by a container, or read
+while their unit does not run (`trace` finds those); their states may be on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +41,8 @@ class Group:
     group: int
     pieces: list[Piece] = field(default_factory=list)
     numel: int = 0
+    kept: bool = False
+    """The weights stay on the accelerator, the states need not."""
 
     @property
     def trainable(self) -> bool:
@@ -85,10 +88,14 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
 
 
 def cut(
-    model: nn.Module, groups: Mapping[nn.Parameter, int] | None = None, small: int = 0
+    model: nn.Module,
+    groups: Mapping[nn.Parameter, int] | None = None,
+    small: int = 0,
+    stay: Set[str] = frozenset(),
 ) -> list[Unit]:
     """The units of `model`; the first is the one that stays. `groups`: optimizer group by
-    parameter (default: all in group 0). `small`: units of at most so many elements stay."""
+    parameter (default: all in group 0). `small`: units of at most so many elements stay. `stay`:
+    names of parameters that do."""
     group_of = groups or {}
     owners: dict[nn.Parameter, set[str]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -99,18 +106,19 @@ def cut(
         ):
             names.setdefault(parameter, name)
             owners.setdefault(parameter, set()).add(prefix)
-    stay = Unit("(stays)", None, [])
-    units = [stay]
+    always = Unit("(stays)", None, [])
+    units = [always]
     taken: set[nn.Parameter] = set()
 
-    def put(unit: Unit, parameter: nn.Parameter) -> None:
+    def put(unit: Unit, parameter: nn.Parameter, kept: bool = False) -> None:
         number = group_of.get(parameter, 0) if parameter.requires_grad else FROZEN
         for chunk in unit.groups:
-            if chunk.group == number:
+            if chunk.group == number and chunk.kept == kept:
                 break
         else:
-            label = f"{unit.name}/{'frozen' if number == FROZEN else number}"
-            chunk = Group(label, number)
+            name = "(kept)" if kept else unit.name
+            label = f"{name}/{'frozen' if number == FROZEN else number}"
+            chunk = Group(label, number, kept=kept)
             unit.groups.append(chunk)
         chunk.add(names[parameter], parameter)
 
@@ -123,8 +131,9 @@ def cut(
             if parameter in taken:
                 continue
             taken.add(parameter)
-            tied = len(owners[parameter]) > 1
-            put(stay if tied or container or tiny else unit, parameter)
+            kept = container or len(owners[parameter]) > 1 or names[parameter] in stay
+            large = parameter.numel() > small
+            put(always if kept or tiny else unit, parameter, kept and large)
         if unit.groups:
             units.append(unit)
     return units

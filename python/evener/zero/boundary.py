@@ -1,0 +1,280 @@
+"""The edge between the caller's graph and the model's, where a pass that fails is run again.
+
+What a forward pass returns is cut off the model's own graph: the caller's loss ends here, and its
+backward pass asks this file for the gradients of the model. So when memory is wanting, inside the
+model's forward or backward pass, the pass is undone, room is made (`room`), and it runs again: the
+same inputs, random bits and buffers, the same weights (no optimizer step lies between), so the same
+bits. Gradients that were delivered before are passed over (`gradients`).
+
+A forward pass whose hooks are gone, because another one ran before its backward pass, is run again
+in the same way: two passes and one loss of both work.
+
+What the caller computes between the two passes, such as a loss in float32 of whole logits, is the
+caller's: `trace` plans for it, and it cannot be run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from evener.errors import EvenerError
+from evener.zero.device import Device
+from evener.zero.passes import Passes
+from evener.zero.vocabulary import LazyLogits
+
+
+class NoRoomError(EvenerError):
+    """A step needs more accelerator memory than the budget has, and no more room can be made."""
+
+
+def asked(error: BaseException) -> int:
+    """The bytes that an allocation asked for, by torch's message; 0 where it does not say."""
+    found = re.search(r"Tried to allocate ([\d.]+) ([KMGT]?i?B|bytes)", str(error))
+    if found is None:
+        return 0
+    units = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+    return int(float(found[1]) * units.get(found[2], 1))
+
+
+class _State:
+    """What a pass depends on beside its inputs and the weights."""
+
+    def __init__(self, device: torch.device, buffers: list[torch.Tensor]) -> None:
+        self.device = device
+        self.random = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        kind = device.type
+        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    def now(self) -> _State:
+        """The same of this moment."""
+        return _State(self.device, [buffer for buffer, _ in self.buffers])
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """As it was."""
+        torch.set_rng_state(self.random)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+        for buffer, value in self.buffers:
+            buffer.copy_(value)
+
+    @contextlib.contextmanager
+    def casting(self) -> Iterator[None]:
+        """Autocast as it was."""
+        on, dtype = self.autocast
+        with torch.autocast(self.device.type, dtype=dtype, enabled=on):
+            yield
+
+
+class _Pass:
+    """One forward pass, and its backward pass. `outs`: what needs a gradient."""
+
+    def __init__(self, edge: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.edge = edge
+        leaves, self.spec = tree_flatten((args, kwargs))
+        self.leaves: list[Any] = leaves
+        self.wanted = [
+            n for n, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        self.state = _State(edge.device.device, edge.buffers())
+        self.finished = False
+        self.outs: list[torch.Tensor] | None = None
+        self.inputs: list[torch.Tensor] = []
+
+    def run(self) -> Any:
+        """The model's forward pass; its outputs with its own graph."""
+        edge = self.edge
+        leaves = list(self.leaves)
+        self.inputs = []
+        for place in self.wanted:
+            leaves[place] = leaves[place].detach().requires_grad_()
+            self.inputs.append(leaves[place])
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        edge.current = self
+        return edge.inner(*args, **kwargs)
+
+    def forward(self) -> Any:
+        """Outputs as the caller gets them."""
+        out = self.edge.with_room(self.run, self.drop, self._redo)
+        self.edge.changed(self.state)
+        self.finished = True
+        leaves, spec = tree_flatten(out)
+        places = self._differentiable(leaves)
+        self.outs = [_tensor(leaves[n]) for n in places]
+        if not places:
+            return out
+        anchor = torch.empty((), requires_grad=True)
+        given = [self.leaves[n] for n in self.wanted]
+        found = _Edge.apply(self, anchor, *given)
+        for place, cut in zip(places, found, strict=True):
+            old = leaves[place]
+            leaves[place] = old._with(cut) if isinstance(old, LazyLogits) else cut
+        return tree_unflatten(leaves, spec)
+
+    def _differentiable(self, leaves: list[Any]) -> list[int]:
+        return [
+            n
+            for n, x in enumerate(leaves)
+            if isinstance(x, torch.Tensor) and (_tensor(x).grad_fn is not None)
+        ]
+
+    def _redo(self) -> None:
+        """Before the forward pass runs again."""
+        self.state.restore()
+        self.edge.passes.begin()
+
+    def drop(self) -> None:
+        """Give the graph back: the backward pass will run the forward pass again."""
+        self.outs = None
+        self.inputs = []
+
+    def _again(self) -> None:
+        """The forward pass once more, with the bits of the first time."""
+        now = self.state.now()
+        self.edge.passes.abort()
+        self._redo()
+        with torch.enable_grad(), self.state.casting():
+            out = self.run()
+        leaves, _ = tree_flatten(out)
+        self.outs = [_tensor(leaves[n]) for n in self._differentiable(leaves)]
+        now.restore()
+
+    def backward(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs; those of the weights go their way by the hooks."""
+        edge = self.edge
+        edge.passes.backward()
+
+        def attempt() -> None:
+            if self.outs is None or edge.current is not self:
+                self._again()
+            assert self.outs is not None
+            pairs = [(o, g) for o, g in zip(self.outs, gradients, strict=True) if g is not None]
+            outs, given = [o for o, _ in pairs], [g for _, g in pairs]
+            self.outs = None
+            del pairs
+            if outs:
+                torch.autograd.backward(outs, given)
+
+        edge.with_room(attempt, self.drop, lambda: None)
+        edge.passes.end()
+        found = [x.grad for x in self.inputs]
+        self.drop()
+        return found
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    """What of an output is in the graph."""
+    return x.hidden if isinstance(x, LazyLogits) else x
+
+
+class _Edge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Pass, *_: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        assert run.outs is not None
+        return tuple(x.detach() for x in run.outs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, None, *ctx.run.backward(list(gradients))
+
+
+class Boundary:
+    """Stands in for `model.forward`. `check`: sees a pass's arguments before it runs; `room`: makes
+    room for so many bytes and says whether it could; `retry`: whether a pass may run again for want
+    of memory (several ranks would wait for each other)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        passes: Passes,
+        device: Device,
+        *,
+        check: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        room: Callable[[int], bool],
+        retry: bool,
+    ) -> None:
+        self.model = model
+        self.passes = passes
+        self.device = device
+        self.inner = model.forward
+        self.current: _Pass | None = None
+        self.again = 0
+        """Passes that ran again for want of memory."""
+        self._check = check
+        self._room = room
+        self._retry = retry
+        self._mutable: list[torch.Tensor] | None = None
+        model.forward = self._forward
+
+    def close(self) -> None:
+        """The model's own forward again."""
+        self.model.forward = self.inner
+        self.current = None
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Buffers that a forward pass changes; all, before the first."""
+        if self._mutable is None:
+            return list(self.model.buffers())
+        return self._mutable
+
+    def changed(self, state: _State) -> None:
+        """After a pass: learn which buffers it changed."""
+        if self._mutable is None:
+            self._mutable = [b for b, old in state.buffers if not torch.equal(b, old)]
+            state.buffers = [(b, o) for b, o in state.buffers if any(b is m for m in self._mutable)]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.passes.suspended:
+            return self.inner(*args, **kwargs)
+        if self.current is not None:
+            self.current.drop()  # its hooks went when this pass began
+            self.current = None
+        self._check(args, kwargs)
+        if torch.is_grad_enabled():
+            return _Pass(self, args, kwargs).forward()
+        state = _State(self.device.device, self.buffers())
+
+        def redo() -> None:
+            state.restore()
+            self.passes.begin()
+
+        return self.with_room(lambda: self.inner(*args, **kwargs), lambda: None, redo)
+
+    def with_room(
+        self, attempt: Callable[[], Any], drop: Callable[[], None], redo: Callable[[], None]
+    ) -> Any:
+        """`attempt`, with more room each time that memory is wanting. `drop`: let go of what the
+        attempt made; `redo`: prepare the next one."""
+        tries = 0
+        while True:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as error:
+                if not self._retry:
+                    raise
+                wanted, said = asked(error), str(error).splitlines()[0]
+                # The frames in between hold what the pass had made.
+                error.__traceback__ = None
+            drop()
+            self.passes.abort()
+            self.device.trim()
+            if not self._room(max(wanted, 1) << min(tries, 6)):
+                raise NoRoomError(
+                    f"a step needs more accelerator memory than the budget has: {said}",
+                    "raise the gpu budget, lower the batch, or give evener.checkpointing = "
+                    '"auto"; no weight was changed',
+                )
+            redo()
+            tries += 1
+            self.again += 1

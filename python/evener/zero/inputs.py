@@ -1,0 +1,83 @@
+"""What a model is called with, guessed from the model where nobody says: for `trace`.
+
+A model of transformers names its main input and has labels in its signature; any other model is
+tried with tokens. Only shapes are looked at, so the tensors are on the meta device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def call_of(example: Any) -> Call:
+    """Arguments from an example of them: a mapping is keywords, a tuple or list positions."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    return (example,), {}
+
+
+def signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What tells one call's memory from another's: shapes and dtypes, and which names are given."""
+    from torch.utils._pytree import tree_flatten
+
+    leaves, spec = tree_flatten((args, kwargs))
+    shapes = tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves
+    )
+    return shapes, str(spec)
+
+
+def guess(model: nn.Module, rows: int, length: int) -> Call:
+    """A call with `rows` sequences of `length` tokens (or images, or sounds)."""
+    config = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", None)
+    named = _names(model)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device="meta")
+
+    def real(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device="meta")
+
+    if config is None or main is None:
+        return (whole(rows, length),), {}
+    given: dict[str, Any] = {}
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        high, wide = (size, size) if isinstance(size, int) else tuple(size)
+        given[main] = real(rows, getattr(config, "num_channels", 3), high, wide)
+        if "labels" in named:
+            given["labels"] = whole(rows)
+        return (), given
+    if main == "input_features":
+        bins = getattr(config, "num_mel_bins", 80)
+        given[main] = real(rows, bins, 2 * getattr(config, "max_source_positions", 1500))
+        top = getattr(config, "max_target_positions", length)
+        if "labels" in named:
+            given["labels"] = whole(rows, min(length, top))
+        return (), given
+    top = getattr(config, "max_position_embeddings", None) or length
+    length = min(length, top)
+    given[main] = whole(rows, length)
+    if "labels" in named:
+        one = type(model).__name__.endswith("SequenceClassification")
+        given["labels"] = whole(rows) if one else whole(rows, length)
+    return (), given
+
+
+def _names(model: nn.Module) -> set[str]:
+    inner = getattr(model, "get_base_model", None)  # of a model of peft
+    target = inner() if callable(inner) else model
+    try:
+        return set(inspect.signature(type(target).forward).parameters)
+    except (TypeError, ValueError):
+        return set()

@@ -1,0 +1,132 @@
+"""Memory that is counted where it is made: every storage that an operation returns, until it dies.
+
+A dispatch mode sees all operations of its thread, autograd's too where they run on the CPU, and of
+fake tensors all there are. `trace` measures a model with it that is nowhere in memory; the
+simulated device plays an accelerator of a given size with it. What a kernel takes inside itself is
+not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+BLOCK = 512
+"""Bytes: what CUDA's caching allocator rounds up to."""
+
+
+class Ledger:
+    """Bytes that are held now and were held at most. Any thread may use it."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.now = 0
+        self.peak = 0
+        self.limit = limit
+        self._beside = 0
+        self._lock = threading.RLock()  # a storage may die, and be booked, inside of `take`
+
+    def take(self, size: int) -> None:
+        """Raises torch.OutOfMemoryError, with nothing booked, where the limit would be passed."""
+        with self._lock:
+            self._check(size)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def book(self, size: int) -> None:
+        """As `take`, for memory that is limited with the rest and has a peak of its own."""
+        with self._lock:
+            self._check(size)
+            self._beside += size
+
+    def _check(self, size: int) -> None:
+        used = self.now + self._beside
+        if self.limit is not None and size > 0 and used + size > self.limit:
+            raise torch.OutOfMemoryError(
+                f"out of memory. Tried to allocate {size / 2**20:.2f} MiB: {used} bytes of "
+                f"{self.limit} are in use (simulated device)"
+            )
+
+    def mark(self) -> int:
+        """The most since the last mark."""
+        with self._lock:
+            peak, self.peak = self.peak, self.now
+            return peak
+
+
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+class Meter(TorchDispatchMode):
+    """Books new storages in `ledger`. `work`: where to count operations as (FLOP, bytes moved);
+    `seen`: is told every operation's tensors."""
+
+    def __init__(self, ledger: Ledger, *, count_work: bool = False) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.work: Counter[tuple[int, int]] | None = Counter() if count_work else None
+        self.seen: Any = None
+        self._live: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.seen is not None:
+            self.seen(args, kwargs)
+        out = func(*args, **kwargs)
+        made = False
+        fresh = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and _strided(x)]
+        if fresh:
+            # A view, or what was written in place, is no new memory.
+            given = {
+                x.untyped_storage()._cdata
+                for x in tree_leaves((args, kwargs))
+                if isinstance(x, torch.Tensor) and _strided(x)
+            }
+            for leaf in fresh:
+                made = self._book(leaf, given) or made
+        if self.work is not None and (made or func._schema.is_mutable):
+            self._count(func, args, kwargs, out)
+        return out
+
+    def _book(self, tensor: torch.Tensor, given: set[int]) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in given:
+            return False
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        ledger, live = self.ledger, self._live
+
+        def gone(_: Any) -> None:
+            if live.pop(key, None) is not None:
+                ledger.take(-size)
+
+        ledger.take(size)
+        live[key] = weakref.ref(storage, gone)
+        return True
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        assert self.work is not None
+        moved = 0
+        for leaf in tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, torch.Tensor):
+                moved += leaf.numel() * leaf.element_size()
+        flops = 0
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            try:
+                flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+            except Exception:  # noqa: BLE001  # a formula for shapes that it does not know
+                flops = 0
+        elif "grouped_mm" in str(packet):
+            a, b = args[0], args[1]
+            flops = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+        self.work[flops, moved] += 1

@@ -1,0 +1,191 @@
+"""The plan of a model: its units cut, its step traced, and of all ways that the configuration
+leaves open the fastest that fits. Where none fits, the settings near by that would."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from evener.errors import EvenerError
+from evener.zero import budget as budgets
+from evener.zero import shapes
+from evener.zero.config import Config
+from evener.zero.host import pages
+from evener.zero.inputs import Call
+from evener.zero.planner import Machine, Plan, Work
+from evener.zero.planner import plan as pure_plan
+from evener.zero.profile import Profile
+from evener.zero.store import Formats
+from evener.zero.trace import timed_trace
+from evener.zero.units import Unit, cut
+from evener.zero.vocabulary import Head
+
+logger = logging.getLogger("evener.zero")
+
+
+class NoFitError(EvenerError):
+    """The model does not fit the budget; `plan` says by how much, `nearest` what would fit."""
+
+    def __init__(self, plan: Plan, nearest: Sequence[str] = ()) -> None:
+        fix = "raise the budget, use moments=bf16, a smaller micro-batch, or more GPUs"
+        if nearest:
+            fix = "this would fit: " + "; or ".join(nearest)
+        super().__init__(plan.problem, fix)
+        self.plan = plan
+        self.nearest = list(nearest)
+
+
+def formats_of(config: Config) -> Formats:
+    """A gradient that is summed over micro-batches is summed in float32, unless asked otherwise."""
+    default = torch.float32 if config.accumulation > 1 else config.dtype
+    return Formats(config.dtype, config.moments, config.gradient or default)
+
+
+def plan_units(
+    units: list[Unit],
+    config: Config,
+    machine: Machine,
+    budget: budgets.Budget,
+    tokens: int,
+    ranks: int,
+    profile: Profile | None = None,
+) -> Plan:
+    """The plan of units that were cut: of all ways that the configuration leaves open the fastest
+    that fits, or the one that is nearest to fitting. `profile`: of the traced step; without it
+    activations are estimated from shapes."""
+    gains = machine.balanced > 1.05 * machine.host_adam
+    lanes = [False, True] if config.balance == "auto" and gains else [config.balance is True]
+    parts = shapes.parts_of(units)
+    base = Work(
+        tokens=tokens,
+        activations=0,
+        accumulation=config.accumulation,
+        ranks=ranks,
+        depth=config.depth,
+        moments=len(config.rule.moments),
+        profile=profile,
+    )
+    ways = _estimated(units, config, base) if profile is None else _traced(config, base, profile)
+    found = [
+        pure_plan(parts, formats_of(config), replace(work, streaming=streaming), machine, budget)
+        for work in ways
+        for streaming in lanes
+    ]
+    fitting = [plan for plan in found if plan.fits]
+    if fitting:
+        return min(fitting, key=lambda plan: plan.step_seconds)
+    return min(found, key=lambda plan: plan.gpu_bytes)
+
+
+_MODES: dict[bool | str, list[str]] = {
+    False: ["none"],
+    True: ["recompute"],
+    "offload": ["offload"],
+    "auto": ["none", "recompute", "offload"],
+}
+
+
+def _estimated(units: list[Unit], config: Config, base: Work) -> list[Work]:
+    ways = []
+    for mode in _MODES[config.checkpointing]:
+        chunked = config.loss in ("chunked", "fused")
+        here, away = shapes.activations(units, base.tokens, config.dtype, mode, chunked)
+        ways.append(replace(base, activations=here, offloaded=away, checkpointing=mode != "none"))
+    return ways
+
+
+def _traced(config: Config, base: Work, profile: Profile) -> list[Work]:
+    ways = []
+    blocks = sorted(profile.repeated)
+    for mode in _MODES[config.checkpointing]:
+        counts = {len(blocks) if mode != "none" else 0}
+        if config.checkpointing == "auto" and mode == "recompute" and profile.mixes:
+            counts |= {len(blocks) * part // 8 for part in range(1, 8)}
+        for count in sorted(counts):
+            chosen = frozenset(blocks[:count])
+            away = 0
+            if mode == "offload":
+                away = sum(pages(profile.inputs.get(unit, 0), 1) for unit in chosen)
+                if not away:
+                    continue
+            ways.append(replace(base, recompute=chosen, offloaded=away, checkpointing=bool(chosen)))
+    return ways or [base]
+
+
+def nearest(
+    units: list[Unit],
+    config: Config,
+    machine: Machine,
+    budget: budgets.Budget,
+    tokens: int,
+    ranks: int,
+    profile: Profile | None,
+) -> list[str]:
+    """Settings near to these that would fit, in words: one of each kind, where there is one."""
+
+    def fits(given: Config, limit: budgets.Budget, profile: Profile | None = profile) -> bool:
+        return plan_units(units, given, machine, limit, tokens, ranks, profile).fits
+
+    def least(gpu: bool) -> int:
+        """The smallest budget of one kind that fits, the other as it is; 0 where none does."""
+        low, high = 0, 1 << 44
+
+        def limit(size: int) -> budgets.Budget:
+            return replace(budget, gpu=size) if gpu else replace(budget, host=size)
+
+        if not fits(config, limit(high)):
+            return 0
+        while high - low > 10_000_000:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(config, limit(middle)) else (middle, high)
+        return high
+
+    said = []
+    if size := least(True):
+        said.append(f"a gpu budget of {size / 1e9 + 0.005:.2f} GB")
+    if size := least(False):
+        said.append(f"a host budget of {size / 1e9 + 0.005:.2f} GB")
+    if config.checkpointing != "auto" and fits(replace(config, checkpointing="auto"), budget):
+        said.append('evener.checkpointing = "auto"')
+    if config.moments == torch.float32 and fits(replace(config, moments=torch.bfloat16), budget):
+        said.append('evener.moments = "bf16"')
+    if profile is not None:
+        rows = profile.rows
+        for part in (2, 4, 8, 16):
+            if rows // part and fits(config, budget, profile.scaled(rows // part)):
+                said.append(f"a batch of {rows // part} rows in place of {rows}")
+                break
+    return said
+
+
+def cut_and_trace(
+    model: nn.Module,
+    numbers: Mapping[nn.Parameter, int],
+    config: Config,
+    device: torch.device,
+    call: Call,
+    head: Head | None,
+) -> tuple[list[Unit], Profile | None]:
+    """The units, and the profile of a step with the inputs `call`, where it can be traced."""
+    stay: frozenset[str] = frozenset()
+    for _ in range(3):
+        units = cut(model, numbers, small=config.small, stay=stay)
+        profile, said = timed_trace(
+            model,
+            units,
+            *call,
+            device=device,
+            dtype=config.dtype,
+            chunked=config.loss == "chunked",
+            head=head,
+        )
+        if profile is None or not profile.strays - stay:
+            break
+        stay |= profile.strays
+        logger.info("always on the accelerator, as others read them: %s", ", ".join(sorted(stay)))
+    logger.info("a step of this model: %s", said)
+    return units, profile

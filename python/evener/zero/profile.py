@@ -1,0 +1,166 @@
+"""What a step of a model takes beside its weights, moment by moment, and what follows for a plan.
+
+`trace` makes a profile; here is arithmetic only. A step is a list of moments in the order in which
+the engine's hooks saw them: a unit is entered, left, or a chunk's gradient is whole. Between two of
+them stand the bytes that were held (activations, and gradients as autograd left them) and the most
+that were held. There are two such lists: with nothing recomputed, and with every repeated unit
+recomputed. A plan that recomputes some of the units takes from each list what belongs to it: what
+happens inside a unit depends on that unit alone.
+
+`peaks` plays the list against where chunks live: which weights are on the accelerator then (as
+`loading` does it), which gradients are on their way out (as `gradients` does it).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+
+Work = tuple[tuple[int, int, int], ...]
+"""Operations of one kind: (FLOP, bytes read and written, how many)."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """kind: "enter" or "leave" a unit, a chunk's "gradient" is whole, or "other". `index`: of the
+    unit, or of the chunk. `level`: bytes then; `peak`: the most from then to the next moment."""
+
+    kind: str
+    index: int
+    level: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A chunk. `moves`: its weights come and go; `gradient`: bytes of its flat gradient, 0 where it
+    is frozen; `leaves`: its gradient goes to the host."""
+
+    unit: int
+    weights: int
+    gradient: int
+    moves: bool
+    leaves: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """See the head of this file. `recomputed` is empty where the model has no repeated units.
+    `rows`: the largest first dimension of the inputs, for what another batch would take."""
+
+    plain: tuple[Moment, ...]
+    recomputed: tuple[Moment, ...]
+    repeated: frozenset[int]
+    forward: Work = ()
+    backward: Work = ()
+    backward_recomputed: Work = ()
+    strays: frozenset[str] = frozenset()
+    """Parameters that were read while their unit did not run: they have to stay."""
+    rows: int = 1
+    inputs: dict[int, int] = field(default_factory=dict)
+    """Bytes that a recomputed unit keeps until the backward pass, by unit."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether both lists have the same moments, so that some units may be recomputed."""
+        pairs = [[(m.kind, m.index) for m in each] for each in (self.plain, self.recomputed)]
+        return pairs[0] == pairs[1]
+
+    def scaled(self, rows: int) -> Profile:
+        """About the same with so many rows: activations grow with them."""
+        return replace(self.times(rows / self.rows), rows=rows)
+
+    def times(self, factor: float) -> Profile:
+        """The same with everything so many times as large."""
+
+        def less(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+            return tuple(
+                replace(m, level=int(m.level * factor), peak=int(m.peak * factor)) for m in moments
+            )
+
+        inputs = {unit: int(size * factor) for unit, size in self.inputs.items()}
+        return replace(
+            self,
+            plain=less(self.plain),
+            recomputed=less(self.recomputed),
+            inputs=inputs,
+        )
+
+    def order(self) -> list[int]:
+        """The units as a step enters them, forward and backward."""
+        return [m.index for m in self.plain if m.kind == "enter"]
+
+
+def seconds(work: Work, flops: float, bandwidth: float, launch: float) -> float:
+    """Time of these operations: each one's arithmetic or its memory, whichever takes longer, and
+    at least what it takes to launch them all."""
+    busy = sum(max(f / flops, b / bandwidth if bandwidth else 0.0) * n for f, b, n in work)
+    return max(busy, launch * sum(n for _, _, n in work))
+
+
+def peaks(
+    profile: Profile,
+    chunks: Sequence[Held],
+    *,
+    recompute: Set[int],
+    depth: int,
+    offload: int = 0,
+    ranks: int = 1,
+) -> tuple[int, int]:
+    """(the most of moving weights, the most of all else) in bytes. They need not be at the same
+    moment, but each has its own part of the allocator's memory. `offload`: how many inputs of
+    recomputed units are on the accelerator at a time, the others waiting on the host; 0: all."""
+    of_unit: dict[int, int] = {}
+    for chunk in chunks:
+        if chunk.moves:
+            of_unit[chunk.unit] = of_unit.get(chunk.unit, 0) + chunk.weights
+    every = bool(profile.recomputed) and recompute >= profile.repeated
+    plain = profile.recomputed if every else profile.plain
+    other = profile.recomputed if recompute and profile.mixes else plain
+    order = [m.index for m in plain if m.kind == "enter"]
+    inputs = {unit: profile.inputs.get(unit, 0) for unit in recompute} if offload else {}
+    keep = offload * max(inputs.values(), default=0)
+    place, loaded, weights, most = 0, set[int](), 0, 0
+    leaving: deque[int] = deque()
+    rest = 0
+    level = plain[0].level if plain else 0
+    inside: int | None = None
+    waiting: dict[int, int] = {}
+    for number, moment in enumerate(plain):
+        transient = 0
+        if moment.kind == "enter":
+            inside = moment.index
+            place += 1
+            for unit in (inside, *order[place : place + depth]):
+                if unit not in loaded:
+                    loaded.add(unit)
+                    weights += of_unit.get(unit, 0)
+            most = max(most, weights)
+            if inside in waiting:
+                waiting.pop(inside)
+            elif inside in inputs:
+                waiting[inside] = inputs[inside]
+        elif moment.kind == "leave":
+            inside = None
+            if moment.index not in order[place : place + depth] and moment.index in loaded:
+                loaded.discard(moment.index)
+                weights -= of_unit.get(moment.index, 0)
+        elif moment.kind == "gradient":
+            chunk = chunks[moment.index]
+            transient = chunk.gradient + (chunk.gradient // ranks if ranks > 1 else 0)
+            if chunk.leaves:
+                leaving.append(transient)
+                transient = 0
+                while len(leaving) > depth + 1:
+                    leaving.popleft()
+        taken = other if inside in recompute else plain
+        here = taken[number]
+        away = max(0, sum(waiting.values()) - keep)
+        held = level + here.peak - here.level - away + sum(leaving) + transient
+        rest = max(rest, held)
+        if moment.kind == "gradient" and len(leaving) > depth:
+            leaving.popleft()
+        if number + 1 < len(taken):
+            level += taken[number + 1].level - here.level
+    return most, rest

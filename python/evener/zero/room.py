@@ -1,0 +1,206 @@
+"""Making room on the accelerator while training: by a forecast before a pass, or when an allocation
+has failed. In the order of what costs least time: recompute every block, take states and weights of
+chunks to the host, fetch fewer chunks ahead. Each says what it did in one line.
+
+Bits do not change: a chunk's update and random bits are the same wherever it lives. Nothing comes
+back later by itself: a batch that was larger once may come again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from evener.errors import EvenerError
+from evener.zero.chunk import Chunk
+from evener.zero.host import HostMemory, pages
+from evener.zero.planner import HELD, WORKSPACE, Plan
+from evener.zero.profile import Held, Profile, peaks
+from evener.zero.store import Store, states_of
+
+if TYPE_CHECKING:
+    from evener.zero.device import Device
+    from evener.zero.gradients import Gradients
+    from evener.zero.loading import Loading
+    from evener.zero.passes import Passes
+    from evener.zero.rules import Rule
+
+logger = logging.getLogger("evener.zero")
+
+SMALL = 1 << 20
+
+
+class Room:
+    """See the head of this file. `settle`: waits for every optimizer step that was begun. `fixed`:
+    bytes on the accelerator that no chunk and no pass takes (context, slots)."""
+
+    def __init__(
+        self,
+        store: Store,
+        rule: Rule,
+        device: Device,
+        passes: Passes,
+        loading: Loading,
+        gradients: Gradients,
+        settle: Callable[[], None],
+        *,
+        plan: Plan | None,
+        ranks: int,
+        fixed: int = 0,
+        slack: float = 0.0,
+    ) -> None:
+        self._store = store
+        self._rule = rule
+        self._device = device
+        self._passes = passes
+        self._loading = loading
+        self._gradients = gradients
+        self._settle = settle
+        self._plan = plan
+        self._ranks = ranks
+        self._fixed = fixed
+        self._slack = slack
+        self._taken = 0
+        """Bytes of host memory beyond the plan."""
+        self.said: list[str] = []
+        """What was done, in words."""
+
+    @property
+    def _chunks(self) -> list[Chunk]:
+        return [chunk for _, chunks in self._store.units for chunk in chunks]
+
+    def _repeated(self) -> set[int]:
+        return {n for n, (unit, _) in enumerate(self._store.units) if unit.repeated}
+
+    def forecast(self, profile: Profile) -> int:
+        """Bytes that a step of this profile takes, everything where it is now."""
+        compute = self._store.dtype.itemsize
+        chunks = [
+            Held(
+                unit,
+                chunk.flat.numel() * compute,
+                0 if chunk.gradient is None else chunk.flat.numel() * chunk.gradient.element_size(),
+                moves=not chunk.keeps,
+                leaves=chunk.gradient is not None and not chunk.resident,
+            )
+            for unit, (_, mine) in enumerate(self._store.units)
+            for chunk in mine
+        ]
+        weights, rest = peaks(
+            profile,
+            chunks,
+            recompute=self._passes.recompute,
+            depth=self._loading.depth,
+            offload=HELD if self._passes.offload else 0,
+            ranks=self._ranks,
+        )
+        moving = int((weights + rest) * (1 + self._slack / 2)) + (WORKSPACE if self._slack else 0)
+        return self._fixed + self.held() + moving
+
+    def held(self) -> int:
+        """Bytes of states and weights that stay on the accelerator now."""
+        total = 0
+        for chunk in self._chunks:
+            if chunk.resident:
+                total += sum(t.nbytes for t in chunk.states.tensors().values())
+                total += 0 if chunk.gradient is None else chunk.gradient.nbytes
+                total += chunk.bytes if self._ranks > 1 else 0
+            elif chunk.keeps:
+                total += chunk.bytes
+        return total
+
+    def fit(self, profile: Profile, budget: int) -> bool:
+        """Make what room this profile asks for; whether it then fits."""
+        over = self.forecast(profile) - budget
+        while over > 0:
+            if not self.make(over, f"{over / 1e9:.2f} GB more are expected than the budget has"):
+                return False
+            over = self.forecast(profile) - budget
+        return True
+
+    def make(self, wanted: int, why: str = "an allocation failed") -> bool:
+        """At least try to give `wanted` bytes; whether anything was done."""
+        more = self._repeated() - self._passes.recompute
+        if more:
+            self._passes.recompute |= more
+            return self._say(f"{len(more)} more blocks are recomputed in the backward pass", why)
+        freed, count = self._evict(wanted)
+        if count:
+            words = f"{freed / 1e9:.2f} GB of weights and states of {count} chunks go to the host"
+            return self._say(words, why)
+        if self._loading.depth > 0:
+            self._loading.depth -= 1
+            self._gradients.depth = min(self._gradients.depth, self._loading.depth)
+            return self._say(f"{self._loading.depth} chunks are fetched ahead", why)
+        return False
+
+    def _say(self, words: str, why: str) -> bool:
+        self.said.append(words)
+        logger.warning("made room: %s (%s)", words, why)
+        return True
+
+    def _evict(self, wanted: int) -> tuple[int, int]:
+        """Chunks from the end of the model, until `wanted` bytes are free or the host is full."""
+        if self._ranks > 1:
+            return 0, 0
+        always = {c.index for c in self._store.units[0][1] if not c.group.kept}
+        able = [c for c in self._chunks if c.resident and c.index not in always]
+        if not able:
+            return 0, 0
+        self._settle()
+        self._device.synchronize()
+        freed = count = 0
+        for chunk in reversed(able):
+            if freed >= wanted:
+                break
+            took = self._move(chunk)
+            if took == 0:
+                break
+            freed += took
+            count += 1
+        self._device.trim()
+        return freed, count
+
+    def _move(self, chunk: Chunk) -> int:
+        """One chunk's states to the host; the bytes that this freed, 0 where there was no room."""
+        chunk.saved.wait()
+        store = self._store
+        tensors = [*chunk.states.tensors().values()]
+        tensors += [] if chunk.gradient is None else [chunk.gradient]
+        need = sum(pages(t.numel(), t.element_size()) for t in tensors if t.nbytes >= SMALL)
+        plan = self._plan
+        if plan is not None and plan.host_bytes + self._taken + need > plan.budget.host:
+            return 0
+        pin = self._device.device.type == "cuda"
+        with self._device.elsewhere(), torch.no_grad():
+            try:
+                memory = HostMemory(need, pin=pin)
+            except EvenerError:
+                return 0
+            share = chunk.states.weights.numel()
+
+            def make(dtype: torch.dtype) -> torch.Tensor:
+                if share * dtype.itemsize >= SMALL:
+                    return memory.tensor(share, dtype)
+                made = torch.zeros(share, dtype=dtype)
+                return made.pin_memory() if pin else made
+
+            states, gradient = states_of(chunk.group.trainable, store.formats, self._rule, make)
+            for name, tensor in chunk.states.tensors().items():
+                states.tensors()[name].copy_(tensor)
+            if gradient is not None and chunk.gradient is not None:
+                gradient.copy_(chunk.gradient)
+        before = sum(t.nbytes for t in tensors)
+        chunk.states, chunk.gradient, chunk.resident = states, gradient, False
+        if chunk.group.kept:
+            before -= chunk.bytes
+        else:
+            chunk.keeps, chunk.loaded, chunk.stale = False, False, True
+            chunk.unbind()
+            chunk.empty()
+        self._device.release(before)
+        self._taken += need
+        return before

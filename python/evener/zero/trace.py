@@ -1,0 +1,350 @@
+"""A model's step measured without memory: on fake tensors, driven by the engine's own hooks.
+
+Every parameter is replaced by a fake one, and one forward and backward pass runs twice: as it is,
+and with all repeated units recomputed. Shapes, dtypes and lifetimes of all that autograd saves are
+then the model's own, the loss included; `profile` says what is kept of it. The hooks are those of
+`passes`, with a recorder in the place of loading and gradients, so the moments are the engine's.
+
+Where an operation asks for a value, 0 is given (no layer is dropped). Where it asks whether
+something holds everywhere, the answer is yes unless there is a mask (no sequences are packed). What
+cannot be faked at all raises TraceError: then the plan is made from shapes, and the first step
+shows what is true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from evener.errors import EvenerError
+from evener.zero.device import SimulatedDevice
+from evener.zero.loss import cross_entropy
+from evener.zero.meter import Ledger, Meter
+from evener.zero.passes import Passes
+from evener.zero.profile import Moment, Profile, Work
+from evener.zero.spans import Spans
+from evener.zero.transformers import as_real
+from evener.zero.units import Group, Piece, Unit
+from evener.zero.vocabulary import Head, LazyLogits
+
+
+class TraceError(EvenerError):
+    """The model's step cannot run on fake tensors."""
+
+
+@dataclass(eq=False)
+class _Ghost:
+    """A chunk, as far as `passes` looks at it."""
+
+    index: int
+    group: Group
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    touched: bool = False
+
+
+class _Recorder:
+    """In the place of Loading and of Gradients."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.moments: list[Moment] = []
+        self.active: set[int] = set()
+
+    def moment(self, kind: str, index: int = -1) -> None:
+        """What was the most since the last moment belongs to that one."""
+        self.close()
+        self.moments.append(Moment(kind, index, self.ledger.now, self.ledger.now))
+
+    def close(self) -> None:
+        """Give the last moment its peak."""
+        peak = self.ledger.mark()
+        if self.moments:
+            self.moments[-1] = dataclasses.replace(self.moments[-1], peak=peak)
+
+    def begin(self) -> None:
+        """As Loading has it."""
+
+    def enter(self, unit: int) -> None:
+        """As Loading has it."""
+        self.active.add(unit)
+        self.moment("enter", unit)
+
+    def leave(self, unit: int) -> None:
+        """As Loading has it."""
+        self.moment("leave", unit)
+        self.active.discard(unit)
+
+    def add(self, chunk: _Ghost, place: int, gradient: torch.Tensor) -> None:
+        """As Gradients has it."""
+        earlier = chunk.arrived.get(place)
+        chunk.arrived[place] = gradient if earlier is None else earlier + gradient
+        if len(chunk.arrived) == len(chunk.group.pieces):
+            self.moment("gradient", chunk.index)
+            chunk.arrived.clear()
+            chunk.touched = True
+            del gradient, earlier
+            self.moment("other")
+
+    def end(self, *_: Any) -> None:
+        """As both have it."""
+
+
+class _Answers(TorchDispatchMode):
+    """See the head of this file. `every`: the answer to `all()`."""
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self._every = every
+        self._asked: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            if any(args[0] is x for x in self._asked):
+                return self._every
+            return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten.equal.default:
+            return False
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.all.default:
+            self._asked.add(out)
+        return out
+
+
+@contextlib.contextmanager
+def _swapped(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype
+             ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:  # fmt: skip
+    """The model with fake parameters and buffers; which stands for which."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    copies: dict[int, torch.Tensor] = {}
+    try:
+        with mode:
+            for module in model.modules():
+                for name, old in list(module._parameters.items()):
+                    if old is None:
+                        continue
+                    if old not in made:
+                        value = torch.empty(old.shape, dtype=dtype, device=device)
+                        made[old] = nn.Parameter(value, old.requires_grad)
+                    before.append((module._parameters, name, old))
+                    module._parameters[name] = made[old]
+                for name, buffer in list(module._buffers.items()):
+                    if buffer is None:
+                        continue
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = torch.empty(
+                            buffer.shape, dtype=buffer.dtype, device=device
+                        )
+                    before.append((module._buffers, name, buffer))
+                    module._buffers[name] = copies[id(buffer)]
+        yield made
+    finally:
+        for place, name, value in reversed(before):
+            place[name] = value
+
+
+def _loss(out: Any, chunked: bool) -> torch.Tensor:
+    """The model's own loss, or one that takes what losses of such outputs take."""
+    found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(found, torch.Tensor) and found.requires_grad:
+        return found.sum()
+    leaves = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+    wanted = [x for x in leaves if isinstance(x, LazyLogits) or x.requires_grad]
+    if not wanted:
+        raise TraceError("the model's output needs no gradient", "train a parameter of it")
+    if wanted[0].dim() == 0:
+        return wanted[0]
+    x = max(wanted, key=lambda each: each.numel())
+    if x.dim() == 1:
+        return x.float().square().mean()
+    rows = x.reshape(-1, x.shape[-1])
+    at = torch.zeros(rows.shape[0], dtype=torch.int64, device=x.device)
+    if isinstance(x, LazyLogits) or not chunked:
+        return functional.cross_entropy(rows.float(), at)
+    return cross_entropy(rows, at)
+
+
+def _work(meter: Meter) -> Work:
+    assert meter.work is not None
+    found = tuple((flops, moved, count) for (flops, moved), count in meter.work.items())
+    meter.work.clear()
+    return found
+
+
+def trace(
+    model: nn.Module,
+    units: Sequence[Unit],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    chunked: bool = False,
+    head: Head | None = None,
+) -> Profile:
+    """The profile of a training step with these inputs (real, fake or on the meta device: only
+    their shapes and dtypes are looked at). Raises TraceError."""
+    repeated = frozenset(number for number, unit in enumerate(units) if unit.repeated)
+    runs: list[tuple[tuple[Moment, ...], Work, Work, frozenset[str]]] = []
+    for recompute in (frozenset(), repeated):
+        if recompute or not runs:
+            runs.append(_run(model, units, args, kwargs, device, dtype, chunked, head, recompute))
+    (plain, forward, backward, strays), (again, _, slow, more) = runs[0], runs[-1]
+    leaves = [x for x in tree_leaves((list(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
+    return Profile(
+        plain=plain,
+        recomputed=again if repeated else (),
+        repeated=repeated,
+        forward=forward,
+        backward=backward,
+        backward_recomputed=slow if repeated else (),
+        strays=strays | more,
+        rows=max((x.shape[0] for x in leaves if x.dim()), default=1),
+        inputs=_inputs(again, repeated),
+    )
+
+
+def _inputs(moments: Sequence[Moment], repeated: frozenset[int]) -> dict[int, int]:
+    """What each recomputed unit left behind in the forward pass."""
+    entered: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for moment in moments:
+        if moment.kind == "enter" and moment.index in repeated:
+            entered.setdefault(moment.index, moment.level)
+        elif moment.kind == "leave" and moment.index in entered and moment.index not in found:
+            found[moment.index] = max(0, moment.level - entered[moment.index])
+    return found
+
+
+def _run(
+    model: nn.Module,
+    units: Sequence[Unit],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    chunked: bool,
+    head: Head | None,
+    recompute: frozenset[int],
+) -> tuple[tuple[Moment, ...], Work, Work, frozenset[str]]:
+    ledger = Ledger()
+    meter = Meter(ledger, count_work=True)
+    recorder = _Recorder(ledger)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    strays: set[str] = set()
+    with _swapped(model, mode, device, dtype) as made:
+        ghosts: list[tuple[Unit, list[Any]]] = []
+        owner: dict[int, tuple[int, str]] = {}
+        number = 0
+        for index, unit in enumerate(units):
+            mine = []
+            groups = []
+            for group in unit.groups:
+                pieces = [Piece(p.name, made[p.parameter], p.shape, p.offset) for p in group.pieces]
+                groups.append(dataclasses.replace(group, pieces=pieces))
+                mine.append(_Ghost(number, groups[-1]))
+                number += 1
+                for piece in pieces:
+                    if unit.module is not None:
+                        key = piece.parameter.untyped_storage()._cdata
+                        owner[key] = index, piece.name
+            ghosts.append((dataclasses.replace(unit, groups=groups), mine))
+
+        def seen(given: Any, named: Any) -> None:
+            for x in tree_leaves((given, named)):
+                if isinstance(x, torch.Tensor) and x.layout == torch.strided:
+                    place = owner.get(x.untyped_storage()._cdata)
+                    if place is not None and place[0] not in recorder.active:
+                        strays.add(place[1])
+
+        meter.seen = seen
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            wide = value.is_floating_point()
+            kind = dtype if wide else value.dtype
+            made_up = torch.empty(value.shape, dtype=kind, device=device)
+            return made_up.requires_grad_(value.requires_grad) if wide else made_up
+
+        every = not any("mask" in name for name in kwargs)
+        recompute_now = set(recompute)
+        passes = Passes(
+            model,
+            ghosts,
+            recorder,  # type: ignore[arg-type]
+            recorder,  # type: ignore[arg-type]
+            Spans(SimulatedDevice()),
+            recompute=recompute_now,
+            offload=None,
+            compiler=False,
+            before=lambda: None,
+            head=head,
+            tracing=True,
+        )
+        try:
+            with mode, torch.enable_grad(), meter, _Answers(every), as_real():
+                inputs, named = tree_map(fake, (list(args), dict(kwargs)))
+                recorder.moment("other")
+                out = model(*inputs, **named)
+                loss = _loss(out, chunked)
+                forward = _work(meter)
+                loss.backward()
+                backward = _work(meter)
+                recorder.close()
+                del loss, out, inputs, named
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"the model's step cannot run on fake tensors: {type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}",
+                "the plan is made from shapes then, and the first step shows what is true",
+            ) from error
+        finally:
+            passes.close()
+            for _, mine in ghosts:
+                for ghost in mine:
+                    ghost.arrived.clear()
+    return tuple(recorder.moments), forward, backward, frozenset(strays)
+
+
+def timed_trace(*args: Any, **kwargs: Any) -> tuple[Profile | None, str]:
+    """A profile, or None and why; and always in how many seconds."""
+    begun = time.perf_counter()
+    noise = logging.getLogger("torch._subclasses.fake_tensor")
+    level = noise.level
+    noise.setLevel(logging.CRITICAL)  # it shows what is raised, too
+    found: Profile | None = None
+    why = ""
+    try:
+        found = trace(*args, **kwargs)
+    except TraceError as error:
+        why = str(error)
+        if kwargs["dtype"] == torch.float32:
+            # Some operations have shapes for bfloat16 alone (grouped products, in torch 2.11).
+            with contextlib.suppress(TraceError):
+                found = trace(*args, **{**kwargs, "dtype": torch.bfloat16}).times(2)
+                why = ""
+    finally:
+        noise.setLevel(level)
+    gc.collect()
+    took = time.perf_counter() - begun
+    return found, why or f"traced in {took:.1f} s"

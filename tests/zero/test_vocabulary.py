@@ -1,0 +1,204 @@
+"""The last layer and its loss in parts of the vocabulary, against whole logits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evener import zero
+from evener.zero import vocabulary
+from evener.zero.vocabulary import Head, LazyLogits, linear_cross_entropy
+
+from .models import Model, batches
+from .test_engine import start, weights
+from .test_memory import engine_of, train
+
+
+def gradients(
+    lazy: bool, dtype: torch.dtype, bias: bool, reduction: str
+) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 1000, bias=bias).to(dtype)
+    hidden = torch.randn(60, 24).to(dtype).requires_grad_()
+    targets = torch.randint(0, 1000, (60,))
+    targets[5:9] = -100
+    if lazy:
+        logits = Head(linear).forward(hidden.view(2, 30, 24))
+        assert isinstance(logits, LazyLogits) and logits.shape == (2, 30, 1000)
+    else:
+        logits = linear(hidden.view(2, 30, 24))
+    loss = functional.cross_entropy(
+        logits.float().view(-1, 1000), targets, ignore_index=-100, reduction=reduction
+    )
+    (loss * torch.arange(60) / 60).sum().backward() if reduction == "none" else loss.backward()
+    assert linear.weight.grad is not None and hidden.grad is not None
+    found = [loss.detach(), linear.weight.grad, hidden.grad]
+    if bias:
+        assert linear.bias.grad is not None
+        found.append(linear.bias.grad)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients_are_those_of_whole_logits(
+    dtype: torch.dtype, bias: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary, "PART", 60 * 256)  # four parts
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-3}
+    for a, b in zip(
+        gradients(True, dtype, bias, reduction), gradients(False, dtype, bias, reduction),
+        strict=True,
+    ):  # fmt: skip
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, **close)
+
+
+def test_views_stay_lazy_and_all_else_is_whole() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 40)
+    head = Head(linear)
+    hidden = torch.randn(2, 5, 8, requires_grad=True)
+    whole = functional.linear(hidden, linear.weight, linear.bias)
+    lazy = head.forward(hidden)
+    calls: list[Any] = [
+        lambda x: x.float(),
+        lambda x: x.to(torch.float32),
+        lambda x: x.view(-1, 40),
+        lambda x: x.reshape(10, -1),
+        lambda x: x.flatten(0, 1),
+        lambda x: x[:, :-1],
+        lambda x: x[..., :-1, :],
+        lambda x: x[..., 1:, :].contiguous().view(-1, x.size(-1)),
+    ]
+    for number, call in enumerate(calls):
+        found = call(lazy)
+        assert isinstance(found, LazyLogits), number
+        assert found.shape == call(whole).shape, number
+        torch.testing.assert_close(found.whole(), call(whole))
+    others: list[Any] = [
+        lambda x: x[..., :3],
+        lambda x: x.argmax(-1),
+        lambda x: x.softmax(-1),
+        lambda x: x + 1,
+        lambda x: x.transpose(0, 1),
+        lambda x: x.mT,
+        lambda x: x.detach(),
+        lambda x: x.view(2, -1),
+        lambda x: torch.cat([x, x]),
+        lambda x: functional.cross_entropy(x.view(-1, 40), torch.zeros(10, dtype=torch.int64),
+                                           label_smoothing=0.1),
+    ]  # fmt: skip
+    for number, call in enumerate(others):
+        found = call(lazy)
+        assert not isinstance(found, LazyLogits), number
+        torch.testing.assert_close(found, call(whole), msg=str(number))
+    # Asked for, they are in the graph.
+    lazy.softmax(-1)[..., 0].sum().backward()
+    mine = hidden.grad
+    hidden.grad = None
+    whole.softmax(-1)[..., 0].sum().backward()
+    torch.testing.assert_close(mine, hidden.grad)
+    head.close()
+    assert not isinstance(linear(hidden), LazyLogits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_under_the_engine(tied: bool, inside: bool) -> None:
+    """The head's weights come when the loss needs them, forward and backward, and at no other
+    time; the loss may be the model's own or the caller's."""
+
+    class Own(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(tokens)
+            if not inside:
+                return logits
+            return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+    def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(tokens)
+        return out if inside else zero.cross_entropy(out, tokens)
+
+    def run(loss: str, resident: set[str]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        # Adam would make a step of a gradient's last bit where it is near 0.
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = start(Own(tied=tied), resident, optimizer=sgd, evener={"loss": loss})
+        losses = []
+        for tokens in batches(4):
+            found = loss_of(engine, tokens)
+            engine.backward(found)
+            engine.step()
+            losses.append(found.item())
+        states = {name: value.clone() for name, value in weights(engine).items()}
+        engine.close()
+        return losses, states
+
+    (want, states), (got, others) = run("plain", set()), run("fused", set())
+    assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+    for name, value in states.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-3, atol=1e-5)
+    again, same = run("fused", {"head/0", "(kept)/0", "layers.1/0"})
+    assert again == got and all(torch.equal(same[name], others[name]) for name in same)
+
+
+def test_logits_that_are_asked_for_later_are_right() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    engine = start(model, evener={"loss": "fused"})
+    tokens = batches(1)[0]
+    logits = engine(tokens)
+    assert isinstance(logits, LazyLogits)
+    torch.testing.assert_close(logits.sigmoid(), plain(tokens).sigmoid())
+    loss = functional.mse_loss(logits, torch.zeros(()).expand(logits.shape))
+    engine.backward(loss)
+    engine.step()
+    assert engine.global_steps == 1 and engine.get_global_grad_norm()
+    engine.close()
+
+
+def test_memory_without_logits() -> None:
+    class Large(Model):
+        def __init__(self) -> None:
+            super().__init__(width=32, blocks=2)
+            self.embed = nn.Embedding(5000, 32)
+            self.head = nn.Linear(32, 5000, bias=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(tokens)
+            return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+    def peak(loss: str, part: int) -> int:
+        vocabulary.PART, before = part, vocabulary.PART
+        try:
+            torch.manual_seed(0)
+            with engine_of(
+                Large(), example=batches(1, rows=32)[0], evener={"loss": loss}
+            ) as engine:
+                train(engine, 1, rows=32)
+                found = engine.memory()
+        finally:
+            vocabulary.PART = before
+        assert 0.97 < found["gpu planned"] / found["gpu peak"] < 1.03, found
+        return found["gpu peak"]
+
+    logits = 32 * 16 * 5000 * 4
+    assert peak("plain", 1 << 25) - peak("fused", 32 * 16 * 256) > 2 * logits
+
+
+def test_an_unused_part_of_the_head_costs_no_gradient() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 40)
+    linear.weight.requires_grad = False
+    lazy = Head(linear).forward(torch.randn(6, 8, requires_grad=True))
+    assert isinstance(lazy, LazyLogits)
+    linear_cross_entropy(lazy, torch.zeros(6, dtype=torch.int64)).backward()
+    assert linear.weight.grad is None and linear.bias.grad is not None
