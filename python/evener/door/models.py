@@ -65,7 +65,8 @@ def follow(kind: type[DistributedDataParallel]) -> None:
 
 def _followed(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
     """In place of DistributedDataParallel.forward."""
-    if self.__dict__.get(_MARK) is not True and torch.is_grad_enabled() and _now(self):
+    waits = self.__dict__.get(_MARK) is not True and "evener_steps" not in self.__dict__
+    if waits and torch.is_grad_enabled() and _now(self):
         from evener.ddp import AcceleratedDataParallel
 
         # Not the model's own forward: a subclass of DDP may have called this one from there.

@@ -405,7 +405,8 @@ class Planner:
         window = trial.window
         assert window is not None
         self._turn += 1
-        if self._turn < SETTLE:
+        # The first step of DDP's own reducer has one bucket, the second makes the others.
+        if self._turn < SETTLE + (2 if self.library is not None and self.library.on else 0):
             return
         self._marks.append(self._clock.mark())
         if len(self._marks) <= window.steps:
