@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_all
 from torch.distributed.checkpoint.state_dict_saver import save as write_all
 
 from evener.errors import EvenerError
+from evener.zero import exits
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
 
@@ -193,6 +194,7 @@ class Save:
         self._device = engine.device
         self._thread = threading.Thread(target=self._run, name="evener-save", daemon=True)
         self._thread.start()
+        exits.opened(self)
 
     def _name(self, step: int) -> str:
         """One that is free: rank 0 has looked, for a shared folder may look older to others."""
@@ -205,6 +207,11 @@ class Save:
     def wait(self) -> None:
         """Until it is written, or has failed."""
         self._thread.join()
+        exits.closed(self)
+
+    def close(self) -> None:
+        """As `wait`: at the end of the program."""
+        self.wait()
 
     def done(self) -> bool:
         """Whether it is."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from evener import _optimizers
+from evener.zero import exits
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device, Event
 from evener.zero.planner import SLOTS
@@ -112,6 +113,7 @@ class Lanes:
         ]
         for thread in self._threads:
             thread.start()
+        exits.opened(self)
 
     def put(self, jobs: Iterable[Update]) -> None:
         """Begin these updates, in this order. `chunk.updated` must be clear."""
@@ -145,6 +147,7 @@ class Lanes:
 
     def close(self) -> None:
         """Finish what was put, then stop."""
+        exits.closed(self)
         with self._state:
             self._closed = True
             self._state.notify_all()

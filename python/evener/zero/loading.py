@@ -15,6 +15,7 @@ import threading
 import torch
 
 from evener.errors import EvenerError
+from evener.zero import exits
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device, Event
 from evener.zero.ranks import Ranks
@@ -52,6 +53,7 @@ class Loading:
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loader, name="evener-load", daemon=True)
         self._thread.start()
+        exits.opened(self)
 
     @property
     def _trace(self) -> list[int]:
@@ -114,6 +116,7 @@ class Loading:
 
     def close(self) -> None:
         """Finish what was asked for, then stop the thread."""
+        exits.closed(self)
         self._queue.put(None)
         self._thread.join()
 
