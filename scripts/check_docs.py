@@ -34,9 +34,12 @@ FOR_DOING = (
 
 # "Two streams a communicator" is idiom; "two streams per communicator" is clear.
 _COUNTED = (
-    "bytes?|steps?|ranks?|streams?|cards?|slots?|rows?|buckets?|GPUs|processes|[KMGkm]i?B|ms|us"
+    "bytes?|steps?|ranks?|streams?|cards?|slots?|rows?|buckets?|GPUs|processes|NICs?|threads?|lines?"
+    "|[KMGkm]i?B|ms|us"
 )
-_EACH = "step|rank|node|host|GPU|parameter|communicator|bucket|card|call|GB|process|server|slot"
+_EACH = (
+    "step|rank|node|host|GPU|parameter|communicator|bucket|card|call|GB|process|server|slot|channel"
+)
 
 # What is written > what to write. Case does not matter.
 WORDS: dict[str, str] = {

@@ -10,6 +10,7 @@
 # makes an image of the tree. NVIDIA's driver is not in it: the container runtime mounts it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PATH="$PATH:/usr/local/bin:/usr/sbin:/sbin" # the programs of the image are found by it, too
 
 suite=bookworm torch=yes output=dist/evener-image.tar
 while [ $# -gt 0 ]; do

@@ -37,7 +37,7 @@ class LazyGroup(click.Group):
         module, _, attribute = self.lazy[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         if not isinstance(command, click.Command):
-            raise TypeError(f"{module}:{attribute} is no click command")
+            raise TypeError(f"{module}:{attribute} is not a click command")
         return command
 
     def resolve_command(

@@ -19,7 +19,7 @@ def trained(rank: int, size: int, modes: list[str]) -> dict[str, list[float]]:
     by_name = {(v.optimizer, v.name): v for v in digits.VARIANTS}
     return {
         mode: [
-            digits.train(rank, size, by_name["adamw", mode], seed, epochs=12)["accuracy"]
+            digits.train(rank, size, by_name["adamw", mode], seed, epochs=8)["accuracy"]
             for seed in SEEDS
         ]
         for mode in modes

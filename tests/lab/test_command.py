@@ -51,7 +51,7 @@ def test_a_dry_run_builds_nothing() -> None:
         (("run", "--env", "A", "--", "true"), "NAME=VALUE"),
         (("run",), "COMMAND"),
         (("shell", "node9", "--nodes", "2"), "no host 'node9'"),
-        (("fault", "--lab", "1", "path0", "explode"), "no fault"),
+        (("fault", "--lab", "1", "path0", "explode"), "not a fault"),
         (("fault", "--lab", "1", "path0", "down"), "no lab of process 1"),
     ],
 )

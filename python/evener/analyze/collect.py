@@ -332,9 +332,9 @@ class Collector:
 def _opens(table: Table, record: Device | Row | Summary | Starting | Head) -> bool:
     """Whether a record belongs to the table after this one.
 
-    A second line of options before any device is no new table: it is another process that runs by
-    itself, whose output is mixed with this one's. After devices it is a new start, as of a script
-    that tries again.
+    A second line of options before any device does not start a new table: it is another process
+    that runs by itself, whose output is mixed with this one's. After devices it is a new start, as
+    of a script that tries again.
     """
     if isinstance(record, Starting) and record.ends:
         return False

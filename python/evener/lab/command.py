@@ -35,7 +35,7 @@ from evener.launch import door as horovod_door
 from evener.net.plugin import adopt, has_gpus
 
 _DEFAULT = Spec()
-_PASS_ON = {"allow_interspersed_args": False}  # the first word that is no option starts COMMAND
+_PASS_ON = {"allow_interspersed_args": False}  # the first word that is not an option starts COMMAND
 _MPI = "install the package openmpi-bin (Debian, Ubuntu) or openmpi (Fedora, Arch)"
 
 
@@ -97,7 +97,7 @@ def _ordering(*, build: bool = True) -> Callable[[Callable[..., Any]], Callable[
         click.option("--nodes", type=int, help=f"Hosts. [{d.nodes}]"),
         click.option("--slots", type=int, help=f"Processes per host. [{d.slots}]"),
         click.option("--link", metavar="RATE", help=f"A NIC's; 'none': unshaped. [{d.link}]"),
-        click.option("--nics", type=int, help=f"NICs a host: eth0, eth1... [{d.nics}]"),
+        click.option("--nics", type=int, help=f"NICs per host: eth0, eth1... [{d.nics}]"),
         click.option("--paths", type=int, help=f"That share a NIC's rate. [{d.paths}]"),
         click.option("--flow-cap", metavar="RATE", help="One flow's most. [no cap]"),
         click.option("--queue", metavar="TIME", help=f"Depth of queues. [{d.queue}]"),

@@ -73,7 +73,7 @@ class Action:
         words = text.replace("=", " ").split()
         kind, values = (words[0].lower(), words[1:]) if words else ("", [])
         if kind not in _KINDS:
-            raise UsageError(f"{text!r} is no fault", f"take one of {', '.join(_KINDS)}")
+            raise UsageError(f"{text!r} is not a fault", f"take one of {', '.join(_KINDS)}")
         if kind == "flap":
             return cls(kind, parse_time(values[0] if values else "1s", "flap's period"))
         needs = kind in ("rate", "loss")
@@ -105,7 +105,7 @@ class Event:
         parts = text.split(":")
         if len(parts) not in (3, 4):
             raise UsageError(
-                f"{text!r} is no fault on a timeline", "write it as 12s:path1:blackhole"
+                f"{text!r} is not a fault on a timeline", "write it as 12s:path1:blackhole"
             )
         at, target, action = parts[0], parts[1], " ".join(parts[2:])
         Target.parse(target, spec)

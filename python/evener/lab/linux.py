@@ -64,7 +64,7 @@ def mount(source: str, target: str, kind: str, flags: int = 0, data: str = "") -
 
 
 def unmount(target: str) -> None:
-    """umount2(2), at once, whoever still has a file open there."""
+    """umount2(2), at once, even if a process has a file open there."""
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount({target})")
 
 

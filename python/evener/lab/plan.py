@@ -177,7 +177,7 @@ class Plan:
         for node in self.nodes:
             lines += [f"{node.addresses[0]} {node.name}"]
             # As a socket of IPv6 sees a peer of IPv4: c10d asks for its name, and warns where there
-            # is none. Under a name of its own, so that nobody who asks for node0 gets this address.
+            # is none. Under a name of its own: who asks for node0 must not get this address.
             lines += [f"::ffff:{address} {node.name}-mapped" for address in node.addresses]
             lines += [f"{nic.address} {node.name}-{nic.device}" for nic in node.nics]
         return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from typing import Any
 from evener.lab.plan import Plan
 from evener.units import show_rate
 
-_MANY = 8  # nodes or paths of which each gets its own line
+_MANY = 8  # up to this number of nodes or paths, each gets its own line
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Spec:
     """A simulated cluster. Raises UsageError for what cannot be built.
 
     `nodes` hosts with `slots` processes each. `link`: rate of a NIC in each direction, None for
-    unshaped. `nics`: NICs a node, eth0 and up, each with `link` of its own. `paths`: equal-cost
+    unshaped. `nics`: NICs per node, eth0 and up, each with `link` of its own. `paths`: equal-cost
     paths behind each NIC; they share its rate evenly, so that one flow reaches `link` / `paths`.
     `flow_cap`: rate that one flow cannot pass, None for no cap. `queue`: depth of each queue, as
     the time that the link needs to empty it. `mtu`: bytes of an IP packet. `congestion`: TCP

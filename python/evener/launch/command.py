@@ -39,7 +39,7 @@ from evener.net.plugin import adopt, has_gpus
 @click.option(
     "--hostfile",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A line a host: `gpu1 slots=2`.",
+    help="One line per host: `gpu1 slots=2`.",
 )
 @click.option(
     "--map",

@@ -25,7 +25,7 @@ class DiscoveryError(EvenerError):
 
 @dataclass(frozen=True)
 class Script:
-    """A program that prints a line a host: `HOST:SLOTS`, or `HOST` for `slots` of them."""
+    """A program that prints one line per host: `HOST:SLOTS`, or `HOST` for `slots` of them."""
 
     path: Path
     slots: int
@@ -45,7 +45,7 @@ class Script:
             return self._run(["/bin/sh", *words])  # no #! line: a shell would do the same
 
     def find(self) -> dict[str, int]:
-        """Run it. Raises DiscoveryError where it fails, or prints what is no host."""
+        """Run it. Raises DiscoveryError where it fails, or prints what is not a host."""
         try:
             done = self._run([str(self.path.absolute())])
         except (OSError, subprocess.TimeoutExpired) as error:

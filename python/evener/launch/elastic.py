@@ -7,7 +7,7 @@ is the store, torch's; evener.comm.elastic describes what is written there.
 
 The job is a loop over what happened since the last turn:
 
-    a host was found, or is no more      start workers in its slots; tell the members at the next
+    a host was found, or is gone         start workers in its slots; tell the members at the next
                                          commit, once the newcomers wait at the door
     a worker failed                      its host is blacklisted, its generation broken
     every living member asks anew        form the next generation, with the newcomers that wait
@@ -302,7 +302,7 @@ class ElasticJob:
         self._store.set(f"hosts/{self._notices}", json.dumps([self._generation, change]))
 
     def _newcomers(self, wanted: list[tuple[str, int]]) -> list[Worker]:
-        """Workers that wait to be taken in, of hosts of which none is still on its way.
+        """Workers that wait to be taken in. All workers of their hosts have come.
 
         A host comes as a whole: a worker's local rank, by which it took its GPU, never changes.
         """
@@ -419,7 +419,7 @@ class ElasticJob:
         tell_to_end(worker.process)
 
     def _end_all(self, workers: list[Worker]) -> None:
-        """End them, and wait until they are no more."""
+        """End them, and wait until they are gone."""
         end_all([(worker.process, worker.threads) for worker in workers])
 
     def _variables(self, number: int, host: str, slot: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ Programs ask for HOROVOD_RANK before they import anything: Lightning 1.9 takes i
 where that is set and trains one copy per rank where it is not. torchrun and mpirun set variables of
 their own only, and a rank is known only once its process has started. So with `--horovod` they
 start this, which translates and calls exec: the process stays the same one. The hosts, in the order
-of their ranks, are given by who knows them; "" where nobody does.
+of their ranks, are given by the launcher that knows them; "" where none does.
 
 Standard library only, and no import of the rest of Evener: it runs before every rank.
 """

@@ -27,7 +27,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_hostfile(path: Path) -> list[Host]:
-    """A line a host: `gpu1 slots=2`, `gpu1:2` or `gpu1`; `#` starts a comment.
+    """One line per host: `gpu1 slots=2`, `gpu1:2` or `gpu1`; `#` starts a comment.
 
     The formats of Open MPI and Horovod. Raises UsageError naming the file and the line.
     """

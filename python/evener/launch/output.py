@@ -1,8 +1,8 @@
 """What ranks print: lines with a tag on the terminal, and files by rank.
 
 A rank that prints into a full pipe waits, and with it the whole job. So whatever happens to a line
-here (a full disk, a terminal that is gone or knows no UTF-8, bytes that are no text), the next one
-is read: `follow` goes on until the stream ends.
+here (a full disk, a terminal that is gone or does not know UTF-8, bytes that are not text), the
+next one is read: `follow` goes on until the stream ends.
 """
 
 from __future__ import annotations

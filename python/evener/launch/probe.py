@@ -26,7 +26,7 @@ class HostError(EvenerError):
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host said. free_port: one that nobody listened on when it was asked."""
+    """What a host said. free_port: one on which no process listened when it was asked."""
 
     hostname: str
     interfaces: list[str]
@@ -34,7 +34,7 @@ class HostFacts:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on just now."""
+    """A TCP port of this host on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

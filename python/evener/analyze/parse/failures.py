@@ -5,7 +5,8 @@
     [rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, ...
     mpirun noticed that process rank 3 with PID 0 on node node-b exited on signal 9 (Killed).
 The number is an ncclResult: 1 CUDA, 2 system, 3 internal, 4 argument, 5 usage, 6 remote, 7 in
-progress. A trail alone is no failure: NCCL also writes one where it tries a network and falls back.
+progress. A trail alone is not a failure: NCCL also writes one where it tries a network and falls
+back.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _TIMES = re.compile(
 class Source:
     """The thread that wrote a line. `host` is empty where NCCL could not find its name.
 
-    Compared by identity: the reader makes one of each, and looks it up once a line.
+    Compared by identity: the reader makes one of each, and looks it up once per line.
     """
 
     host: str

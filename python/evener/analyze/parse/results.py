@@ -3,7 +3,7 @@
 config{devices[{rank, hostname, pid, device, device_hex, device_info}]}, results[{size, count, type,
 redop, root, out_of_place{time, alg_bw, bus_bw, nwrong}, in_place{...}}], average_bus_bandwidth
 {bandwidth}, out_of_bounds{count}. With -C 1 `time` is `cpu_time`. Fields that are missing or of
-another type are taken as absent: nobody promises the format.
+another type are taken as absent: the format is not documented.
 """
 
 from __future__ import annotations

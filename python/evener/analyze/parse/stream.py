@@ -22,7 +22,7 @@ from evener.analyze.parse.prefix import Source, plain, source, stream
 from evener.errors import UsageError
 
 MAX_LINE = 1 << 20
-# NCCL formats into 1024 bytes; what is longer is no line of its, and could cost an expression that
+# NCCL formats into 1024 bytes; a longer line is not NCCL's, and could cost an expression that
 # looks back much time.
 MAX_NCCL = 2048
 _BLOCK = 1 << 20

@@ -1,4 +1,4 @@
-"""Trees: `Trees [0] 1/-1/-1->0->8 [1] ...`, one line a rank, one bracket a channel.
+"""Trees: `Trees [0] 1/-1/-1->0->8 [1] ...`, one line per rank, one bracket per channel.
 
 from 2.8  d0/d1/d2->rank->up
 2.7       d0/d1/d2->rank->up|up->rank->d0/d1/d2     (the tree up and the tree down)

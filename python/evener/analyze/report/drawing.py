@@ -267,7 +267,7 @@ class _Drawing:
         return None if None in cards else cards[0].switch != cards[1].switch  # type: ignore[union-attr]
 
     def pairs(self, top: float) -> float:
-        """Arcs under the hosts, one a directed pair; the depth they need."""
+        """Arcs under the hosts, one per directed pair. Returns the depth that they need."""
         drawn = [
             (pair, [r for r in self.routes if r.pair is pair])
             for pair in self.drawn_pairs

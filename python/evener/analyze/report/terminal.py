@@ -17,7 +17,7 @@ _SHOWN = 5
 
 
 def terminal(picture: Picture, findings: list[Finding], width: int = 96) -> str:
-    """Lines with colours; click.echo removes them where the output is no terminal."""
+    """Lines with colours; click.echo removes them where the output is not a terminal."""
     return "\n".join(_lines(picture, findings, width)) + "\n"
 
 

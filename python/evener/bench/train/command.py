@@ -182,7 +182,7 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
 @click.option(
     "--threads",
     type=click.IntRange(1),
-    help="CPU threads a process. Default: the cores divided among the processes.",
+    help="CPU threads per process. Default: the cores divided among the processes.",
 )
 @click.option(
     "--background/--no-background",

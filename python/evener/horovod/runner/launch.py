@@ -177,7 +177,7 @@ def _knob_options(command: Any) -> Any:
 @click.option("-np", "--num-proc", type=click.IntRange(1), help="Ranks in all.")
 @click.option("-cb", "--check-build", is_flag=True, help="Show what is there, and end.")
 @click.option("-H", "--hosts", help="HOST:SLOTS,...")
-@click.option("-hostfile", "--hostfile", help="A line a host: `HOST slots=N`.")
+@click.option("-hostfile", "--hostfile", help="One line per host: `HOST slots=N`.")
 @click.option("--host-discovery-script", help="Elastic: prints the hosts that there are now.")
 @click.option("--min-np", "--min-num-proc", "min_np", type=click.IntRange(1), help="Elastic.")
 @click.option("--max-np", "--max-num-proc", "max_np", type=click.IntRange(1), help="Elastic.")
