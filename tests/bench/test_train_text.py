@@ -60,7 +60,7 @@ def test_bert_guesses_masked_symbols_only() -> None:
 def test_text_is_counted_in_sequences_and_tokens() -> None:
     shown = evener(
         "--device", "cpu", "--model", "gpt-tiny", "--batch-size", "2", "--steps", "3", "--warmup",
-        "1", "--repeats", "1", "--processes", "2", "--rows", "node", "--columns", "ddp,int8",
+        "1", "--repeats", "1", "--processes", "2", "--rows", "node", "--columns", "ddp",
         "--json", "-",
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
