@@ -361,9 +361,38 @@ def zero_steps(rank: int, _size: int) -> None:
         assert late.state[model[0].weight]["step"].item() == 1 + zero_step
 
 
+def before_wrapping(_rank: int, _size: int) -> None:
+    """As most scripts do: upstream drops the zero step's state at wrapping, so Adam's first step
+    is its first. A state that was trained or loaded goes along."""
+    hvd.init()
+    os.environ["EVENER_HOROVOD_ZERO_STEP"] = "1"
+    for kind in ("new", "trained", "loaded"):
+        model = model_of()
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def step(optimizer: Any, model: nn.Module = model) -> None:
+            optimizer.zero_grad()
+            loss_of(model, batch(0, 0)).backward()
+            optimizer.step()
+
+        hvd.broadcast_optimizer_state(inner, root_rank=0)
+        if kind == "trained":
+            step(inner)
+        if kind == "loaded":
+            inner.load_state_dict(inner.state_dict())
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+        step(optimizer)
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        counts = {int(state["step"]) for state in optimizer.state.values()}
+        assert counts == {{"new": 1, "trained": 3, "loaded": 2}[kind]}, (kind, counts)
+
+
 def broadcast_states(rank: int, size: int) -> None:
     schedulers(rank, size)
     zero_steps(rank, size)
+    before_wrapping(rank, size)
 
 
 def test_broadcast_states_reach_schedulers_and_count_the_zero_step() -> None:

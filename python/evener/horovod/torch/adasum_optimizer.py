@@ -18,6 +18,7 @@ import torch
 from evener.horovod.executor import Adasum
 from evener.horovod.torch import start
 from evener.horovod.torch.compression import Compressor
+from evener.horovod.torch.functions import contents
 from evener.horovod.torch.gradients import wait
 
 
@@ -42,7 +43,7 @@ def adasum_optimizer(
     }
     members["_evener_base"] = base
     made: Any = object.__new__(type(base.__name__, (base,), members))
-    made.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    made.__dict__.update(contents(optimizer))
     made._parameter_names = {parameter: name for name, parameter in named}
     made._compression = compression
     made.backward_passes_per_step = passes

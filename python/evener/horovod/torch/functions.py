@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -76,12 +78,47 @@ def broadcast_optimizer_state(
     stepped, skeleton = broadcast_object(content, root_rank)
     if stepped and empty and not root:
         _step_alone(optimizer)
+    if stepped and not hasattr(optimizer, "_evener_base"):
+        _note_zero_step(optimizer)
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), None)
     here: list[torch.Tensor] = []
     rebuilt = _put_together(skeleton, tensors if root else None, here, device)
     broadcast_many([(f"state {index}", tensor) for index, tensor in enumerate(here)], root_rank)
     if not root:
         put_in_place(optimizer, rebuilt)
+
+
+# Optimizers whose state is that of the step with zeros, and of no other.
+_ZERO_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _note_zero_step(optimizer: torch.optim.Optimizer) -> None:
+    """Until it steps, or loads a state."""
+
+    def forget(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        _ZERO_STEPPED.discard(stepped)
+        for hook in hooks:
+            hook.remove()
+
+    hooks = [
+        optimizer.register_step_post_hook(forget),
+        optimizer.register_load_state_dict_post_hook(forget),
+    ]
+    _ZERO_STEPPED.add(optimizer)
+
+
+def contents(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a DistributedOptimizer takes over of the one that it wraps.
+
+    A scheduler that knows that one has replaced its `step`, which stays behind. The step with zeros
+    does too: upstream's wrapper begins without a state, so that for Adam in the order of most
+    scripts (broadcast, then wrap) the first step is the first. A state that was loaded, or trained,
+    goes along; upstream's loses it.
+    """
+    taken = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    if optimizer in _ZERO_STEPPED:
+        taken["state"] = collections.defaultdict(dict)
+    return taken
 
 
 def _step_alone(optimizer: torch.optim.Optimizer) -> None:

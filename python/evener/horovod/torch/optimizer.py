@@ -41,6 +41,7 @@ from evener.horovod.torch.compression import (
     FP16Compressor,
     NoneCompressor,
 )
+from evener.horovod.torch.functions import contents
 from evener.horovod.torch.mpi_ops import (
     Adasum,
     Average,
@@ -129,8 +130,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
 
     base = type(optimizer)
     made: Any = object.__new__(type(base.__name__, (base,), dict(vars(_DistributedOptimizer))))
-    # A scheduler that knows the wrapped optimizer has replaced its `step`, which must not be ours.
-    made.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    made.__dict__.update(contents(optimizer))
     made._prepare(
         named,
         compression,
