@@ -209,6 +209,11 @@ def made_by_a_library(rank: int, size: int) -> None:
         assert set(optimizer._handles) == set(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
+    parameter = model[0].weight
+    parameter.grad = torch.full_like(parameter, rank + 1.0)
+    handle, context = optimizer._allreduce_grad_async(parameter)
+    assert hvd.Compression.none.decompress(hvd.synchronize(handle), context).eq(3).all()
+    optimizer.zero_grad()
     plain = model_of()
     alone = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):

@@ -46,6 +46,7 @@ from evener.horovod.torch.mpi_ops import (
     Adasum,
     Average,
     Sum,
+    allreduce_async_,
     global_process_set,
     size,
     sparse_allreduce_async,
@@ -304,6 +305,26 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         STATE.at_shutdown(self, disarm)
         return True
+
+    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[int | None, Any]:
+        """Start to reduce one gradient by itself, in place: (handle, what `decompress` needs).
+
+        Upstream's hooks call this; here nothing does, and libraries look for it.
+        """
+        assert p.grad is not None
+        name = f"allreduce.{self._parameter_names.get(p, 'gradient')}"
+        compressed, context = self._compression.compress(p.grad)
+        factor = self.gradient_predivide_factor
+        divide = self.op == Average and factor != 1.0
+        handle = allreduce_async_(
+            compressed,
+            name=name,
+            op=Sum if divide else self.op,
+            prescale_factor=1.0 / factor if divide else 1.0,
+            postscale_factor=factor / size() if divide else 1.0,
+            process_set=self.process_set,
+        )
+        return handle, context
 
     def _submit_sparse(self, index: int) -> None:
         assert self._reducer is not None
