@@ -69,11 +69,11 @@ class EncoderDecoder(nn.Module):
         self.decoder = nn.ModuleList(Block(cross=True) for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, source: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
         memory = self.embed(source)
         for block in self.encoder:
             memory = block(memory)
-        x = self.embed(target)
+        x = self.embed(answer)
         for block in self.decoder:
             x = block(x, memory)
         return self.head(x)

@@ -4,7 +4,10 @@ plan = evener.pipeline.plan(model, example, stages=4, memory="24GB")
 """
 
 from evener.pipeline import report
+from evener.pipeline.api import Pipeline, auto
 from evener.pipeline.capture import Captured, Example, capture
+from evener.pipeline.checkpoint import weights
+from evener.pipeline.faults import PipelineError
 from evener.pipeline.plan import NoFitError, Plan, Planned, network, plan, planned
 from evener.pipeline.profile import Profile, Rates, estimate, measure, probe
 from evener.pipeline.schedules import KINDS as SCHEDULES
@@ -17,12 +20,15 @@ __all__ = [
     "Link",
     "Network",
     "NoFitError",
+    "Pipeline",
+    "PipelineError",
     "Plan",
     "Planned",
     "Profile",
     "Rates",
     "Simulated",
     "StageCost",
+    "auto",
     "capture",
     "estimate",
     "measure",
@@ -32,4 +38,5 @@ __all__ = [
     "probe",
     "report",
     "simulate",
+    "weights",
 ]

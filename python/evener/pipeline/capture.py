@@ -102,8 +102,9 @@ class Captured:
     `module`: holds the graph and, under their original names, the parameters. `ops`: operations
     that a cut divides, in order. `free`: nodes that each stage computes for itself. `glued[k]`:
     position k is no cut. `inputs`: placeholders, in the order of the flattened call. `batch`: the
-    symbols that stand for the rows of the batch (empty: its size is fixed to `rows`). `tied`: names
-    that share one tensor, first the one in use.
+    symbols that stand for the rows of the batch (empty: its size is fixed to `rows`). `split`:
+    which leaves of a call have its rows. `tied`: names that share one tensor, first the one in use.
+    `kept`: the names of the model's state dict. `blocks`: each operation's.
     """
 
     module: fx.GraphModule
@@ -118,6 +119,7 @@ class Captured:
     split: tuple[bool, ...]
     tied: list[tuple[str, ...]]
     aliases: dict[str, str]
+    kept: set[str]
     blocks: list[str]
 
     @property
@@ -253,6 +255,7 @@ def capture(
         split=split,
         tied=tied,
         aliases=aliases,
+        kept=set(model.state_dict()),
         blocks=[_block(node, model) for node in ops],
         _names=tuple(call.kwargs),
     )

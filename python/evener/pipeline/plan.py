@@ -27,6 +27,7 @@ from evener.pipeline.capture import Captured, Example, capture
 from evener.pipeline.profile import Profile, Rates
 from evener.pipeline.search import Costs, Device, Found, Setting
 from evener.pipeline.simulate import Link, Mark, Network, StageCost
+from evener.pipeline.split import check_split_backward
 
 VERSION = 1
 # Bytes of optimizer state per byte of a parameter.
@@ -303,6 +304,8 @@ def planned(
     if best is None:
         raise _no_fit(options, captured_for(sizes[0]), measured[sizes[0]], counts[0], sizes[0])
     found, setting, costs, captured, profile = best
+    if kind.split:
+        check_split_backward(captured, list(found.cuts))
     return Planned(_made(found, setting, costs, captured, profile, call.rows), captured, profile)
 
 

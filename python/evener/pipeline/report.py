@@ -119,3 +119,36 @@ def _bar(mark: Mark, left: float, y: float, scale: float, ranks: int) -> dict[st
         "text": f"{_NAMES[mark.kind]} of microbatch {mark.microbatch}, stage {mark.stage}: "
         f"{took:.2f} ms",
     }
+
+
+def write(plan: Plan, everyone: list[Any], path: str | Path) -> None:
+    """Write what all ranks measured of a step, beside the plan. everyone: (marks, seconds, bytes
+    of memory at the peak) of each rank; their clocks begin with the step."""
+    marks = [mark for own, _, _ in everyone for mark in own]
+    step = max(seconds for _, seconds, _ in everyone)
+    stages: dict[str, dict[str, float]] = {}
+    for stage in plan.stages:
+        own = [mark for mark in marks if mark[2] == stage.index]
+        took = {
+            "forward": sum(m[5] - m[4] for m in own if m[0] == "F"),
+            "backward": sum(m[5] - m[4] for m in own if m[0] != "F"),
+        }
+        stages[str(stage.index)] = {k: v / plan.microbatches for k, v in took.items()}
+    busy = [sum(mark[5] - mark[4] for mark in own) for own, _, _ in everyone]
+    mean = sum(busy) / len(busy)
+    record = {
+        "schema": "evener.pipeline/1",
+        "fits": True,
+        "plan": plan.to_dict(),
+        "measured": {
+            "step_seconds": step,
+            "bubble": 1 - mean / step if step else 0.0,
+            "imbalance": max(busy) / mean if mean else 1.0,
+            "memory": [peak for _, _, peak in everyone],
+            "stages": stages,
+            "marks": marks,
+        },
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")

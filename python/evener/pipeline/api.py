@@ -1,0 +1,514 @@
+"""A pipeline that trains.
+
+    pipe = evener.pipeline.auto(model, example, stages=4, memory="24GB")
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-4)
+    for batch in data:
+        loss = pipe.step(**batch)          # forward, backward; gradients are in .grad
+        optimizer.step(); optimizer.zero_grad()
+
+Every rank runs the same lines with the same batch, takes the inputs that its stage uses, and gets
+the same loss. Rank 0 measures and plans; all ranks cut by its plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evener.errors import UsageError
+from evener.log import logger
+from evener.pipeline import checkpoint, report, schedules
+from evener.pipeline.capture import Captured, Example, capture
+from evener.pipeline.faults import PipelineError, Watch
+from evener.pipeline.plan import Plan, Planned, digest, planned
+from evener.pipeline.split import Draw, Split, check_split_backward
+from evener.pipeline.stage import Clock, Ordered, Stage
+from evener.pipeline.synthetic import quiet_random
+
+_COUNT = itertools.count()
+
+Weights = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def auto(
+    model: nn.Module,
+    example: Any,
+    *,
+    target: Any = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    weights: Weights | None = None,
+    plan: Plan | None = None,
+    seed: int | None = None,
+    timeout: float = 600.0,
+    **given: Any,
+) -> Pipeline:
+    """Plan a pipeline over the ranks of `group` and build this rank's stage.
+
+    example: the inputs of a whole step: a tensor, a tuple, or a dict of named ones; with `loss`
+    also `target`. group: one rank per device; default: all ranks. device: this rank's; default: its
+    GPU, or the CPU. weights: for a model on the meta device, a function from a parameter's name and
+    shape (a meta tensor) to its values. plan: one that was made before; else rank 0 measures and
+    makes one with the remaining arguments (`memory`, `schedule`, `microbatches`, `network`, ...;
+    see `planned`). seed: of dropout; default: rank 0's torch.initial_seed(). timeout: seconds that
+    a step may wait for another rank.
+
+    Raises UsageError (on all ranks), NoFitError, PipelineError.
+    """
+    if not dist.is_initialized():
+        raise UsageError(
+            "a pipeline needs a process group",
+            "start the script with torchrun or evener launch, and call "
+            "torch.distributed.init_process_group() first",
+        )
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    stages = given.pop("stages", size)
+    if stages != size:
+        raise UsageError(
+            f"stages={stages}, and the group has {size} ranks", "give stages as many as ranks"
+        )
+    place = torch.device(device) if device is not None else _own_device()
+    chosen: Any = [None]
+    made: Planned | None = None
+    if rank == 0:
+        try:
+            if plan is None:
+                with quiet_random(place):
+                    made = planned(model, example, target=target, loss=loss, stages=size,
+                                   device=place, **given)  # fmt: skip
+                plan = made.plan
+            seed = torch.initial_seed() if seed is None else seed
+            chosen = [(plan.to_dict(), seed, None)]
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            chosen = [(None, 0, error)]
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    dist.broadcast_object_list(chosen, src=source, group=group)
+    record, seed, failed = chosen[0]
+    if failed is not None:
+        raise failed
+    plan = Plan.from_dict(record)
+    with quiet_random(place):
+        captured = made.captured if made else _capture(model, example, target, loss, plan)
+    same: list[Any] = [None] * size
+    dist.all_gather_object(same, digest(captured), group=group)
+    if len({*same, plan.operations}) != 1:
+        raise UsageError(
+            "the ranks captured different operations" if len(set(same)) > 1
+            else "the plan is of another model",
+            "give every rank the same model, example and versions; plan again",
+        )  # fmt: skip
+    return Pipeline(captured, plan, model, group, place, weights, int(seed or 0), timeout)
+
+
+def _own_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _capture(model: nn.Module, example: Any, target: Any, loss: Any, plan: Plan) -> Captured:
+    call = Example.of(example, target)
+    found = capture(model, call, loss=loss)
+    if not found.dynamic and found.rows != plan.rows:
+        found = capture(model, call.resized(plan.rows), loss=loss)
+    return found
+
+
+class Pipeline:
+    """This rank's part of a pipeline. Made by `auto`.
+
+    `plan`: what was decided. `modules`: this rank's stages, by their index.
+    """
+
+    def __init__(
+        self, captured: Captured, plan: Plan, model: nn.Module, group: dist.ProcessGroup | None,
+        device: torch.device, weights: Weights | None, seed: int, timeout: float,
+    ) -> None:  # fmt: skip
+        self.plan, self.device = plan, device
+        self._captured = captured
+        kind = schedules.kind_of(plan.schedule)
+        self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        members = list(range(ranks)) if group is None else dist.get_process_group_ranks(group)
+        limit = timedelta(seconds=timeout)
+        name = next(_COUNT)
+        # Transfers, and what ranks tell each other once per step, on groups of their own: they can
+        # be aborted without harm to the program's.
+        self._group = dist.new_group(members, limit, use_local_synchronization=True,
+                                     group_desc=f"evener pipeline {name}")  # fmt: skip
+        self._control = dist.new_group(members, limit, "gloo", use_local_synchronization=True,
+                                       group_desc=f"evener pipeline control {name}")  # fmt: skip
+        self.split = Split(captured, plan.cuts)
+        own = [s for s in range(len(plan.stages)) if schedules.rank_of(kind, s, ranks) == self.rank]
+        if kind.split:
+            check_split_backward(captured, plan.cuts)
+        self._draw = Draw(seed)
+        self._clock = Clock(device, self.rank)
+        self._rows: list[int] = []
+        self._before: dict[str, torch.Tensor] = {}
+        fill = _placer(device, weights)
+        self.modules = {
+            s: self.split.module(s, device, self._draw, plan.recompute, kind.split, fill)
+            for s in own
+        }
+        _share(list(self.modules.values()))
+        self._stages = [
+            Stage(self.modules[s], self.split, s, lambda m: self._rows[m], self._group, self._clock)
+            for s in own
+        ]
+        self._check = _Finite(self._stages)
+        self._schedule: Ordered | None = None
+        self._tied = self._tied_groups(kind, ranks, members, limit)
+        self._left = _left_over(model, captured) if self.rank == 0 else {}
+        self.aliases = dict(captured.aliases)
+        self.steps = 0
+        self.seconds = 0.0
+        self._watch = Watch(f"{name}/{members[0]}", self.rank, ranks, [self._group, self._control])
+        self._record: Path | None = None
+
+    # --- What an optimizer and a checkpoint see ------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, by the model's own names; each once."""
+        seen: set[int] = set()
+        for module in self.modules.values():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's tensors under the model's own names, tied ones under each of them."""
+        found: dict[str, torch.Tensor] = dict(self._left)
+        for module in self.modules.values():
+            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            for name, used in self.aliases.items():
+                if used in held and name in self._captured.kept:
+                    found[name] = held[used].detach()
+        return found
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take this rank's tensors from a state dict of the whole model. Raises UsageError."""
+        names: dict[str, list[str]] = {}
+        for name, used in self.aliases.items():
+            names.setdefault(used, []).append(name)
+        with torch.no_grad():
+            for module in self.modules.values():
+                tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+                for used, tensor in tensors.items():
+                    known = [n for n in names.get(used, [used]) if n in state]
+                    if not known:
+                        if used in self._captured.kept:
+                            raise UsageError(f"{used} is not in the checkpoint",
+                                             "give one of this model")  # fmt: skip
+                        continue
+                    value = state[known[0]]
+                    if value.shape != tensor.shape:
+                        raise UsageError(
+                            f"{used} is of shape {tuple(tensor.shape)}, and "
+                            f"{tuple(value.shape)} in the checkpoint",
+                            "give one of this model",
+                        )
+                    tensor.copy_(value)
+
+    def save(
+        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> Path:  # fmt: skip
+        """Write a checkpoint of all ranks into `folder`; it is there as a whole or not at all.
+
+        The weights are safetensors under the model's names with an index, as transformers has it.
+        All ranks call it; they need one file system.
+        """
+        with self._watch.step("saving"):
+            return checkpoint.save(Path(folder), self.state_dict(), self._named(optimizer),
+                                   {"steps": self.steps, **(extra or {})},
+                                   self.rank, self.plan.ranks, self._control)  # fmt: skip
+
+    def load(
+        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, of any number of stages or of none; returns `extra`."""
+        found = checkpoint.State(Path(folder))
+        self.load_state_dict(found.tensors(self._wanted()))
+        if optimizer is not None:
+            found.restore(optimizer, {id(p): n for n, p in self.named_parameters()})
+        self.steps = int(found.extra.get("steps", 0))
+        return found.extra
+
+    def _wanted(self) -> set[str]:
+        here = {name for module in self.modules.values() for name in module.state_dict()}
+        return {name for name, used in self.aliases.items() if used in here} | here
+
+    def _named(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+        if optimizer is None:
+            return None
+        names = {id(p): n for n, p in self.named_parameters()}
+        return checkpoint.named_state(optimizer, names)
+
+    # --- Steps ---------------------------------------------------------------------------------
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one batch, which every rank gives as a whole.
+
+        Gradients are added to `.grad`: those of the mean of the microbatches' losses. Returns that
+        mean (a scalar on the CPU, the same on all ranks). Raises PipelineError on every rank where
+        one fails, dies, or gives values that are not finite; UsageError for another call.
+        """
+        return self._run(Example(args, kwargs, target), train=True)
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """The mean loss of a batch, without dropout and gradients."""
+        if any("batch_norm" in str(node.target) for node in self._captured.ops):
+            raise UsageError(
+                "a captured model with batch norm cannot be evaluated in the pipeline",
+                "save a checkpoint and load it into the plain model",
+            )
+        with torch.no_grad():
+            return self._run(Example(args, kwargs, target), train=False)
+
+    def _run(self, call: Example, train: bool) -> torch.Tensor:
+        pieces = self._microbatches(call)
+        schedule = self._scheduled()
+        begin = time.perf_counter()
+        self._draw.step = self.steps
+        self._draw.off = not train
+        losses: list[torch.Tensor] = []
+        indices = ", ".join(str(s) for s in self.modules)
+        with self._watch.step(f"stage {indices}"):
+            self._clock.start()
+            for stage in self._stages:
+                stage.has_backward = train
+                stage.clear_runtime_states()
+            self._check.clear()
+            if train:
+                self._put_aside()
+            schedule._has_backward = train
+            count = self.plan.microbatches
+            schedule._step_microbatches(
+                [()] * count, pieces, list(range(count)), losses, return_outputs=False
+            )
+            if train:
+                self._sum_tied()
+            value = self._agree(losses, train)
+        self.seconds = time.perf_counter() - begin
+        if train:
+            self.steps += 1
+        if self._record is not None:
+            self._write_record()
+        return value
+
+    def _scheduled(self) -> Ordered:
+        if self._schedule is None:
+            count = self.plan.microbatches
+            self._schedule = Ordered(
+                self.plan.schedule, self._stages, count,
+                lambda output, _target: output[0] / count,
+            )  # fmt: skip
+        return self._schedule
+
+    def _microbatches(self, call: Example) -> list[dict[str, Any]]:
+        """The inputs that this rank's stages use, by microbatch."""
+        leaves = self._captured.flatten(call)
+        rows, count = call.rows, self.plan.microbatches
+        sizes = [rows // count + (m < rows % count) for m in range(count)]
+        if rows < count or (not self._captured.dynamic and set(sizes) != {self.plan.rows}):
+            raise UsageError(
+                f"a batch of {rows} rows does not go into {count} microbatches"
+                + ("" if self._captured.dynamic else f" of {self.plan.rows}"),
+                f"give {count * self.plan.rows} rows"
+                + (", or any number from that of the microbatches" if self._captured.dynamic
+                   else ": torch.export found the batch's size fixed"),
+            )  # fmt: skip
+        self._rows = sizes
+        needed = {name for module in self.modules.values() for name in module.needs}
+        found: list[dict[str, Any]] = [{} for _ in range(count)]
+        for name, leaf, split in zip(self.split.input_names, leaves, self._captured.split,
+                                     strict=True):  # fmt: skip
+            if name not in needed:
+                continue
+            value = leaf
+            if isinstance(leaf, torch.Tensor):
+                value = leaf.to(self.device, non_blocking=True)
+            parts = value.split(sizes) if split else [value] * count
+            for piece, part in zip(found, parts, strict=True):
+                piece[name] = part
+        return found
+
+    def _agree(self, losses: list[torch.Tensor], train: bool) -> torch.Tensor:
+        """The loss for all ranks; raises where some stage's values are not finite."""
+        total = torch.stack([one.detach().double() for one in losses]).sum() if losses else None
+        bad = self._check.first(losses)
+        mine = torch.tensor(
+            [0.0 if total is None else float(total), float(total is not None),
+             *(bad if bad else (-1.0, -1.0, 0.0))], dtype=torch.float64
+        )  # fmt: skip
+        everyone = [torch.empty_like(mine) for _ in range(self.plan.ranks)]
+        dist.all_gather(everyone, mine, group=self._control)
+        rows = [one.tolist() for one in everyone]
+        if wrong := [row for row in rows if row[2] >= 0]:
+            # Forward first: what comes after a stage that gave NaN is NaN too.
+            row = min(wrong, key=lambda row: (row[4], row[3], row[2] if not row[4] else -row[2]))
+            stage, microbatch = int(row[2]), int(row[3])
+            where = self.plan.stages[stage]
+            what = "gradients" if row[4] else "values"
+            raise PipelineError(
+                f"stage {stage} on rank {where.rank} ({where.blocks}) gave {what} that are not "
+                f"finite, in microbatch {microbatch} of step {self.steps}",
+                "no weight was changed: call zero_grad() and skip the batch, or lower the learning "
+                "rate",
+                where.rank,
+            )
+        return torch.tensor(next(row[0] for row in rows if row[1]), dtype=torch.float32)
+
+    # --- Parameters on several stages ----------------------------------------------------------
+
+    def _tied_groups(
+        self, kind: schedules.Kind, ranks: int, members: list[int], limit: timedelta
+    ) -> list[tuple[str, dist.ProcessGroup]]:
+        """Parameters that stages of several ranks use, with the group of these ranks."""
+        found = []
+        groups: dict[tuple[int, ...], Any] = {}
+        short = self._captured.module.meta["evener_short"]
+        names = dict(self._captured.module.named_parameters(remove_duplicate=False))
+        for name in sorted(names):
+            at = {schedules.rank_of(kind, s, ranks) for s in self.split.stage_of(name)}
+            if len(at) < 2 or self.rank not in at or not names[name].requires_grad:
+                continue
+            key = tuple(sorted(members[one] for one in at))
+            if key not in groups:
+                groups[key] = dist.new_group(list(key), limit, use_local_synchronization=True)
+            found.append((short[name], groups[key]))
+        return found
+
+    def _sum_tied(self) -> None:
+        own = dict(self.named_parameters())
+        for name, group in self._tied:
+            parameter = own[name]
+            added = parameter.grad
+            if added is None:
+                added = torch.zeros_like(parameter)
+            dist.all_reduce(added, group=group)
+            before = self._before.pop(name, None)
+            parameter.grad = added if before is None else before.add_(added)
+
+    def _put_aside(self) -> None:
+        """Gradients of an earlier step that were summed then: this step's are summed alone."""
+        own = dict(self.named_parameters())
+        self._before = {}
+        for name, _ in self._tied:
+            if (gradient := own[name].grad) is not None:
+                self._before[name], own[name].grad = gradient, None
+
+    # --- What was measured ---------------------------------------------------------------------
+
+    def record(self, path: str | Path) -> None:
+        """Write the timeline of the next step to `path`, for `evener pipeline report`."""
+        self._clock.on = True
+        self._record = Path(path)
+
+    def _write_record(self) -> None:
+        path, self._record = self._record, None
+        self._clock.on = False
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        mine = ([list(m) for m in map(_flat, self._clock.marks())], self.seconds, float(peak))
+        everyone: list[Any] = [None] * self.plan.ranks
+        dist.all_gather_object(everyone, mine, group=self._control)
+        if self.rank == 0 and path is not None:
+            report.write(self.plan, everyone, path)
+
+    def close(self) -> None:
+        """End the thread that listens for errors."""
+        self._watch.close()
+
+
+def _flat(mark: Any) -> tuple[Any, ...]:
+    return (mark.kind, mark.rank, mark.stage, mark.microbatch, mark.begin, mark.end)
+
+
+def _placer(
+    device: torch.device, weights: Weights | None
+) -> Callable[[str, torch.Tensor, bool], torch.Tensor]:
+    def place(name: str, held: torch.Tensor, parameter: bool) -> torch.Tensor:
+        if weights is not None and (parameter or held.is_meta):
+            value = weights(name, held)
+            if value.shape != held.shape:
+                raise UsageError(
+                    f"weights({name!r}) is of shape {tuple(value.shape)}, not {tuple(held.shape)}",
+                    "return a tensor of the parameter's shape",
+                )
+            return value.detach().to(device, held.dtype, copy=True)
+        if held.is_meta:
+            raise UsageError(
+                f"{name} has no values: the model is on the meta device",
+                "give weights=function(name, tensor) that returns them, or a model with values",
+            )
+        return held.to(device, copy=True)
+
+    return place
+
+
+def _share(modules: list[Any]) -> None:
+    """One tensor for a parameter that several stages of this rank use."""
+    first: dict[str, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters()):
+            if name not in first:
+                first[name] = parameter
+                continue
+            path, _, last = name.rpartition(".")
+            owner = module.get_submodule(path)
+            owner._parameters[last] = first[name]
+
+
+def _left_over(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:
+    """Tensors of the model's state dict that no stage uses: they stay as they are."""
+    short = captured.module.meta["evener_short"]
+    used = {short.get(name, name) for name in
+            (str(n.target) for n in captured.module.graph.nodes if n.op == "get_attr")}  # fmt: skip
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if captured.aliases.get(name, name) not in used and not tensor.is_meta:
+            found[name] = tensor.detach().clone()
+    if found:
+        logger.debug("%d tensors of the model take no part in the loss", len(found))
+    return found
+
+
+class _Finite:
+    """Whether what each stage sends is finite: flags on the device, read once per step."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        self.flags: list[tuple[int, int, int, torch.Tensor]] = []
+        for stage in stages:
+            stage.sees = self._see
+
+    def clear(self) -> None:
+        self.flags.clear()
+
+    def _see(self, stage: int, microbatch: int, backward: int, values: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self.flags.append((stage, microbatch, backward, value.detach().isfinite().all()))
+
+    def first(self, losses: list[torch.Tensor]) -> tuple[float, float, float] | None:
+        """(stage, microbatch, backward) of the first that is not."""
+        if not self.flags:
+            return None
+        good = torch.stack([flag for *_, flag in self.flags]).tolist()
+        bad = [row[:3] for row, fine in zip(self.flags, good, strict=True) if not fine]
+        if not bad:
+            return None
+        stage, microbatch, backward = min(bad, key=lambda row: (row[2], row[1], row[0]))
+        return float(stage), float(microbatch), float(backward)

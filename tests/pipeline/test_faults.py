@@ -1,0 +1,109 @@
+"""A dead rank, values that are not finite, a stage without memory: each rank says which."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from evener import pipeline
+from evener.errors import UsageError
+from evener.pipeline import PipelineError
+from tests import worlds
+from tests.pipeline import models
+
+RATES = pipeline.Rates(1e11, 1e10, 1e-6)
+
+
+def fail(rank: int, size: int, how: str) -> Any:
+    torch.manual_seed(3)
+    inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    pipe = pipeline.auto(models.GPT(tied=False), inputs, rates=RATES, microbatches=4, timeout=60)
+    pipe.step(**inputs)
+    stage = next(iter(pipe.modules.values()))
+    forward = stage.graph_module.forward
+
+    def broken(*given: Any) -> Any:
+        if pipe._draw.microbatch == 2:
+            if how == "dead":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "memory":
+                # As much as no machine has: the allocator's own error.
+                torch.empty(1 << 46, dtype=torch.uint8)
+            if how == "bug":
+                raise ValueError("the data is of the wrong kind")
+        return forward(*given)
+
+    if rank == 1 and how in ("dead", "memory", "bug"):
+        stage.graph_module.forward = broken
+    if rank == 1 and how == "nan":
+        with torch.no_grad():
+            next(pipe.parameters()).fill_(float("nan"))
+    begin = time.monotonic()
+    try:
+        pipe.step(**inputs)
+    except PipelineError as error:
+        took = time.monotonic() - begin
+        if how == "nan":
+            # The weights are as they were, and the job may go on.
+            with torch.no_grad():
+                for p in pipe.parameters():
+                    p.nan_to_num_()
+            assert pipe.step(**inputs).isfinite()
+        else:
+            with pytest.raises(PipelineError):
+                pipe.step(**inputs)
+        return str(error), error.rank, took
+    return "no error", -1, 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "said"),
+    [
+        ("dead", 4, "rank 1 of the pipeline is gone"),
+        ("memory", 4, "stage 1 on rank 1 is out of memory"),
+        ("bug", 2, "stage 1 on rank 1 failed: ValueError: the data is of the wrong kind"),
+        ("nan", 2, "stage 1 on rank 1 "),
+    ],
+)
+def test_every_rank_says_what_failed(how: str, ranks: int, said: str) -> None:
+    found = worlds.outcomes([ranks], fail, how, timeout=60)
+    for rank, outcome in enumerate(found):
+        if how == "dead" and rank == 1:
+            assert outcome.error == "the process died"
+            continue
+        assert not outcome.error, outcome.error
+        text, where, took = outcome.value
+        assert said in text and "fix:" in text and where == 1, text
+        assert took < 30
+        if how == "nan":
+            assert "not finite" in text and "in microbatch" in text
+
+
+def disagree(rank: int, size: int) -> str:
+    inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    try:
+        pipeline.auto(models.GPT(layers=3 + rank), inputs, rates=RATES, microbatches=4)
+    except UsageError as error:
+        return error.problem
+    return ""
+
+
+def test_ranks_with_different_models_are_refused() -> None:
+    assert worlds.run([2], disagree) == ["the ranks captured different operations"] * 2
+
+
+def no_fit(rank: int, size: int) -> str:
+    inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    with pytest.raises(pipeline.NoFitError) as caught:
+        pipeline.auto(models.GPT(), inputs, rates=RATES, microbatches=4, memory="1kB")
+    return caught.value.problem
+
+
+def test_what_does_not_fit_is_said_by_all() -> None:
+    first, second = worlds.run([2], no_fit)
+    assert first == second and "no cuts into 2 stages fit" in first

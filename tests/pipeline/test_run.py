@@ -1,0 +1,250 @@
+"""Pipelines of real processes on Gloo: gradients, tied weights, dropout, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener import pipeline
+from evener.errors import UsageError
+from evener.pipeline import schedules
+from tests import worlds
+from tests.pipeline import models
+
+RATES = pipeline.Rates(1e11, 1e10, 1e-6)
+
+
+def case(name: str) -> tuple[nn.Module, dict[str, Any], Any, Any]:
+    """(model, inputs, target, loss) with the same values on every rank."""
+    torch.manual_seed(3)
+    given = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    if name == "tied":
+        return models.GPT(), given, None, None
+    if name == "untied":
+        return models.GPT(tied=False), given, None, None
+    if name == "encoder-decoder":
+        two = {"source": models.tokens(8), "answer": models.tokens(8, 1)}
+        return models.EncoderDecoder(), two, models.tokens(8, 2), models.cross_entropy
+    if name == "experts":
+        one = {"tokens": models.tokens(8)}
+        return models.Experts(), one, models.tokens(8, 2), models.cross_entropy
+    images = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    wanted = torch.arange(8) % 10
+    return models.ResNet(), {"images": images}, wanted, models.cross_entropy
+
+
+def unsplit(name: str, microbatches: int) -> tuple[float, dict[str, torch.Tensor], dict[str, Any]]:
+    """The same step of the whole model: the loss, gradients, and its state after."""
+    model, inputs, target, loss = case(name)
+    total = 0.0
+    parts = {k: v.chunk(microbatches) for k, v in inputs.items()}
+    wanted = target.chunk(microbatches) if target is not None else [None] * microbatches
+    for m in range(microbatches):
+        out = model(**{k: v[m] for k, v in parts.items()})
+        one = (out["loss"] if loss is None else loss(out, wanted[m])) / microbatches
+        one.backward()
+        total += one.item()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return total, gradients, model.state_dict()
+
+
+def step(rank: int, size: int, name: str, options: dict[str, Any]) -> Any:
+    model, inputs, target, loss = case(name)
+    pipe = pipeline.auto(
+        model, inputs, target=target, loss=loss, rates=RATES, timeout=30, **options
+    )
+    value = pipe.step(**inputs, target=target)
+    gradients = {n: p.grad for n, p in pipe.named_parameters()}
+    state = {n: t.clone() for n, t in pipe.state_dict().items()}
+    pipe.close()
+    return value.item(), gradients, state, pipe.plan.to_dict()
+
+
+def compare(name: str, found: list[Any], exact: bool, microbatches: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have: more threads add in another order
+    try:
+        loss, gradients, state = unsplit(name, microbatches)
+    finally:
+        torch.set_num_threads(threads)
+    tied = {"embed.weight"} if name in ("tied", "encoder-decoder") else set()
+    seen: set[str] = set()
+    for value, own, after, _ in found:
+        assert value == pytest.approx(loss, rel=1e-6)
+        for parameter, gradient in own.items():
+            seen.add(parameter)
+            if exact and parameter not in tied:
+                assert torch.equal(gradient, gradients[parameter]), parameter
+            else:
+                torch.testing.assert_close(gradient, gradients[parameter], rtol=1e-4, atol=1e-6)
+        for tensor, held in after.items():
+            assert torch.equal(held, state[tensor]), tensor
+    assert seen == set(gradients)
+    # One checkpoint of all ranks has the names that the model's own has.
+    assert set().union(*(after for _, _, after, _ in found)) == set(state)
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "encoder-decoder", "experts", "images"])
+def test_gradients_are_those_of_the_whole_model(name: str) -> None:
+    """Bit for bit, but for parameters of several stages: their sums have another order."""
+    found = worlds.run([2], step, name, {"microbatches": 4})
+    compare(name, found, exact=True, microbatches=4)
+    if name == "tied":
+        for (_, a, _, _), (_, b, _, _) in [found]:
+            assert torch.equal(a["embed.weight"], b["embed.weight"])
+
+
+@pytest.mark.parametrize("schedule", schedules.KINDS)
+def test_every_schedule_gives_the_same_gradients(schedule: str) -> None:
+    options = {"schedule": schedule, "microbatches": 4}
+    # Split backward computes gradients of parameters from other sums.
+    split = schedules.kind_of(schedule).split
+    name = "tied" if split else "encoder-decoder"
+    found = worlds.run([2], step, name, options)
+    compare(name, found, exact=schedule in ("GPipe", "1F1B"), microbatches=4)
+
+
+def test_split_backward_is_refused_where_it_loses_gradients() -> None:
+    model, inputs, target, loss = case("encoder-decoder")
+    with pytest.raises(UsageError, match=r"lose the gradient of embed.weight"):
+        pipeline.plan(model, inputs, target=target, loss=loss, rates=RATES, stages=2,
+                      schedule="InterleavedZeroBubble")  # fmt: skip
+
+
+def test_four_stages_and_an_encoders_output_through_all_of_them() -> None:
+    found = worlds.run([4], step, "encoder-decoder", {"microbatches": 4})
+    compare("encoder-decoder", found, exact=True, microbatches=4)
+
+
+def test_recomputed_forward() -> None:
+    found = worlds.run([2], step, "tied", {"microbatches": 4, "recompute": True})
+    compare("tied", found, exact=True, microbatches=4)
+
+
+def dropped(rank: int, size: int) -> Any:
+    torch.manual_seed(rank)  # chance of the ranks' own generators must not matter
+    inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    found = []
+    for options in ({}, {"recompute": True}):
+        torch.manual_seed(3)
+        model = models.GPT(dropout=0.3)
+        torch.manual_seed(rank)
+        before = torch.get_rng_state()
+        pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4, seed=7, **options)
+        first = pipe.step(**inputs).item()
+        gradients = {n: p.grad.clone() for n, p in pipe.named_parameters()}
+        second = pipe.step(**inputs).item()
+        quiet = [pipe.evaluate(**inputs).item() for _ in range(2)]
+        assert torch.equal(before, torch.get_rng_state())
+        pipe.close()
+        found.append((first, second, quiet, gradients))
+    return found
+
+
+def test_dropout_does_not_depend_on_the_cuts() -> None:
+    one = worlds.run([1], dropped)[0]
+    two = worlds.run([2], dropped)
+    plain, again = one
+    assert plain[0] != plain[1], "two steps drew the same"
+    assert plain[2][0] == plain[2][1] not in (plain[0], plain[1])
+    assert plain[:3] == again[:3]
+    model = case("tied")[0].eval()
+    inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    torch.manual_seed(3)
+    model = models.GPT(dropout=0.3).eval()
+    assert plain[2][0] == pytest.approx(model(**inputs)["loss"].item(), rel=1e-6)
+    for rank in two:
+        for kind in (0, 1):
+            assert rank[kind][:2] == pytest.approx(plain[:2], rel=1e-7)
+            for name, gradient in rank[kind][3].items():
+                if name != "embed.weight":
+                    assert torch.equal(gradient, plain[3][name]), name
+
+
+def train(rank: int, size: int, folder: str, steps: int, resume: bool, options: Any) -> Any:
+    torch.manual_seed(5 if resume else 3)  # a resumed run's own values must not matter
+    model = models.GPT(dropout=0.1)
+    inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4, seed=7, **options)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    if resume:
+        assert pipe.load(folder, optimizer)["note"] == "here"
+    losses = []
+    for at in range(steps):
+        losses.append(pipe.step(**inputs).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if at == 1 and not resume:
+            pipe.save(folder, optimizer, {"note": "here"})
+    # Another number of rows, where torch.export left it open: uneven microbatches too.
+    more = {"tokens": models.tokens(10, 4), "labels": models.tokens(10, 5)}
+    losses.append(pipe.step(**more).item())
+    with pytest.raises(UsageError, match="captured with"):
+        pipe.step(more["tokens"])
+    pipe.close()
+    return losses
+
+
+def test_a_checkpoint_goes_on_with_other_stages_and_without(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    through = worlds.run([2], train, str(folder), 4, False, {})
+    assert through[0] == through[1]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    model = models.GPT()
+    assert set(index["weight_map"]) == set(model.state_dict())
+    model.load_state_dict(pipeline.weights(folder))
+    assert model.head.weight is model.embed.weight
+    same = worlds.run([2], train, str(folder), 2, True, {})
+    assert same[0] == through[0][2:]
+    one = worlds.run([1], train, str(folder), 2, True, {"schedule": "GPipe"})
+    assert one[0] == pytest.approx(through[0][2:], rel=1e-5)
+    with pytest.raises(UsageError, match="no checkpoint"):
+        pipeline.weights(tmp_path)
+
+
+def on_meta(rank: int, size: int) -> Any:
+    with torch.device("meta"):
+        model = models.GPT()
+        given = {"tokens": torch.zeros(8, 8, dtype=torch.long),
+                 "labels": torch.zeros(8, 8, dtype=torch.long)}  # fmt: skip
+
+    def weights(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(len(name))
+        return torch.randn(tensor.shape, generator=generator) * 0.05
+
+    with pytest.raises(UsageError, match="has no values"):
+        pipeline.auto(model, given, rates=RATES, microbatches=4)
+    pipe = pipeline.auto(model, given, rates=RATES, microbatches=4, weights=weights)
+    losses = [pipe.step(tokens=models.tokens(8), labels=models.tokens(8)).item()]
+    held = sum(p.numel() for p in pipe.parameters())
+    pipe.close()
+    return losses, held, sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_without_memory() -> None:
+    found = worlds.run([2], on_meta)
+    assert found[0][0] == found[1][0] and found[0][0][0] < 10
+    assert all(held < whole for _, held, whole in found)
+
+
+def record(rank: int, size: int, path: str) -> Any:
+    model, inputs, *_ = case("tied")
+    pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4)
+    pipe.step(**inputs)
+    pipe.record(path)
+    pipe.step(**inputs)
+    pipe.close()
+
+
+def test_a_step_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "step.json"
+    worlds.run([2], record, str(path))
+    found = pipeline.report.read(path)
+    assert len(found["measured"]["marks"]) == 2 * 2 * 4
+    assert "ms were predicted" in pipeline.report.headline(found)
+    assert "rank 1, measured" in pipeline.report.page(found)
