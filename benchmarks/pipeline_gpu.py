@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--size", choices=sorted(SIZES), default="1.3b")
     parser.add_argument("--columns", default=",".join(COLUMNS))
-    parser.add_argument("--schedule", default="1F1B")
+    parser.add_argument("--schedule", default="Eager1F1B")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--network", default="25gbit", help="for the plan, as it is")

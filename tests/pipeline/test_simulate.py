@@ -20,7 +20,7 @@ def even(stages: int, **more: float) -> list[StageCost]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 24), st.sampled_from(["GPipe", "1F1B"]))
+@given(st.integers(1, 8), st.integers(1, 24), st.sampled_from(["GPipe", "1F1B", "Eager1F1B"]))
 def test_the_bubble_of_equal_stages(ranks: int, microbatches: int, schedule: str) -> None:
     if schedules.check(schedules.kind_of(schedule), ranks, microbatches):
         return
@@ -77,6 +77,7 @@ def test_a_step_is_bounded_by_its_parts(
 def test_what_the_schedule_holds() -> None:
     assert schedules.in_flight("GPipe", 4, 1, 8) == (8, 8, 8, 8)
     assert schedules.in_flight("1F1B", 4, 1, 8) == (4, 3, 2, 1)
+    assert schedules.in_flight("Eager1F1B", 4, 1, 8) == (7, 5, 3, 1)
     stages = even(4, held=10.0, fixed=3.0)
     assert simulate("1F1B", stages, 4, 8, FREE).memory == [43, 33, 23, 13]
     assert simulate("GPipe", stages, 4, 8, FREE).memory == [83] * 4
@@ -103,6 +104,14 @@ def test_a_transfer_takes_its_time_and_its_turn() -> None:
     sends = sorted((m.begin, m.end) for m in found.marks if m.kind == "send" and m.rank == 0)
     assert sends == [(1.0, 5.5), (5.0, 9.5)]  # the second waits for the wire, not for the latency
     assert found.step == pytest.approx(9.5 + 1 + 2 + 0.5)
+
+
+def test_eager_forwards_hide_transfers() -> None:
+    slow = Network(Link(1.0, 0.0), Link(1.0, 0.0))
+    stages = [StageCost(1.0, 1.0, 1.0, sent=0.7, returned=0.7), StageCost(1.0, 1.0, 1.0)]
+    plain, eager = (simulate(s, stages, 2, 16, slow) for s in ("1F1B", "Eager1F1B"))
+    assert plain.step > 1.15 * 3 * 17  # each round waits for two transfers
+    assert eager.step == pytest.approx(3 * 17 + 1.4, abs=0.1)
 
 
 def test_links_between_nodes_are_shared() -> None:

@@ -40,6 +40,7 @@ KINDS = {
     for kind in (
         Kind("GPipe", "ScheduleGPipe", 1, False),
         Kind("1F1B", "Schedule1F1B", 1, False),
+        Kind("Eager1F1B", "Schedule1F1B", 1, False),
         Kind("Interleaved1F1B", "ScheduleInterleaved1F1B", 0, False),
         Kind("InterleavedZeroBubble", "ScheduleInterleavedZeroBubble", 0, True),
         Kind("ZBVZeroBubble", "ScheduleZBVZeroBubble", 2, True, v=True),
@@ -78,8 +79,8 @@ def rank_of(kind: Kind, stage: int, ranks: int) -> int:
 
 def check(kind: Kind, ranks: int, microbatches: int) -> str:
     """Why a schedule cannot run so many microbatches; "" where it can."""
-    if kind.name == "1F1B" and microbatches < ranks:
-        return f"1F1B wants at least as many microbatches as stages ({ranks})"
+    if kind.name in ("1F1B", "Eager1F1B") and microbatches < ranks:
+        return f"{kind.name} wants at least as many microbatches as stages ({ranks})"
     if kind.local != 1 and not kind.v:
         rounds = max(1, microbatches // ranks)
         if microbatches % rounds:
@@ -99,13 +100,20 @@ def order(name: str, ranks: int, local: int, microbatches: int) -> tuple[tuple[A
              *(Action("B", rank, m) for m in range(microbatches)))
             for rank in range(ranks)
         )  # fmt: skip
-    if kind.name == "1F1B":
-        return tuple(_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks))
+    if kind.name in ("1F1B", "Eager1F1B"):
+        eager = kind.name != "1F1B"
+        return tuple(
+            _one_forward_one_backward(rank, ranks, microbatches, eager) for rank in range(ranks)
+        )
     return _torch_order(kind, ranks, local, microbatches)
 
 
-def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    ahead = min(ranks - rank, microbatches)
+def _one_forward_one_backward(
+    rank: int, ranks: int, microbatches: int, eager: bool
+) -> tuple[Action, ...]:
+    """Eager: nearly twice as many forwards go ahead, so that on a slow network the next microbatch
+    is there while a gradient still travels. It holds as many more activations."""
+    ahead = min(2 * (ranks - rank) - 1 if eager else ranks - rank, microbatches)
     actions = [Action("F", rank, m) for m in range(ahead)]
     for m in range(microbatches):
         actions.append(Action("B", rank, m))

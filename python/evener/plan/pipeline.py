@@ -6,7 +6,14 @@ from typing import Any
 
 import click
 
-SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+SCHEDULES = [
+    "GPipe",
+    "1F1B",
+    "Eager1F1B",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+]
 
 
 @click.group("pipeline")
