@@ -22,7 +22,8 @@ def test_it_learns_stops_and_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def run(steps: int) -> str:
-        lab = [sys.executable, "-m", "evener", "lab", "run", "--nodes", "2", "--slots", "2", "--"]
+        lab = [sys.executable, "-m", "evener", "lab", "run", "--nodes", "2", "--slots", "2"]
+        lab += ["--keep", str(tmp_path), "--"]  # a node's /tmp is its own
         script = [sys.executable, str(EXAMPLE), "--rows", "8", "--folder", str(folder)]
         done = subprocess.run(
             [*lab, *script, "--steps", str(steps), "--every", "10"],

@@ -38,6 +38,10 @@ def save(
         part.mkdir(parents=True)
     dist.barrier(group)
     name = f"{rank + 1:05}-of-{ranks:05}"
+    if not part.is_dir():
+        raise UsageError(
+            f"{part} is not there on this host", "give a folder that all hosts of the job share"
+        )
     # Names that share a tensor would be refused: each gets its own copy in the file.
     values = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     save_file(values, part / f"model-{name}.safetensors", metadata={"format": "pt"})
