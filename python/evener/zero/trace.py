@@ -250,6 +250,7 @@ def _run(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     strays: set[str] = set()
     with _swapped(model, mode, device, dtype) as made:
+        lazily = {id(p) for p in head.linear.parameters()} if head is not None else set()
         ghosts: list[tuple[Unit, list[Any]]] = []
         owner: dict[int, tuple[int, str]] = {}
         number = 0
@@ -262,7 +263,8 @@ def _run(
                 mine.append(_Ghost(number, groups[-1]))
                 number += 1
                 for piece in pieces:
-                    if unit.module is not None:
+                    # What a lazy head reads it holds for as long (see vocabulary).
+                    if unit.module is not None and id(piece.parameter) not in lazily:
                         key = piece.parameter.untyped_storage()._cdata
                         owner[key] = index, piece.name
             ghosts.append((dataclasses.replace(unit, groups=groups), mine))

@@ -1,0 +1,246 @@
+"""Models of others under evener.zero, beside a plain loop: `python -m tests.wild.zero_models`.
+
+It runs in the wild environment (`make wild` makes it), on one CPU process: the simulated device has
+a budget and refuses what is over it. Each model trains with all the memory that it wants, and with
+a part of it. Losses must be a plain loop's to rounding; the table shows the plan beside the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evener import zero
+
+WORDS, STEPS, ROWS = 512, 3, 4
+MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
+Batch = dict[str, torch.Tensor]
+
+
+class Scored(nn.Module):
+    """A model of images and its loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.inner(images).float(), labels)
+
+
+class Denoiser(nn.Module):
+    """A UNet of diffusers and its loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.inner(images, times).sample, images)
+
+
+def _transformers(kind: str, **config: Any) -> nn.Module:
+    import transformers
+
+    cls = getattr(transformers, kind)
+    made: nn.Module = cls(cls.config_class(**config))
+    return made
+
+
+_DECODER = {
+    "vocab_size": WORDS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+_ENCODER = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0,
+}  # fmt: skip
+
+
+def _lora() -> nn.Module:
+    import peft
+
+    model = _transformers("LlamaForCausalLM", **_DECODER)
+    made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    return made
+
+
+def _torchvision() -> nn.Module:
+    import torchvision
+
+    return Scored(torchvision.models.resnet18(num_classes=10))
+
+
+def _timm() -> nn.Module:
+    import timm
+
+    return Scored(timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10, depth=4))
+
+
+def _diffusers() -> nn.Module:
+    import diffusers
+
+    return Denoiser(
+        diffusers.UNet2DModel(
+            sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Llama": lambda: _transformers("LlamaForCausalLM", **_DECODER),
+    "Qwen3, tied": lambda: _transformers(
+        "Qwen3ForCausalLM", **_DECODER, head_dim=32, tie_word_embeddings=True
+    ),
+    "Mixtral": lambda: _transformers(
+        "MixtralForCausalLM", **_DECODER, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "Qwen3-MoE": lambda: _transformers(
+        "Qwen3MoeForCausalLM", **_DECODER, head_dim=32, moe_intermediate_size=64, num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "GPT-2": lambda: _transformers(
+        "GPT2LMHeadModel", vocab_size=WORDS, n_embd=128, n_layer=4, n_head=4, resid_pdrop=0,
+        embd_pdrop=0, attn_pdrop=0,
+    ),
+    "BERT": lambda: _transformers("BertForMaskedLM", vocab_size=WORDS, **_ENCODER),
+    "T5": lambda: _transformers(
+        "T5ForConditionalGeneration", vocab_size=WORDS, d_model=128, d_kv=32, d_ff=256,
+        num_layers=3, num_heads=4, dropout_rate=0, decoder_start_token_id=0,
+    ),
+    "ViT": lambda: _transformers(
+        "ViTForImageClassification", image_size=64, patch_size=8, num_labels=10, **_ENCODER
+    ),
+    "Whisper": lambda: _transformers(
+        "WhisperForConditionalGeneration", vocab_size=WORDS, d_model=128, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=256, decoder_ffn_dim=256, max_source_positions=100, num_mel_bins=16,
+        decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, dropout=0,
+    ),
+    "Llama with LoRA (peft)": _lora,
+    "ResNet-18 (torchvision)": _torchvision,
+    "ViT (timm)": _timm,
+    "UNet (diffusers)": _diffusers,
+}  # fmt: skip
+
+
+def batch_of(name: str, step: int) -> Batch:
+    """What the model of that name is called with."""
+    g = torch.Generator().manual_seed(step)
+
+    def whole(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=g)
+
+    if name.startswith("UNet"):
+        return {"images": torch.randn(ROWS, 3, 16, 16, generator=g), "times": whole(1000, ROWS)}
+    if name.endswith(("(torchvision)", "(timm)")):
+        return {"images": torch.randn(ROWS, 3, 64, 64, generator=g), "labels": whole(10, ROWS)}
+    if name == "ViT":
+        images = torch.randn(ROWS, 3, 64, 64, generator=g)
+        return {"pixel_values": images, "labels": whole(10, ROWS)}
+    if name == "Whisper":
+        sounds = torch.randn(ROWS, 16, 200, generator=g)
+        return {"input_features": sounds, "labels": whole(WORDS, ROWS, 32)}
+    tokens = whole(WORDS, ROWS, 64)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _loss(out: Any) -> torch.Tensor:
+    found: torch.Tensor = out if isinstance(out, torch.Tensor) else out.loss
+    return found
+
+
+def plain(name: str, model: nn.Module) -> list[float]:
+    """The losses of a plain loop."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        loss = _loss(model(**batch_of(name, step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def under(name: str, model: nn.Module, gpu: int) -> tuple[list[float], dict[str, Any]]:
+    """The losses under the engine, and what it planned and took."""
+    engine, *_ = zero.initialize(
+        model=model,
+        config={
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage3_param_persistence_threshold": 1000},
+            "evener": {
+                "device": "simulated", "checkpointing": "auto", "loss": "fused",
+                "budget": {"gpu": gpu, "host": 4 << 30},
+            },
+        },
+        example=batch_of(name, 0),
+        machine=MACHINE,
+    )  # fmt: skip
+    try:
+        losses = []
+        for step in range(STEPS):
+            loss = _loss(engine(**batch_of(name, step)))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        plan = engine.plan
+        assert plan is not None
+        return losses, {
+            **engine.memory(), "way": plan.checkpointing, "traced": plan.traced,
+            "resident": f"{len(plan.resident)}/{len(plan.places)}",
+        }  # fmt: skip
+    finally:
+        engine.close()
+
+
+def main() -> int:
+    """Exit status 1 where a model does not do what a plain loop does."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("-k", default="", help="models whose names contain this")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    bad = 0
+    for name, make in MODELS.items():
+        if given.k not in name:
+            continue
+        try:
+            torch.manual_seed(0)
+            model = make().train()
+            want = plain(name, copy.deepcopy(model))
+            gpu = 1 << 40
+            for share in (1.0, 0.7, 0.45):
+                got, found = under(name, copy.deepcopy(model), int(gpu * share))
+                gpu = found["gpu planned"] if share == 1.0 else gpu
+                apart = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
+                ok = apart < 1e-4
+                bad += not ok
+                print(
+                    f"{name:26} {share:4.2f} of its memory: loss apart {apart:.0e}"
+                    f"{'' if ok else '  <-'}, plan {found['gpu planned'] / found['gpu peak']:.3f} x"
+                    f" the peak, traced {found['traced']}, {found['way']}, resident "
+                    f"{found['resident']}, passes run again {found['passes run again']}",
+                    flush=True,
+                )
+        except zero.NoFitError as error:
+            print(f"{name:26} refused: {error}", flush=True)
+        except Exception:  # noqa: BLE001  # the other models are tried all the same
+            bad += 1
+            print(f"{name:26} FAILED\n{traceback.format_exc()[-900:]}", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
