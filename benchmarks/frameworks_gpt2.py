@@ -94,8 +94,8 @@ def worker(given: argparse.Namespace) -> None:
     """One rank: all columns."""
     rank = int(os.environ["RANK"])
     if not given.tiny:  # the lab's nodes share the GPUs of one machine; each is to see its own
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[rank]
+        seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen[rank % len(seen)]
     os.environ |= {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",

@@ -31,6 +31,7 @@ class OwnReducer:
     def __init__(self, model: AcceleratedDataParallel) -> None:
         self._model = weakref.ref(model)
         self._stand_in: Any = None
+        self._logger: Any = None  # the C++ reducer knows it, and does not keep it
         self._never = ""
         self.on = ""
 
@@ -72,6 +73,8 @@ class OwnReducer:
         parameters, sparse = model._build_params_for_reducer()
         names = model._build_debug_param_to_name_mapping(parameters)
         helper(model, parameters, sparse, names, model.static_graph)
+        # DDP's logger makes the host wait for the device in each of a reducer's first ten steps.
+        self._logger, model.__dict__["logger"] = model.logger, self._stand_in
         if form in _HOOKS:
             _register_comm_hook(model.reducer, model.process_group, _HOOKS[form])
         self.on = form
@@ -88,7 +91,7 @@ class OwnReducer:
         model = self._model()
         if self.on and model is not None:
             model.__dict__["reducer"] = model.__dict__["logger"] = self._stand_in
-        self.on, self._stand_in = "", None
+        self.on, self._stand_in, self._logger = "", None, None
 
     def never(self, why: str) -> None:
         """What begins now is nothing for it, for good: `why`."""

@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Door:
-    """A way to put Evener under a program: variables, or the line that `wild.line` stands for."""
+    """A way to put Evener under a program: variables, or the line that `wild.line` stands for.
+
+    `close`: of one that may choose lossy forms, how far weights may end from plain DDP's, relative
+    to what training did; 0: it is lossless.
+    """
 
     name: str
     what: str
     line: str = ""
     env: dict[str, str] = field(default_factory=dict)
     reason: str = ""  # why nothing runs under it yet
+    close: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,12 @@ DOORS = (
     Door("model", "accelerate(model)", line="model"),
     Door("optimizer", "accelerate(model, optimizer)", line="optimizer"),
     Door("exact", "EVENER_DDP=exact, no line", env={"EVENER_DDP": "exact"}),
+    Door(
+        "auto",
+        "EVENER_DDP=auto, floor INT8, no line",
+        env={"EVENER_DDP": "auto", "EVENER_FLOOR": "int8"},
+        close=0.5,
+    ),
 )
 
 # What is installed, and what of a package's own limits is set aside (as the project's own torch).

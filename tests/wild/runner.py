@@ -197,8 +197,8 @@ def _tail(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-_TAIL:]
 
 
-def judge(case: Case, row: Row, plain: Run, run: Run) -> None:
-    """Fill in the row: how `run` compares with `plain`."""
+def judge(case: Case, row: Row, plain: Run, run: Run, close: float = 0.0) -> None:
+    """Fill in the row: how `run` compares with `plain`. `close`: see `Door`."""
     row.said, row.steps = run.said, run.steps if run.ranks else 0
     if run.problem:
         row.ok, row.result, row.why = False, "failed", run.problem
@@ -220,9 +220,11 @@ def judge(case: Case, row: Row, plain: Run, run: Run) -> None:
     elif row.difference <= ROUNDING and row.loss <= ROUNDING:
         row.result = "rounding"
         row.why = case.why
-        if case.expects == "bits":
+        if case.expects == "bits" and not close:
             row.ok, row.result = False, "not bits"
             row.why = f"the same to rounding, and bit for bit was expected; first in {where}"
+    elif row.difference <= close:
+        row.result, row.why = "lossy", f"within what lossy forms may do; most in {where}"
     else:
         row.ok, row.result, row.why = False, "differs", f"most in {where}"
 
@@ -302,7 +304,7 @@ def compare(
             row.result, row.why = "not run", reason
             continue
         say(f"{case.name}: {door.name}")
-        judge(case, row, plain, execute(case, door, python, steps, keep))
+        judge(case, row, plain, execute(case, door, python, steps, keep), door.close)
         if row.result in ("differs", "not bits"):
             if steady is None:
                 again = execute(case, PLAIN, python, steps, keep)
