@@ -15,10 +15,11 @@ use crate::registry;
 use crate::store::Store;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Of the meaning of the entries of [`Table`].
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// How a call went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +85,25 @@ pub type Handle = *const c_void;
 /// Gets a row: context, key, values (dim of them), frequency, version.
 pub type Visit = unsafe extern "C" fn(*mut c_void, i64, *const f32, u32, u32);
 
+/// Gets bytes: context, start, length.
+pub type Sink = unsafe extern "C" fn(*mut c_void, *const u8, usize);
+
+/// What [`Table::file`] does with a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum FileCall {
+    /// [`Store::save`].
+    Save = 0,
+    /// [`Store::restore`].
+    Restore = 1,
+    /// [`Store::snapshot`].
+    Snapshot = 2,
+    /// [`Store::delta`].
+    Delta = 3,
+    /// [`Store::apply_delta`].
+    ApplyDelta = 4,
+}
+
 /// The functions, all of the copy of the store that gave the table out. Every pointer and length is of
 /// memory that the caller keeps alive, and alone where it is written, until the call returns.
 #[derive(Debug)]
@@ -144,6 +164,20 @@ pub struct Table {
         *mut i64,
         *mut Report,
     ) -> i32,
+    /// Frequencies and versions, n long each; 0xFFFFFFFF in both for a key without a row.
+    pub info:
+        unsafe extern "C" fn(Handle, *const i64, usize, *mut u32, *mut u32, *mut Report) -> i32,
+    pub evict: unsafe extern "C" fn(Handle, u32, *mut u64, *mut Report) -> i32,
+    /// The options as JSON, to a sink.
+    pub options: unsafe extern "C" fn(Handle, *mut c_void, Sink, *mut Report) -> i32,
+    /// Sizes and counts as JSON, to a sink.
+    pub stats: unsafe extern "C" fn(Handle, *mut c_void, Sink, *mut Report) -> i32,
+    pub set_optimizer: unsafe extern "C" fn(Handle, *const u8, usize, *mut Report) -> i32,
+    pub freeze: unsafe extern "C" fn(Handle, i32),
+    /// To or from a file or folder: one of [`FileCall`].
+    pub file: unsafe extern "C" fn(Handle, u32, *const u8, usize, *mut Report) -> i32,
+    pub save_bytes: unsafe extern "C" fn(Handle, *mut c_void, Sink, *mut Report) -> i32,
+    pub restore_bytes: unsafe extern "C" fn(Handle, *const u8, usize, *mut Report) -> i32,
 }
 
 // SAFETY: it holds numbers and addresses of functions.
@@ -164,6 +198,15 @@ pub static TABLE: Table = Table {
     clear,
     export,
     intern,
+    info,
+    evict,
+    options,
+    stats,
+    set_optimizer,
+    freeze,
+    file,
+    save_bytes,
+    restore_bytes,
 };
 
 /// The table of this copy of the code.
@@ -252,7 +295,7 @@ unsafe extern "C" fn open(
                 0 => registry::find(name)?,
                 n => registry::open(name, Options::parse(text("options", read(options, n))?)?)?,
             };
-            *dim = found.options().dim;
+            *dim = found.dim() as u32;
             *out = Arc::into_raw(found).cast();
             Ok(())
         })
@@ -382,6 +425,142 @@ unsafe extern "C" fn intern(
         guarded(report, || {
             let offsets = read(offsets, n + 1);
             store(handle).intern(read(bytes, length), offsets, insert != 0, write(out, n))
+        })
+    }
+}
+
+unsafe extern "C" fn info(
+    handle: Handle,
+    keys: *const i64,
+    n: usize,
+    frequencies: *mut u32,
+    versions: *mut u32,
+    report: *mut Report,
+) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            let (f, v) = (write(frequencies, n), write(versions, n));
+            for (i, meta) in store(handle).meta(read(keys, n)).into_iter().enumerate() {
+                (f[i], v[i]) = meta.unwrap_or((u32::MAX, u32::MAX));
+            }
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn evict(handle: Handle, step: u32, gone: *mut u64, report: *mut Report) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            *gone = store(handle).evict(step)?;
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn options(
+    handle: Handle,
+    context: *mut c_void,
+    sink: Sink,
+    report: *mut Report,
+) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            let json = store(handle).options().to_json();
+            sink(context, json.as_ptr(), json.len());
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn stats(
+    handle: Handle,
+    context: *mut c_void,
+    sink: Sink,
+    report: *mut Report,
+) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            let json = serde_json::to_string(&store(handle).stats()).unwrap_or_default();
+            sink(context, json.as_ptr(), json.len());
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn set_optimizer(
+    handle: Handle,
+    json: *const u8,
+    length: usize,
+    report: *mut Report,
+) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            let json = text("optimizer", read(json, length))?;
+            store(handle).set_optimizer(crate::Optimizer::parse(json)?)
+        })
+    }
+}
+
+unsafe extern "C" fn freeze(handle: Handle, frozen: i32) {
+    // SAFETY: promised by the caller.
+    let _ = catch_unwind(|| unsafe { store(handle) }.freeze(frozen != 0));
+}
+
+unsafe extern "C" fn file(
+    handle: Handle,
+    call: u32,
+    path: *const u8,
+    length: usize,
+    report: *mut Report,
+) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            let (store, path) = (store(handle), Path::new(text("path", read(path, length))?));
+            match call {
+                0 => store.save(path),
+                1 => store.restore(path),
+                2 => store.snapshot(path),
+                3 => store.delta(path),
+                4 => store.apply_delta(path),
+                other => crate::error::invalid(format!("there is no call {other} with a file")),
+            }
+            .map(|_| ())
+        })
+    }
+}
+
+unsafe extern "C" fn save_bytes(
+    handle: Handle,
+    context: *mut c_void,
+    sink: Sink,
+    report: *mut Report,
+) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            let bytes = store(handle).save_bytes()?;
+            sink(context, bytes.as_ptr(), bytes.len());
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn restore_bytes(
+    handle: Handle,
+    bytes: *const u8,
+    length: usize,
+    report: *mut Report,
+) -> i32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        guarded(report, || {
+            store(handle).restore_bytes(read(bytes, length)).map(|_| ())
         })
     }
 }
@@ -666,6 +845,127 @@ impl Remote {
     }
 }
 
+/// Adds what it gets to a `Vec<u8>`.
+unsafe extern "C" fn collect(context: *mut c_void, start: *const u8, length: usize) {
+    // SAFETY: the context is the vector of `Remote::bytes`, which nobody else uses during the call.
+    let out = unsafe { &mut *context.cast::<Vec<u8>>() };
+    // SAFETY: the store gives `length` bytes.
+    out.extend_from_slice(unsafe { read(start, length) });
+}
+
+impl Remote {
+    fn bytes(
+        &self,
+        call: unsafe extern "C" fn(Handle, *mut c_void, Sink, *mut Report) -> i32,
+    ) -> Result<Vec<u8>, Failed> {
+        let mut out: Vec<u8> = Vec::new();
+        let context = (&raw mut out).cast();
+        // SAFETY: the handle is open, and the vector lives until the call returns.
+        Remote::call(|report| unsafe { call(self.handle, context, collect, report) })?;
+        Ok(out)
+    }
+
+    /// Frequencies and versions of keys; 0xFFFFFFFF in both for a key without a row.
+    ///
+    /// # Errors
+    /// [`Status::Invalid`] where lengths differ.
+    pub fn info(
+        &self,
+        keys: &[i64],
+        frequencies: &mut [u32],
+        versions: &mut [u32],
+    ) -> Result<(), Failed> {
+        let n = keys.len();
+        if frequencies.len() != n || versions.len() != n {
+            return Err(Failed {
+                status: Status::Invalid,
+                message: format!("{n} keys need {n} frequencies and {n} versions"),
+            });
+        }
+        let (f, v) = (frequencies.as_mut_ptr(), versions.as_mut_ptr());
+        // SAFETY: the handle is open; all slices are n long and live until the call returns.
+        Remote::call(|report| unsafe {
+            (self.table.info)(self.handle, keys.as_ptr(), n, f, v, report)
+        })
+    }
+
+    /// As [`Store::evict`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn evict(&self, step: u32) -> Result<u64, Failed> {
+        let mut gone = 0;
+        // SAFETY: the handle is open.
+        Remote::call(|report| unsafe { (self.table.evict)(self.handle, step, &mut gone, report) })?;
+        Ok(gone)
+    }
+
+    /// The options, as JSON.
+    ///
+    /// # Errors
+    /// A mistake in the store.
+    pub fn options(&self) -> Result<String, Failed> {
+        let bytes = self.bytes(self.table.options)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// [`Store::stats`], as JSON.
+    ///
+    /// # Errors
+    /// A mistake in the store.
+    pub fn stats(&self) -> Result<String, Failed> {
+        let bytes = self.bytes(self.table.stats)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// As [`Store::set_optimizer`], of JSON: `{"kind": "adam", "lr": 0.001}`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_optimizer(&self, json: &str) -> Result<(), Failed> {
+        // SAFETY: the handle is open; the string lives until the call returns.
+        Remote::call(|report| unsafe {
+            (self.table.set_optimizer)(self.handle, json.as_ptr(), json.len(), report)
+        })
+    }
+
+    /// As [`Store::freeze`].
+    pub fn freeze(&self, frozen: bool) {
+        // SAFETY: the handle is open.
+        unsafe { (self.table.freeze)(self.handle, i32::from(frozen)) }
+    }
+
+    /// What `call` says, with a path.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn file(&self, call: FileCall, path: &str) -> Result<(), Failed> {
+        // SAFETY: the handle is open; the string lives until the call returns.
+        Remote::call(|report| unsafe {
+            (self.table.file)(self.handle, call as u32, path.as_ptr(), path.len(), report)
+        })
+    }
+
+    /// As [`Store::save_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn save_bytes(&self) -> Result<Vec<u8>, Failed> {
+        self.bytes(self.table.save_bytes)
+    }
+
+    /// As [`Store::restore_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn restore_bytes(&self, bytes: &[u8]) -> Result<(), Failed> {
+        // SAFETY: the handle is open; the bytes live until the call returns.
+        Remote::call(|report| unsafe {
+            (self.table.restore_bytes)(self.handle, bytes.as_ptr(), bytes.len(), report)
+        })
+    }
+}
+
 impl Drop for Remote {
     fn drop(&mut self) {
         // SAFETY: the handle is open, and nobody uses it after.
@@ -716,6 +1016,23 @@ mod tests {
             .unwrap();
         rows.sort_by_key(|row| row.0);
         assert_eq!(rows[0], (4, vec![-1.0, -2.0, -3.0], 2, 1));
+        let (mut f, mut v) = ([0; 2], [0; 2]);
+        remote.info(&[4, -4], &mut f, &mut v).unwrap();
+        assert_eq!((f, v), ([2, u32::MAX], [1, u32::MAX]));
+        let bytes = remote.save_bytes().unwrap();
+        let message = remote.restore_bytes(&bytes[..99]).unwrap_err();
+        assert_eq!(message.status, Status::Corrupt);
+        remote.restore_bytes(&bytes).unwrap();
+        assert!(remote.options().unwrap().contains("\"dim\":3"));
+        assert!(remote.stats().unwrap().contains("\"rows\":2"));
+        remote
+            .set_optimizer(r#"{"kind": "sgd", "lr": 0.25}"#)
+            .unwrap();
+        let refused = remote.set_optimizer(r#"{"kind": "adam"}"#).unwrap_err();
+        assert!(refused.message.contains("adam"), "{refused}");
+        remote.freeze(true);
+        assert!(remote.upsert(&[1], &[0.0; 3], 1).is_err());
+        remote.freeze(false);
         // Another handle is the same store.
         let again = Remote::find(table, "abi/a").unwrap();
         assert_eq!(again.remove(&[4, 99]), 1);
@@ -752,5 +1069,14 @@ mod tests {
         clear,
         export,
         intern,
+        info,
+        evict,
+        options,
+        stats,
+        set_optimizer,
+        freeze,
+        file,
+        save_bytes,
+        restore_bytes,
     };
 }

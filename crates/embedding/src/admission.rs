@@ -179,6 +179,23 @@ impl Filter {
         Ok(())
     }
 
+    /// The counters of a Bloom filter, for a snapshot.
+    pub fn counters(&self) -> &[u8] {
+        match self {
+            Filter::Bloom { counters, .. } => counters,
+            _ => &[],
+        }
+    }
+
+    /// Puts counters back, if there are as many.
+    pub fn set_counters(&mut self, bytes: &[u8]) {
+        if let Filter::Bloom { counters, .. } = self
+            && counters.len() == bytes.len()
+        {
+            counters.copy_from_slice(bytes);
+        }
+    }
+
     /// Bytes.
     pub fn bytes(&self) -> usize {
         match self {

@@ -85,11 +85,6 @@ impl Arena {
         }
     }
 
-    /// Bytes of a row.
-    pub fn stride(&self) -> usize {
-        self.stride
-    }
-
     /// The first of [`RUN`] new rows; their bytes are zero.
     ///
     /// # Errors

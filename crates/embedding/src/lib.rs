@@ -24,9 +24,7 @@
 //! Unsafe code is in `arena`, `index`, `batch`, `shard` and `abi`, and in one call of `store`.
 
 pub mod abi;
-#[allow(dead_code, reason = "snapshots, which come next")]
 mod admission;
-#[allow(dead_code, reason = "snapshots, which come next")]
 mod arena;
 mod batch;
 mod error;
@@ -39,14 +37,14 @@ mod philox;
 mod pool;
 pub mod registry;
 mod row;
-#[allow(dead_code, reason = "snapshots, which come next")]
 mod shard;
 mod snapshot;
-#[allow(dead_code, reason = "snapshots, which come next")]
 mod store;
-#[allow(dead_code, reason = "snapshots, which come next")]
 mod strings;
+mod table;
 
 pub use error::{Error, Result};
 pub use options::{Admission, Dtype, Eviction, Init, Keys, Missing, Optimizer, Options, Tier};
-pub use store::{Exported, Stats, Store};
+pub use snapshot::Saved;
+pub use store::Store;
+pub use table::{Exported, Stats};

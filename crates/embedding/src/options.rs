@@ -262,6 +262,23 @@ pub enum Optimizer {
     },
 }
 
+impl Optimizer {
+    /// Reads JSON: `{"kind": "adam", "lr": 0.001}`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], which names the field.
+    pub fn parse(json: &str) -> Result<Optimizer> {
+        let optimizer = serde_json::from_str(json)
+            .map_err(|error| Error::Invalid(format!("optimizer of an embedding: {error}")))?;
+        Options {
+            optimizer,
+            ..Options::new(1)
+        }
+        .check()?;
+        Ok(optimizer)
+    }
+}
+
 impl Default for Optimizer {
     fn default() -> Optimizer {
         Optimizer::Adagrad {

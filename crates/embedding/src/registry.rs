@@ -5,7 +5,8 @@
 
 use crate::error::{Error, Result, invalid};
 use crate::options::Options;
-use crate::store::{Store, lock};
+use crate::store::Store;
+use crate::table::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -20,7 +21,7 @@ pub fn open(name: &str, options: Options) -> Result<Arc<Store>> {
     options.check()?;
     let mut stores = lock(&STORES);
     if let Some(store) = stores.get(name) {
-        differs(name, store.options(), &options)?;
+        differs(name, &store.options(), &options)?;
         return Ok(store.clone());
     }
     let store = Arc::new(Store::new(options)?);

@@ -61,12 +61,18 @@ impl Core {
 /// A snapshot that has not come to this shard yet.
 #[derive(Debug)]
 pub struct Saving {
-    /// Rows with a mark above this changed since the snapshot before.
-    pub since: u8,
+    /// Rows with a mark above this changed since the snapshot before; -1 for all rows.
+    pub since: i16,
     /// Rows with a mark above this changed after the snapshot's instant.
     pub cut: u8,
     /// Records of rows as they were at that instant.
     pub before: Vec<u8>,
+}
+
+impl Saving {
+    fn has(&self, meta: Meta) -> bool {
+        i16::from(meta.mark()) > self.since && meta.mark() <= self.cut
+    }
 }
 
 /// What became of a batch.
@@ -251,7 +257,7 @@ impl Shard {
         if let Some(saving) = &mut self.saving {
             // SAFETY: see the head of this file.
             let meta = unsafe { core.arena.meta(id) };
-            if meta.mark() > saving.since && meta.mark() <= saving.cut {
+            if saving.has(meta) {
                 // SAFETY: as above.
                 let row = unsafe { core.arena.row(id) };
                 push(&mut saving.before, key, meta, &row[..core.layout.bytes()]);
@@ -528,22 +534,20 @@ impl Shard {
         }
     }
 
-    /// Records of the rows in (since, cut], in the order of their keys' hashes: what was kept aside and
-    /// what has not changed. The snapshot is then through with this shard.
-    pub fn save(&mut self, core: &Core, out: &mut Vec<u8>) -> u64 {
-        let Some(saving) = self.saving.take() else {
-            return 0;
+    /// Records of the rows of the snapshot that is being written: what was kept aside and what has not
+    /// changed since its instant.
+    pub fn save(&self, core: &Core, out: &mut Vec<u8>) {
+        let Some(saving) = &self.saving else {
+            return;
         };
-        let start = out.len();
         out.extend_from_slice(&saving.before);
         self.scan(core, |key, id, meta| {
-            if meta.mark() > saving.since && meta.mark() <= saving.cut {
+            if saving.has(meta) {
                 // SAFETY: see the head of this file.
                 let row = unsafe { core.arena.row(id) };
                 push(out, key, meta, &row[..core.layout.bytes()]);
             }
         });
-        ((out.len() - start) / core.record()) as u64
     }
 }
 

@@ -94,6 +94,16 @@ impl Strings {
         }
     }
 
+    /// Each string with its number.
+    pub fn each(&self, mut each: impl FnMut(i64, &[u8])) {
+        for part in &self.parts {
+            let part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            part.names
+                .iter()
+                .for_each(|(id, (name, _))| each(*id, name));
+        }
+    }
+
     /// Forgets all.
     pub fn clear(&self) {
         for part in &self.parts {

@@ -2,10 +2,11 @@
 //! contiguity and devices, and keeps the arrays alive.
 
 use crate::Span;
-use evener_embedding::{Error, Options, Store, abi, registry};
+use evener_embedding::{Error, Optimizer, Options, Store, abi, registry};
 use pyo3::exceptions::{PyKeyError, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 fn raise(error: Error) -> PyErr {
@@ -245,6 +246,46 @@ impl EmbeddingStore {
             PyBytes::new(py, bytes_of(&out.frequencies)),
             PyBytes::new(py, bytes_of(&out.versions)),
         ))
+    }
+
+    /// Another optimizer (JSON).
+    fn set_optimizer(&self, py: Python<'_>, json: &str) -> PyResult<()> {
+        py.detach(|| Optimizer::parse(json).and_then(|optimizer| self.0.set_optimizer(optimizer)))
+            .map_err(raise)
+    }
+
+    fn freeze(&self, frozen: bool) {
+        self.0.freeze(frozen);
+    }
+
+    fn frozen(&self) -> bool {
+        self.0.frozen()
+    }
+
+    /// "snapshot" and "delta" to a folder, "save" to a file, "restore" from either, "apply_delta" from
+    /// a file; what was written or read as JSON.
+    fn file(&self, py: Python<'_>, call: &str, path: PathBuf) -> PyResult<String> {
+        let saved = py
+            .detach(|| match call {
+                "snapshot" => self.0.snapshot(&path),
+                "delta" => self.0.delta(&path),
+                "save" => self.0.save(&path),
+                "restore" => self.0.restore(&path),
+                "apply_delta" => self.0.apply_delta(&path),
+                other => Err(Error::Invalid(format!("there is no call {other:?}"))),
+            })
+            .map_err(raise)?;
+        serde_json::to_string(&saved).map_err(|error| PyRuntimeError::new_err(error.to_string()))
+    }
+
+    fn save_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = py.detach(|| self.0.save_bytes()).map_err(raise)?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    fn restore_bytes(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
+        py.detach(|| self.0.restore_bytes(bytes)).map_err(raise)?;
+        Ok(())
     }
 
     /// Frequencies and versions; 0xFFFFFFFF in both for a key without a row.

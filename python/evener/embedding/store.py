@@ -7,6 +7,7 @@ Checks are here; `evener._native` takes addresses.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evener import _native
-from evener.embedding.options import Options
+from evener.embedding.options import Optimizer, Options
 from evener.errors import UsageError
 
 _MISSING = 0xFFFFFFFF
@@ -227,6 +228,66 @@ class Store:
             np.where(gone, -1, frequencies.astype(np.int64)),
             np.where(gone, -1, versions.astype(np.int64)),
         )
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Another optimizer: other numbers of the same kind count from the next step on.
+
+        Another kind is refused once a step was done; before, it takes its place.
+        """
+        self._native.set_optimizer(json.dumps(optimizer.to_dict()))
+        self.options = Options.from_json(self._native.options())
+
+    @property
+    def frozen(self) -> bool:
+        """Whether lookups insert nothing and changes are refused; deltas may still be read."""
+        return self._native.frozen()
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self._native.freeze(frozen)
+
+    def snapshot(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Write all rows to `folder/full-N.evs`, as of one instant, while training goes on.
+
+        The file is whole or not there; the full snapshot before it and its deltas stay. Gives path,
+        rows, bytes, step and id.
+        """
+        return self._file("snapshot", folder)
+
+    def delta(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Write what changed since the last snapshot or delta to `folder/delta-N.evs`."""
+        return self._file("delta", folder)
+
+    def save(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Write all rows to one file; one that is there is replaced once the new one is whole."""
+        return self._file("save", path)
+
+    def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Replace all rows by those of a file, or of a folder: its last snapshot and the deltas after.
+
+        Raises KeyError without a snapshot, RuntimeError where a file is not whole (it names the
+        place), ValueError where dim, dtype, keys or optimizer differ; with nothing changed.
+        """
+        return self._file("restore", path)
+
+    def apply_delta(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Take a delta in, while lookups go on: each row is the old or the new one.
+
+        Raises ValueError where it does not follow what the store has, with nothing changed.
+        """
+        return self._file("apply_delta", path)
+
+    def _file(self, call: str, path: str | os.PathLike[str]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._native.file(call, os.fspath(path)))
+        return found
+
+    def save_bytes(self) -> bytes:
+        """All rows, as `save` writes them."""
+        return self._native.save_bytes()
+
+    def restore_bytes(self, data: bytes) -> None:
+        """As `restore`, from what `save_bytes` gave."""
+        self._native.restore_bytes(data)
 
     @property
     def slots(self) -> int:
