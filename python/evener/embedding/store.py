@@ -263,7 +263,7 @@ class Store:
         return self._file("save", path)
 
     def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Replace all rows by those of a file, or of a folder: its last snapshot and the deltas after.
+        """Replace all rows by those of a file or folder: its last snapshot and the deltas after it.
 
         Raises KeyError without a snapshot, RuntimeError where a file is not whole (it names the
         place), ValueError where dim, dtype, keys or optimizer differ; with nothing changed.
