@@ -375,7 +375,7 @@ pub enum Missing {
     Zeros,
 }
 
-/// A second tier for rows that are seldom used: a file.
+/// A second tier for rows that are seldom used: a file. Planned: a store refuses it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tier {
     /// The folder of the file; it is a scratch file, gone when the process is.
@@ -430,7 +430,7 @@ pub struct Options {
     /// Rows to make room for at once.
     #[serde(default)]
     pub reserve: u64,
-    /// A file for cold rows.
+    /// A file for cold rows: planned, and refused until then.
     #[serde(default)]
     pub tier: Option<Tier>,
 }
@@ -635,6 +635,13 @@ impl Options {
                     return invalid(format!("admission.p {p} cannot be: above 0, at most 1"));
                 }
             }
+        }
+        if let Some(tier) = &self.tier {
+            return invalid(format!(
+                "tier {:?} cannot be yet: rows on disk are planned; leave it out and bound memory by \
+                 eviction",
+                tier.path
+            ));
         }
         match self.eviction {
             Eviction::Ttl { steps: 0 } => invalid("eviction.steps 0 cannot be: at least 1"),

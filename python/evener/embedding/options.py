@@ -238,7 +238,7 @@ class L2(Eviction):
 
 @dataclass(frozen=True)
 class SsdTier:
-    """A scratch file in the folder `path` for all but about `rows` rows."""
+    """Rows on disk. Planned: a store refuses it by name until then."""
 
     path: str
     rows: int
@@ -253,7 +253,7 @@ class Options:
     power of two. `evict_every`: eviction runs by itself every so many steps; 0: only when asked.
     `seed`: of initial values and of draws. `keys`: "int" or "string". `missing`: what a lookup
     gives for a key that has no row and gets none, "initial" values or "zeros". `threads`: of a
-    batch, 0 for all CPUs. `reserve`: rows to make room for at once. `tier`: a file for cold rows.
+    batch, 0 for all CPUs. `reserve`: rows to make room for at once. `tier`: planned.
     """
 
     dim: int
