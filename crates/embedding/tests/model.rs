@@ -1,5 +1,7 @@
 //! The store against a model of it: a `HashMap` and the arithmetic of one row at a time.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 use evener_embedding::{Admission, Eviction, Init, Optimizer, Options, Stats, Store};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, HashMap};

@@ -1,5 +1,7 @@
 //! Nothing is lost: files that are cut, changed, full or killed; deltas; training that goes on.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 use evener_embedding::{Eviction, Init, Optimizer, Options, Store};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
