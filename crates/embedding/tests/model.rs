@@ -135,9 +135,9 @@ impl Model {
         }
         for (key, (g, n)) in sums {
             if let Some(row) = self.rows.get_mut(&key) {
-                for i in 0..DIM {
-                    row.sums[i] += g[i] * g[i];
-                    row.values[i] -= LR * g[i] / (row.sums[i].sqrt() + 1e-10);
+                for (i, g) in g.into_iter().enumerate() {
+                    row.sums[i] += g * g;
+                    row.values[i] -= LR * g / (row.sums[i].sqrt() + 1e-10);
                 }
                 row.frequency += n;
                 row.version = step;
