@@ -22,6 +22,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),
     "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
     "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
+    "embedding": (
+        "evener.embedding.command:embedding",
+        "Answer lookups from snapshots and deltas, see what tables hold.",
+    ),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
     "plan": (
         "evener.plan.command:plan",

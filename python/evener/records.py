@@ -93,6 +93,8 @@ class StatsFile:
 
 
 PILLARS = ("net", "comm", "zero")
+# What `evener embedding stats` reads, and `evener stats` does not.
+ALL = (*PILLARS, "embedding")
 
 
 def read(directory: Path, pillars: Sequence[str] = PILLARS) -> list[dict[str, Any]]:
@@ -135,4 +137,4 @@ def _record(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(record.get("pid"), int) or not isinstance(record.get("time"), int | float):
         return None
-    return record if any(isinstance(record.get(pillar), dict) for pillar in PILLARS) else None
+    return record if any(isinstance(record.get(pillar), dict) for pillar in ALL) else None

@@ -562,6 +562,17 @@ EVENER_STATS_DIR = _text(
     allowed="a directory",
 )
 
+# --- embeddings ---
+
+EVENER_EMBEDDING_TOKEN = _text(
+    "Embeddings",
+    "EVENER_EMBEDDING_TOKEN",
+    "",
+    "What clients of `evener embedding serve` send as `Authorization: Bearer TOKEN`. Unset: none "
+    "is asked for, and only this machine can reach the server.",
+    allowed="a secret word",
+)
+
 # --- log ---
 
 _LOG = "Log"

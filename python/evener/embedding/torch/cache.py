@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class CacheStats:
     def hit_rate(self) -> float:
         """The share of a batch's different keys that were there."""
         return 1 - self.missing / self.keys if self.keys else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        """Plain values."""
+        return {**asdict(self), "hit_rate": self.hit_rate, "hidden": self.hidden}
 
     @property
     def hidden(self) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,11 +47,7 @@ def state(table: Table, rows: bool) -> dict[str, Any]:
         "snapshot": None,
     }
     if rows:
-        with tempfile.TemporaryDirectory(prefix="evener-embedding-") as folder:
-            store: Any = table.store
-            store.snapshot(folder)
-            (file,) = Path(folder).glob("*.evs")
-            data = bytearray(file.read_bytes())
+        data = bytearray(table.store.save_bytes())
         found["snapshot"] = torch.frombuffer(data, dtype=torch.uint8)
     return found
 
@@ -93,12 +88,8 @@ def set_state(table: Table, found: dict[str, Any]) -> None:
             f"{size}",
             "use evener.embedding.torch.save and load: they take any number of ranks",
         )
-    with tempfile.TemporaryDirectory(prefix="evener-embedding-") as folder:
-        file = Path(folder) / "full-1.evs"
-        file.write_bytes(found["snapshot"].cpu().numpy().tobytes())
-        table.rows.forget()
-        store: Any = table._store
-        store.restore(str(file))
+    table.rows.forget()
+    table._store.restore_bytes(found["snapshot"].cpu().numpy().tobytes())
     table.rows.reload()
     table.discard()
     table.step = int(found["step"])
@@ -129,8 +120,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], keep: int = 2) -> Pat
         part = target / quote(table.name, safe="") / f"{place}-of-{size}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        store: Any = table.store
-        store.snapshot(str(part))
+        table.store.snapshot(str(part))
     _meet(found)
     if lead:
         manifest = {
@@ -186,7 +176,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> int:
 def _restore(table: Table, parts: Path, size: int) -> None:
     place, now = _shape(table)
     table.rows.forget()
-    store: Any = table._store
+    store = table._store
     sharded = table.sharded
     if size == now:
         store.restore(str(parts / f"{place}-of-{size}"))
@@ -215,8 +205,8 @@ def _restore(table: Table, parts: Path, size: int) -> None:
     table.rows.reload()
 
 
-def _opened(folder: Path, options: dict[str, Any]) -> Any:
-    store: Any = Store(f"part-{uuid.uuid4().hex}", Options.from_dict({**options, "tier": None}))
+def _opened(folder: Path, options: dict[str, Any]) -> Store:
+    store = Store(f"part-{uuid.uuid4().hex}", Options.from_dict({**options, "tier": None}))
     store.restore(str(folder))
     return store
 

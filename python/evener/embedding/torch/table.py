@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener import settings
 from evener.embedding import Options, Store
 from evener.embedding.torch.cache import CachedRows
 from evener.embedding.torch.forms import require
@@ -30,6 +31,7 @@ from evener.embedding.torch.sharded import Sharded
 from evener.embedding.torch.traffic import Traffic
 from evener.embedding.torch.waiting import Waiting
 from evener.errors import UsageError
+from evener.records import StatsFile
 
 _NUMBERS = itertools.count()
 
@@ -100,7 +102,8 @@ class Table:
         self.rows: Rows = HostRows(self._store, device)
         if cache_rows:
             self.rows = CachedRows(self._store, device, cache_rows)
-        self.step = int(self._store.step) + 1
+        self.step = self.next_step()
+        self._record: StatsFile | None = None
         self.waiting = Waiting(self.dim, device)
         # A rank whose own gradients are finite learns here that another's are not.
         self.overflow = Waiting(1, device)
@@ -111,6 +114,11 @@ class Table:
         self._sharded: Sharded | None = None
         self._ahead: _Ahead | None = None
         self._looked = False  # in training, since the last step
+
+    def next_step(self) -> int:
+        """The number of the first step after those that the store has done; it begins with 0."""
+        done = self._store.stats()
+        return int(done["step"]) + 1 if done["steps"] else 0
 
     @property
     def store(self) -> Store:
@@ -278,6 +286,23 @@ class Table:
         self.rows.write(keys, gradients, self.step, lr)
         self._looked = False
         self.discard()
+        self._write_record()
+
+    def _write_record(self) -> None:
+        """What this table holds, for `evener embedding stats`: where EVENER_STATS_DIR asks."""
+        if self._record is None:
+            if not settings.EVENER_STATS_DIR.get():
+                return
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self._record = StatsFile.open("embedding", rank)
+        if self._record is None or not self._record.due:
+            return
+        table = {"name": self.name, "dim": self.dim, "store": self._store.stats()}
+        if isinstance(self.rows, CachedRows):
+            table["cache"] = self.rows.stats.to_json()
+        if self._sharded is not None:
+            table["traffic"] = self.traffic.to_json()
+        self._record.write({"tables": [table]})
 
     def discard(self) -> None:
         """Forget the gradients that wait."""

@@ -1,0 +1,144 @@
+"""state_dict, and folders that come back on another number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener.embedding import Adam, Options, Sgd, forget, report
+from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer, load, save
+from evener.errors import UsageError
+from tests import worlds
+
+DIM = 4
+OPTIONS = Options(DIM, optimizer=Adam(lr=0.01))
+
+
+class Model(nn.Module):
+    def __init__(self, name: str, options: Options = OPTIONS, **how: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.items = DynamicEmbedding(options, name, **how)
+        self.top = nn.Linear(DIM, 1)
+
+
+def steps(model: Model, first: int, last: int) -> None:
+    optimizer = DynamicOptimizer(model, torch.optim.SGD(model.top.parameters(), lr=0.1))
+    for step in range(first, last):
+        ids = torch.randint(-30, 30, (8,), generator=torch.Generator().manual_seed(step))
+        model.top(model.items(ids)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def contents(model: Model) -> dict[int, bytes]:
+    return {
+        int(key): row.tobytes() + bytes([int(frequency), int(version)])
+        for chunk in model.items.store.export_rows()
+        for key, row, frequency, version in zip(*chunk, strict=True)
+    }
+
+
+@pytest.mark.parametrize("cache_rows", [0, 40])
+def test_a_state_dict_goes_on_where_it_was(tmp_path: Path, cache_rows: int) -> None:
+    whole = Model(f"whole-{cache_rows}", cache_rows=cache_rows)
+    steps(whole, 0, 5)
+    torch.save(whole.state_dict(), tmp_path / "model.pt")
+    steps(whole, 5, 9)
+    again = Model(f"again-{cache_rows}", cache_rows=cache_rows)
+    steps(again, 20, 22)  # what is there goes
+    again.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    steps(again, 5, 9)
+    assert contents(again) == contents(whole)
+    assert torch.equal(again.top.weight, whole.top.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(8, optimizer=Adam(lr=0.01)), "dim=4"),
+        (Options(DIM, dtype="f16", optimizer=Adam(lr=0.01)), "dtype='f32'"),
+        (Options(DIM, optimizer=Sgd()), "slots of adam"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_changes_nothing(options: Options, words: str) -> None:
+    source = Model("source")
+    steps(source, 0, 2)
+    state = {"items._extra_state": source.items.get_extra_state()}
+    target = Model(f"target-{words}", options)
+    target.items(torch.arange(3))
+    before = contents(target)
+    with pytest.raises(UsageError, match=words):
+        target.load_state_dict(state, strict=False)
+    with pytest.raises(UsageError, match="another version"):
+        target.load_state_dict({"items._extra_state": {"format": 99}}, strict=False)
+    assert contents(target) == before
+
+
+def test_a_state_dict_without_rows() -> None:
+    model = Model("without", in_state_dict=False)
+    steps(model, 0, 2)
+    before = contents(model)
+    assert model.state_dict()["items._extra_state"]["snapshot"] is None
+    model.load_state_dict(model.state_dict())
+    assert contents(model) == before
+
+
+def test_folders_keep_the_last_and_ignore_what_is_not_whole(tmp_path: Path) -> None:
+    model = Model("kept")
+    for last in (2, 4, 6):
+        steps(model, last - 2, last)
+        newest = save(model, tmp_path, keep=2)
+    assert len(list(tmp_path.iterdir())) == 2
+    wanted = contents(model)
+    steps(model, 6, 7)
+    broken = save(model, tmp_path)
+    (broken / "manifest.json").unlink()  # as if the job had ended before it
+    assert load(model, tmp_path) == 5
+    assert contents(model) == wanted
+    assert load(model, newest) == 5
+    with pytest.raises(UsageError, match="no whole checkpoint"):
+        load(model, tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="has no embedding 'other': it has kept"):
+        load(Model("other"), tmp_path)
+    with pytest.raises(UsageError, match="no embedding"):
+        save(nn.Linear(1, 1), tmp_path)
+
+
+def test_a_job_records_what_its_tables_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENER_STATS_DIR", str(tmp_path))
+    steps(Model("recorded", cache_rows=40), 0, 2)
+    (table,) = report.collect(str(tmp_path), "")
+    assert (table["name"], table["dim"], table["rank"]) == ("recorded", DIM, 0)
+    assert table["store"]["steps"] == 1 and table["cache"]["batches"] == 1
+    assert 'evener_embedding_steps_total{embedding="recorded",rank="0"' in report.prometheus(
+        [table]
+    )
+    assert report.rows([table])[0][0] == "recorded"
+
+
+def train_and_save(rank: int, size: int, folder: str, first: int, last: int) -> dict[int, bytes]:
+    model = Model("resharded")
+    if first:
+        assert load(model, folder) == first - 1
+    steps(model, first, last)
+    save(model, folder)
+    return contents(model)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3,)])
+def test_another_number_of_ranks(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Two ranks train and save; others go on: as if the same ranks had gone on."""
+    folder = str(tmp_path)
+    two = worlds.run((2,), train_and_save, folder, 0, 4)
+    found = worlds.run(shape, train_and_save, folder, 4, 5)
+    assert {*two[0], *two[1]} <= {key for each in found for key in each}
+    assert sum(map(len, found)) == len({key for each in found for key in each})
+    forget("resharded")
+    model = Model("resharded")
+    assert load(model, folder) == 4
+    assert contents(model) == {key: row for each in found for key, row in each.items()}
