@@ -2,8 +2,8 @@
 
     python benchmarks/embedding_gpu_cache.py --json benchmarks/results/embedding-gpu-cache.json
 
-26 features, Zipf 1.05, 65,536 samples; 10% of all rows fit the cache; Adagrad in the row; a small
-dense model behind. Three ways through the same batches, in turns:
+26 features, Zipf 1.05, 65,536 samples; 10% of all rows fit the cache; Adagrad in the row; the
+tower of MLPerf's DLRM behind. Three ways through the same batches, in turns:
 
     host      ids and rows on the CPU: the store is asked for every id, values and gradients cross
     unique    ids on the GPU, made unique there; rows in host memory
@@ -30,6 +30,7 @@ from evener.embedding import Adagrad, Options, Store, forget
 from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer
 
 FIELDS, DIM, ALPHA = 26, 16, 1.05
+TOWER = (1024, 1024, 512, 256)  # as in MLPerf's DLRM
 
 
 def make_batches(n: int, size: int, per_field: int, device: torch.device) -> list[torch.Tensor]:
@@ -73,7 +74,7 @@ class Model(nn.Module):
             options(), name, device=place, cache_rows=cache_rows if way == "cache" else 0
         )
         torch.manual_seed(2)
-        widths = (FIELDS * DIM, 512, 256, 1)
+        widths = (FIELDS * DIM, *TOWER, 1)
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]

@@ -8,6 +8,10 @@ from evener._click import LazyGroup
 from evener.bench.collectives.names import COLLECTIVES, plain
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "embedding": (
+        "evener.bench.embedding.command:embedding",
+        "Embedding lookups and steps, beside the peers that are installed.",
+    ),
     "net": (
         "evener.bench.net.command:net",
         "The network as NCCL would use it: single TCP streams against Evener.",

@@ -1,0 +1,202 @@
+"""AUC of exact, hashed and dynamic tables on the teacher's clicks; admission and eviction in drift.
+
+    python benchmarks/embedding_auc.py --json benchmarks/results/embedding-auc.json
+
+The model and the data are those of examples/recommend. Every batch is predicted before it is
+learned; AUC is over the last half of that. Exact: a row for each id (`nn.Embedding` and torch's
+Adagrad), with the initial values that the store would give. Hashed: ids modulo 10% of the ids.
+Drift: ten days with new ids every day; a table that keeps all against one that admits a key when
+it has come twice and holds at most so many rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from evener.embedding import Adagrad, Counter, Lru, Options, Store, forget
+from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples/recommend"))
+import clicks
+from model import ClickModel
+
+DIM, LR, BATCH = 8, 0.05, 512
+
+
+class Rows(nn.Module):
+    """`nn.Embedding` over the place of each key among `keys`, or over its hash."""
+
+    def __init__(self, keys: np.ndarray, seed: int, share: float) -> None:
+        super().__init__()
+        self.keys, self.share = torch.from_numpy(keys), share
+        n = len(keys) if share == 1 else int(len(keys) * share)
+        name = f"initial-{seed}-{share}"
+        store = Store(name, options(seed))
+        values = store.lookup_infer(self.keys[:n])
+        forget(name)
+        self.rows = nn.Embedding.from_pretrained(values, freeze=False)
+        self.n = n
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[batch, fields, dim]"""
+        if self.share == 1:
+            return self.rows(torch.searchsorted(self.keys, ids))
+        return self.rows((ids % self.n + self.n) % self.n)
+
+
+def options(seed: int, **how: Any) -> Options:
+    return Options(DIM, optimizer=Adagrad(lr=LR), seed=seed, **how)
+
+
+def run(model: ClickModel, optimizer: torch.optim.Optimizer, data: clicks.Clicks) -> np.ndarray:
+    """Scores, each given before its batch was learned."""
+    scores = []
+    for start in range(0, len(data.labels), BATCH):
+        logits = model(torch.from_numpy(data.keys[start : start + BATCH]))
+        scores.append(logits.detach().numpy())
+        truth = torch.from_numpy(data.labels[start : start + BATCH])
+        nn.functional.binary_cross_entropy_with_logits(logits, truth).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return np.concatenate(scores)
+
+
+def built(embedding: nn.Module, seed: int) -> tuple[ClickModel, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = ClickModel(embedding, clicks.FIELDS, DIM)
+    dense: torch.optim.Optimizer = torch.optim.Adam(model.top.parameters(), lr=1e-3)
+    if isinstance(embedding, Rows):
+        rows = torch.optim.Adagrad(embedding.parameters(), lr=LR, eps=1e-10)
+        return model, Both(rows, dense)
+    return model, DynamicOptimizer(model, dense)
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers as one."""
+
+    def __init__(self, *each: torch.optim.Optimizer) -> None:
+        self.each = each
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.each:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.each:
+            optimizer.zero_grad(set_to_none)
+
+
+def static(seed: int, samples: int) -> dict[str, float]:
+    """AUC of each kind of table."""
+    data = clicks.day(0, samples, seed)
+    keys, half = np.unique(data.keys), samples // 2
+    found = {"teacher": clicks.auc(data.chance[half:], data.labels[half:])}
+    tables = {
+        "exact": lambda: Rows(keys, seed, 1),
+        "hashed to 10%": lambda: Rows(keys, seed, 0.1),
+        "dynamic": lambda: DynamicEmbedding(options(seed), f"dynamic-{seed}"),
+    }
+    for name, make in tables.items():
+        scores = run(*built(make(), seed), data)
+        found[name] = clicks.auc(scores[half:], data.labels[half:])
+    forget(f"dynamic-{seed}")
+    found["ids"] = len(keys)
+    return found
+
+
+def drift(seed: int, samples: int, days: int, rows: int) -> dict[str, Any]:
+    """Keep all against admission and eviction."""
+    found: dict[str, Any] = {}
+    steps = samples // BATCH
+    for name, how in (
+        ("keeps all", {}),
+        (
+            "bounded",
+            {"admission": Counter(2), "eviction": Lru(rows), "evict_every": max(1, steps // 8)},
+        ),
+    ):
+        embedding = DynamicEmbedding(options(seed, **how), f"drift-{name}-{seed}")
+        model, optimizer = built(embedding, seed)
+        scores, labels, most = [], [], 0
+        for number in range(days):
+            data = clicks.day(number, steps * BATCH, seed)
+            scores.append(run(model, optimizer, data))
+            labels.append(data.labels)
+            most = max(most, len(embedding.store))
+        later = slice(1, None)  # all start alike
+        auc = clicks.auc(np.concatenate(scores[later]), np.concatenate(labels[later]))
+        stats = embedding.store.stats()
+        found[name] = {
+            "auc": auc,
+            "rows": stats["rows"],
+            "most_rows": most,
+            "bytes": stats["bytes"],
+        }
+        forget(embedding.table.name)
+    return found
+
+
+def main() -> None:
+    """Both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=120_000)
+    parser.add_argument("--days", type=int, default=10)
+    parser.add_argument("--per-day", type=int, default=30_000)
+    parser.add_argument("--rows", type=int, default=40_000, help="the bound in drift")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    began = time.perf_counter()
+    runs, drifts = [], []
+    for seed in range(given.seeds):
+        runs.append(static(seed, given.samples))
+        one = runs[-1]
+        print(
+            f"seed {seed}: {one['ids']:,} ids; AUC teacher {one['teacher']:.5f}, exact "
+            f"{one['exact']:.5f}, dynamic {one['dynamic']:.5f} "
+            f"({one['dynamic'] - one['exact']:+.6f}), hashed to 10% {one['hashed to 10%']:.5f}",
+            flush=True,
+        )
+    for seed in range(given.seeds):
+        drifts.append(drift(seed, given.per_day, given.days, given.rows))
+        one = drifts[-1]
+        print(
+            f"drift, seed {seed}: keeps all {one['keeps all']['auc']:.5f} "
+            f"({one['keeps all']['rows']:,} rows), bounded {one['bounded']['auc']:.5f} "
+            f"({one['bounded']['auc'] - one['keeps all']['auc']:+.5f}; at most "
+            f"{one['bounded']['most_rows']:,} rows at a day's end, bound {given.rows:,})",
+            flush=True,
+        )
+    gaps = [one["dynamic"] - one["exact"] for one in runs]
+    losses = [one["keeps all"]["auc"] - one["bounded"]["auc"] for one in drifts]
+    print(f"largest difference of dynamic and exact: {max(map(abs, gaps)):.1e} (at most 1e-4)")
+    print(f"mean loss by admission and eviction: {statistics.mean(losses):+.5f} (at most 0.001)")
+    if given.json:
+        result = {
+            "machine": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "arguments": {
+                name: str(value) for name, value in vars(given).items() if name != "json"
+            },
+            "static": runs,
+            "drift": drifts,
+            "largest_difference": max(map(abs, gaps)),
+            "mean_loss": statistics.mean(losses),
+            "seconds": time.perf_counter() - began,
+        }
+        given.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`evener bench embedding`: lookups and steps beside the peers that are installed."""
