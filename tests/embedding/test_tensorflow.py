@@ -35,7 +35,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=580,
         check=False,
     )
     assert report.exists(), done.stdout[-4000:] + done.stderr[-4000:]
@@ -48,6 +48,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: "\n".join(bad) for name, bad in found.items()}
 
 
+@pytest.mark.timeout(600)  # the first one waits for all of them
 @pytest.mark.parametrize("name", NAMES)
 def test_inside_tensorflow(name: str, outcomes: dict[str, str]) -> None:
     """Each check passed in the child."""

@@ -50,7 +50,10 @@ fn register() -> Result<(), String> {
     kernel::register::<ops::Clear>()?;
     kernel::register::<ops::Size>()?;
     kernel::register::<ops::Export>()?;
-    kernel::register::<ops::Intern>()
+    kernel::register::<ops::Intern>()?;
+    kernel::register::<ops::Evict>()?;
+    kernel::register::<ops::Save>()?;
+    kernel::register::<ops::Restore>()
 }
 
 /// 0 if the ops are registered; else the length of the reason, of which up to `room` bytes are
@@ -94,29 +97,18 @@ pub unsafe extern "C" fn evener_tensorflow_bind(table: *const Table) -> c_int {
     }
 }
 
-/// Lets every kernel look its store up by name again: one was closed or made anew.
-#[unsafe(no_mangle)]
-pub extern "C" fn evener_tensorflow_forget() {
-    stores::forget();
-}
-
-/// Freezes the store of this name (1), lets it change again (0), or only asks (-1); gives what it
-/// was before, and -1 for a name that is no UTF-8.
+/// The store of this name was closed or made anew: kernels look it up again, and what is known of
+/// its steps is forgotten. A null name stands for all.
 ///
 /// # Safety
-/// `name` is a C string.
+/// `name` is null or a C string.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn evener_tensorflow_freeze(name: *const c_char, frozen: c_int) -> c_int {
-    // SAFETY: promised by the caller.
-    let Ok(name) = unsafe { CStr::from_ptr(name) }.to_str() else {
-        return -1;
+pub unsafe extern "C" fn evener_tensorflow_forget(name: *const c_char) {
+    let name = if name.is_null() {
+        None
+    } else {
+        // SAFETY: promised by the caller.
+        unsafe { CStr::from_ptr(name) }.to_str().ok()
     };
-    let state = stores::state(name);
-    let before = state.frozen.load(std::sync::atomic::Ordering::Acquire);
-    if frozen >= 0 {
-        state
-            .frozen
-            .store(frozen != 0, std::sync::atomic::Ordering::Release);
-    }
-    c_int::from(before)
+    stores::forget(name);
 }

@@ -1,5 +1,6 @@
 //! The ops. Each names its store; keys are int64, values float32 whatever the store keeps.
 
+use crate::capi::Code;
 use crate::kernel::{Input, Node, Op, Result, Run, Shapes};
 use crate::stores::Named;
 use std::ffi::CStr;
@@ -40,7 +41,7 @@ impl Op for Lookup {
         shape.push(dim as i64);
         let keys = keys.values()?;
         run.output(0, &shape, |rows| {
-            let outcome = if self.insert && !self.store.frozen() {
+            let outcome = if self.insert {
                 store.lookup(keys, self.store.step(), rows)
             } else {
                 store.lookup_infer(keys, rows, None)
@@ -91,7 +92,6 @@ impl Op for Apply {
     }
 
     fn run(&self, run: &Run) -> Result<()> {
-        self.0.writable()?;
         let store = self.0.get()?;
         let (keys, gradients) = (run.input(0)?, run.input(1)?);
         let keys = keys.values()?;
@@ -119,7 +119,6 @@ impl Op for Upsert {
     }
 
     fn run(&self, run: &Run) -> Result<()> {
-        self.0.writable()?;
         let store = self.0.get()?;
         let (keys, given) = (run.input(0)?, run.input(1)?);
         let keys = keys.values()?;
@@ -142,7 +141,6 @@ impl Op for Remove {
     }
 
     fn run(&self, run: &Run) -> Result<()> {
-        self.0.writable()?;
         let keys = run.input(0)?;
         let removed = self.0.get()?.remove(keys.values()?);
         run.scalar(0, removed as i64)
@@ -163,7 +161,6 @@ impl Op for Clear {
     }
 
     fn run(&self, _run: &Run) -> Result<()> {
-        self.0.writable()?;
         self.0.named(self.0.get()?.clear())
     }
 }
@@ -255,10 +252,111 @@ impl Op for Intern {
             bytes.extend_from_slice(string);
             offsets.push(bytes.len() as u64);
         }
-        let insert = self.insert && !self.store.frozen();
         run.output(0, &input.shape(), |keys| {
             self.store
-                .named(store.intern(&bytes, &offsets, insert, keys))
+                .named(store.intern(&bytes, &offsets, self.insert, keys))
         })
+    }
+}
+
+/// Evicts by the store's policy, as of `step` (-1: the last); gives how many rows went.
+pub struct Evict(Named);
+
+impl Op for Evict {
+    const NAME: &'static CStr = c"EvenerEmbeddingEvict";
+    const INPUTS: &'static [&'static CStr] = &[c"step: int64"];
+    const OUTPUTS: &'static [&'static CStr] = &[c"evicted: int64"];
+    const SHAPES: Shapes = Shapes::Scalars;
+
+    fn new(node: &Node) -> Result<Self> {
+        Named::of(node).map(Self)
+    }
+
+    fn run(&self, run: &Run) -> Result<()> {
+        let step = match run.input(0)?.scalar::<i64>("step")? {
+            // The clock is one ahead of the last update.
+            given if given < 0 => self.0.step().saturating_sub(1),
+            given => self.0.tick(given)?,
+        };
+        let gone = self.0.named(self.0.get()?.evict(step))?;
+        run.scalar(0, gone as i64)
+    }
+}
+
+/// The whole content at one instant, as bytes: rows, slots, frequencies, versions, strings; and the
+/// store's options, JSON as bytes.
+pub struct Save(Named);
+
+impl Op for Save {
+    const NAME: &'static CStr = c"EvenerEmbeddingSave";
+    const INPUTS: &'static [&'static CStr] = &[];
+    const OUTPUTS: &'static [&'static CStr] = &[c"snapshot: uint8", c"made_with: uint8"];
+    const SHAPES: Shapes = Shapes::Unknown;
+
+    fn new(node: &Node) -> Result<Self> {
+        Named::of(node).map(Self)
+    }
+
+    fn run(&self, run: &Run) -> Result<()> {
+        let store = self.0.get()?;
+        run.vector(0, &self.0.named(store.save_bytes())?)?;
+        run.vector(1, self.0.named(store.options())?.as_bytes())
+    }
+}
+
+/// Replaces the content by what `Save` gave, or changes nothing. `freeze`: the store serves from now
+/// on; its lookups add nothing and updates are refused.
+pub struct Restore {
+    store: Named,
+    freeze: bool,
+}
+
+impl Op for Restore {
+    const NAME: &'static CStr = c"EvenerEmbeddingRestore";
+    const ATTRIBUTES: &'static [&'static CStr] = &[c"freeze: bool = false"];
+    const INPUTS: &'static [&'static CStr] = &[c"snapshot: uint8", c"made_with: uint8"];
+    const OUTPUTS: &'static [&'static CStr] = &[];
+    const SHAPES: Shapes = Shapes::Scalars;
+
+    fn new(node: &Node) -> Result<Self> {
+        Ok(Self {
+            store: Named::of(node)?,
+            freeze: node.flag(c"freeze")?,
+        })
+    }
+
+    fn run(&self, run: &Run) -> Result<()> {
+        let store = self.store.get()?;
+        let (snapshot, made_with) = (run.input(0)?, run.input(1)?);
+        let (snapshot, made_with) = (snapshot.values::<u8>()?, made_with.values::<u8>()?);
+        if self.freeze && self.store.trained() {
+            // A store is found by its name: what is loaded to serve would take the place of what
+            // this process trains.
+            return Err((
+                Code::FailedPrecondition,
+                format!(
+                    "embedding '{0}' is trained in this process, and the SavedModel that is loaded \
+                     has rows for that name\n  fix: load it in another process, or close() the \
+                     variable '{0}' first",
+                    self.store.name()
+                ),
+            ));
+        }
+        store.freeze(false);
+        if let Err(failed) = store.restore_bytes(snapshot) {
+            // A table whose optimizer is not said yet takes that of the snapshot.
+            let optimizer = String::from_utf8_lossy(made_with);
+            let adopted = serde_json::from_str::<serde_json::Value>(&optimizer)
+                .ok()
+                .and_then(|options| options.get("optimizer").map(ToString::to_string))
+                .is_some_and(|optimizer| store.set_optimizer(&optimizer).is_ok());
+            if !adopted {
+                return self.store.named(Err(failed));
+            }
+            self.store.named(store.restore_bytes(snapshot))?;
+        }
+        self.store.at(&self.store.named(store.stats())?);
+        store.freeze(self.freeze);
+        Ok(())
     }
 }

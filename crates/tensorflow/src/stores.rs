@@ -24,11 +24,21 @@ static GENERATION: AtomicU64 = AtomicU64::new(1);
 /// Uses the registry behind `table` from now on.
 pub fn bind(table: &'static Table) {
     BOUND.store(std::ptr::from_ref(table).cast_mut(), Ordering::Release);
-    forget();
+    GENERATION.fetch_add(1, Ordering::AcqRel);
 }
 
-/// Lets every kernel look its store up again: a store was closed.
-pub fn forget() {
+/// Lets every kernel look its store up again. A store that was closed (or all, without a name) starts
+/// with no steps.
+pub fn forget(name: Option<&str>) {
+    if let Some(states) = STATES.get() {
+        let states = states.lock().unwrap_or_else(PoisonError::into_inner);
+        for (of, state) in &*states {
+            if name.is_none_or(|name| name == of) {
+                state.clock.store(0, Ordering::Release);
+                state.trained.store(false, Ordering::Release);
+            }
+        }
+    }
     GENERATION.fetch_add(1, Ordering::AcqRel);
 }
 
@@ -43,8 +53,8 @@ pub struct State {
     /// The step of training that the store is in. A step's lookups come before its update, and
     /// nobody tells them the step: the last update does.
     pub clock: AtomicU32,
-    /// Came out of a SavedModel: lookups add nothing, updates are refused.
-    pub frozen: AtomicBool,
+    /// Whether an op of this process has updated it.
+    pub trained: AtomicBool,
 }
 
 static STATES: OnceLock<Mutex<HashMap<String, Arc<State>>>> = OnceLock::new();
@@ -109,24 +119,28 @@ impl Named {
         self.state.clock.load(Ordering::Acquire)
     }
 
-    /// Whether it came out of a SavedModel.
-    pub fn frozen(&self) -> bool {
-        self.state.frozen.load(Ordering::Acquire)
+    /// The name.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
-    /// Refuses what would change a frozen store.
-    pub fn writable(&self) -> Result<()> {
-        if !self.frozen() {
-            return Ok(());
-        }
-        Err((
-            Code::FailedPrecondition,
-            format!(
-                "embedding '{}' came out of a SavedModel and is read only\n  fix: \
-                 evener.embedding.tensorflow.thaw('{}') before you train it on",
-                self.name, self.name
-            ),
-        ))
+    /// Whether an op of this process has updated it.
+    pub fn trained(&self) -> bool {
+        self.state.trained.load(Ordering::Acquire)
+    }
+
+    /// Goes on behind the last step of a restored store, by its statistics (JSON).
+    pub fn at(&self, statistics: &str) {
+        let number = |name| {
+            let found = serde_json::from_str::<serde_json::Value>(statistics).ok()?;
+            u32::try_from(found.get(name)?.as_u64()?).ok()
+        };
+        // No step at all is another thing than one step, number 0.
+        let next = match number("steps") {
+            Some(0) | None => 0,
+            Some(_) => number("step").unwrap_or(0).saturating_add(1),
+        };
+        self.state.clock.store(next, Ordering::Release);
     }
 
     /// The step of an update: as the caller counts (0 or more), or one more than the last.
@@ -146,6 +160,7 @@ impl Named {
 
     /// An update of this step is done: lookups from now on are in the next one.
     pub fn tock(&self, step: u32) {
+        self.state.trained.store(true, Ordering::Release);
         self.state
             .clock
             .fetch_max(step.saturating_add(1), Ordering::AcqRel);

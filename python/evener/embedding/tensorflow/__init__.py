@@ -49,6 +49,7 @@ from evener.embedding.tensorflow._options import (
     ProbabilityFilter,
     StorageOption,
 )
+from evener.embedding.tensorflow._stores import thaw
 from evener.embedding.tensorflow._variable import DynamicVariable, inference
 
 library_path = _library.path
@@ -78,4 +79,5 @@ __all__ = [
     "inference",
     "library_path",
     "safe_embedding_lookup_sparse",
+    "thaw",
 ]

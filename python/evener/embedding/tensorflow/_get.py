@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from evener.embedding.tensorflow._options import EmbeddingVariableOption
-from evener.embedding.tensorflow._variable import DynamicVariable, named
+from evener.embedding.tensorflow._variable import DynamicVariable, graph_of_v1, named
 from evener.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ def get_variable(
     partitioner: Any = None,
     shared_name: str | None = None,
     trainable: bool = True,
+    checkpoint: bool = True,
     init_size: int = 0,
     ev_option: EmbeddingVariableOption | None = None,
     optimizer: Mapping[str, Any] | None = None,
@@ -43,12 +44,12 @@ def get_variable(
     servers. `partitioner`: of TensorFlow 1; as many stores as it makes parts. `init_size`: rows
     to make room for. `optimizer`: the store's own (`{"kind": "lazy_adam"}`), in place of what
     `DynamicEmbeddingOptimizer` brings. Inside a `tf.compat.v1.variable_scope` the name is the
-    scope's, then `name`. Arguments of TFRA that say how its tables work inside (`kv_creator`,
-    `restrict_policy`, `bp_v2`) are taken and not used.
+    scope's, then `name`. `checkpoint`: whether a Saver of TensorFlow 1 holds it. Arguments that say
+    how TFRA's tables work inside (`kv_creator`, `restrict_policy`, `bp_v2`) are taken, not used.
 
     Raises UsageError where the name exists with other options, or an argument cannot be.
     """
-    known = {"checkpoint", "kv_creator", "restrict_policy", "bp_v2", "collections", "steps_to_live"}
+    known = {"kv_creator", "restrict_policy", "bp_v2", "collections", "steps_to_live"}
     if extra := sorted(set(unused) - known):
         raise UsageError(f"get_variable has no argument {extra[0]!r}", "see its documentation")
     size = dim if dim is not None else embedding_dim
@@ -85,6 +86,7 @@ def get_variable(
         init_size=init_size,
         ev_option=ev_option,
         optimizer=optimizer,
+        checkpoint=checkpoint,
     )
     _remember(full, made)
     return made
@@ -97,16 +99,8 @@ def _scoped(name: str) -> str:
     return f"{scope}/{name}" if scope else name
 
 
-def _graph() -> Any:
-    """The graph of a TensorFlow 1 program, None elsewhere."""
-    if tf.executing_eagerly():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    return None if isinstance(graph, tf.__internal__.FuncGraph) else graph
-
-
 def _existing(name: str) -> DynamicVariable | None:
-    graph = _graph()
+    graph = graph_of_v1()
     if graph is None:
         return named.get(name)
     found = (v for v in graph.get_collection(_COLLECTION) if v.name == name)
@@ -114,7 +108,7 @@ def _existing(name: str) -> DynamicVariable | None:
 
 
 def _remember(name: str, variable: DynamicVariable) -> None:
-    graph = _graph()
+    graph = graph_of_v1()
     if graph is None:
         named[name] = variable
     else:

@@ -33,8 +33,8 @@ def _handle() -> ctypes.CDLL:
     library.evener_tensorflow_problem.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     library.evener_tensorflow_bind.restype = ctypes.c_int
     library.evener_tensorflow_bind.argtypes = [ctypes.c_void_p]
-    library.evener_tensorflow_freeze.restype = ctypes.c_int
-    library.evener_tensorflow_freeze.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.evener_tensorflow_forget.restype = None
+    library.evener_tensorflow_forget.argtypes = [ctypes.c_char_p]
     return library
 
 
@@ -88,12 +88,6 @@ def _gradient(op: Any, gradient: Any) -> tuple[None, Any]:
     return None, tf.IndexedSlices(tf.reshape(rows, [-1, dim]), keys)
 
 
-def forget() -> None:
-    """Lets the kernels look their stores up again, after one was closed."""
-    _handle().evener_tensorflow_forget()
-
-
-def freeze(name: str, frozen: bool | None) -> bool:
-    """Freezes or thaws a store for the ops, or asks (None); what it was before."""
-    code = -1 if frozen is None else int(frozen)
-    return bool(_handle().evener_tensorflow_freeze(name.encode(), code))
+def forget(name: str | None = None) -> None:
+    """The store `name` (or every one) was closed or made anew: kernels look it up again."""
+    _handle().evener_tensorflow_forget(None if name is None else name.encode())

@@ -14,9 +14,11 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.training.saving import saveable_object
 
 from evener.embedding.tensorflow import _library, _stores
 from evener.embedding.tensorflow._options import EmbeddingVariableOption, initial
@@ -58,9 +60,51 @@ class _Part(tf.__internal__.tracking.Trackable):
         self.attributes = {"store": name, "options": json.dumps(self.options)}
 
     def use_optimizer(self, optimizer: Mapping[str, Any]) -> None:
-        self.store = _stores.use_optimizer(self.store, optimizer)
+        _stores.use_optimizer(self.store, optimizer)
+        self._know(optimizer)
+
+    def _know(self, optimizer: Mapping[str, Any]) -> None:
         self.options["optimizer"] = dict(optimizer)
         self.attributes = {"store": self.name, "options": json.dumps(self.options)}
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        with tf.device("CPU:0"):
+            saved = _library.ops().evener_embedding_save(**self.attributes)
+        return {"snapshot": saved.snapshot, "made_with": saved.made_with}
+
+    def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
+        # Traced by tf.saved_model.save, this is what a server runs: there the store only serves.
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        with tf.device("CPU:0"):
+            done = _library.ops().evener_embedding_restore(
+                restored["snapshot"],
+                restored["made_with"],
+                freeze=isinstance(graph, tf.__internal__.FuncGraph),
+                **self.attributes,
+            )
+        if graph is None:
+            # It may have brought its optimizer along.
+            self.store = _stores.find(self.name)
+            self._know(self.store.options.to_dict()["optimizer"])
+        return done
+
+
+class _V1Saveable(saveable_object.SaveableObject):
+    """The same for `tf.compat.v1.train.Saver`."""
+
+    def __init__(self, part: _Part) -> None:
+        self.part = part
+        saved = part._serialize_to_tensors()
+        specs = [
+            saveable_object.SaveSpec(tensor, "", f"{part.name}-{what}", dtype=tf.uint8)
+            for what, tensor in saved.items()
+        ]
+        super().__init__(saved["snapshot"].op, specs, part.name)
+
+    def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
+        """The op that replaces the store's content."""
+        names = ("snapshot", "made_with")
+        return self.part._restore_from_tensors(dict(zip(names, restored_tensors, strict=True)))
 
 
 class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
@@ -85,6 +129,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         init_size: int = 0,
         ev_option: EmbeddingVariableOption | None = None,
         optimizer: Mapping[str, Any] | None = None,
+        checkpoint: bool = True,
         anchor: Any = None,
     ) -> None:
         super().__init__()
@@ -135,12 +180,18 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         _set_table(self.anchor, self)
         inner = getattr(self.anchor, "value", None)
         self._watched = inner if isinstance(inner, tf.Variable) else self.anchor
+        # Whoever finds the anchor (Keras' export finds variables alone) finds the stores too.
+        for index, part in enumerate(self.parts):
+            self._watched._track_trackable(part, name=f"evener_part_{index}")
         self._lookup_op = _library.ops().evener_embedding_lookup
+        if checkpoint and graph_of_v1() is not None:
+            for part in self.parts:
+                graph_of_v1().add_to_collection(
+                    tf.compat.v1.GraphKeys.SAVEABLE_OBJECTS, _V1Saveable(part)
+                )
 
     def _make_anchor(self) -> Any:
-        if tf.executing_eagerly() or isinstance(
-            tf.compat.v1.get_default_graph(), tf.__internal__.FuncGraph
-        ):
+        if graph_of_v1() is None:
             with tf.init_scope():
                 return tf.Variable(
                     tf.zeros([self.dim]), trainable=self.trainable, name=f"{self.name}/anchor"
@@ -312,13 +363,40 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
             versions,
         )
 
+    def evict(self, step: Any = -1) -> Any:
+        """Evicts by the table's evict option, as of `step` (-1: the last update).
+
+        An int64 scalar: how many rows went.
+        """
+        step = tf.cast(tf.convert_to_tensor(step), tf.int64)
+        op = _library.ops().evener_embedding_evict
+        gone = []
+        for part in self.parts:
+            with _on(part):
+                gone.append(op(step, **part.attributes))
+        return tf.add_n(gone)
+
+    def save_to_file_system(self, dirpath: str) -> None:
+        """Writes each store whole, at one instant, into the folder `dirpath`; made at need.
+
+        Weights, optimizer slots, frequencies, versions. Eager: it acts at once.
+        """
+        folder = Path(dirpath)
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in self.parts:
+            _stores.save(part.store, folder)
+
+    def load_from_file_system(self, dirpath: str) -> None:
+        """Replaces the content by what `save_to_file_system` wrote, from either framework."""
+        for part in self.parts:
+            _stores.restore(part.store, Path(dirpath))
+
     def close(self) -> None:
         """Gives the memory back. The variable and graphs that use it must not run again."""
         if named.get(self.name) is self:
             del named[self.name]
         for part in self.parts:
             _stores.close(part.name)
-        _library.forget()
 
     # What optimizers need
 
@@ -372,6 +450,14 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
 def _on(part: _Part) -> Any:
     """The device of a part: where the program said, else the CPU of wherever the op is put."""
     return tf.device(part.device or "CPU:0")
+
+
+def graph_of_v1() -> Any:
+    """The graph of a TensorFlow 1 program, None elsewhere."""
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    return None if isinstance(graph, tf.__internal__.FuncGraph) else graph
 
 
 _TABLE = "_evener_dynamic_variable"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from evener.embedding.tensorflow import _stores
@@ -21,7 +22,8 @@ class Embedding(keras.layers.Layer):
     `dim`: values per row. `key_dtype`: "int64" or "string". `combiner`: None (the result is the
     ids' shape, then dim) or "sum", "mean", "sqrtn" over the last axis of dense or sparse ids.
     `initializer`, `ev_option`, `optimizer`, `seed`, `init_size`: as for `get_variable`. Rows are
-    added while training; `evaluate` and `predict` add none.
+    added while training; `evaluate` and `predict` add none. `.save()`, `save_weights()` and
+    `export()` hold rows and optimizer slots.
 
     Compile the model with `DynamicEmbeddingOptimizer(...)`.
     """
@@ -81,6 +83,7 @@ class Embedding(keras.layers.Layer):
             ev_option=self.ev_option,
             optimizer=self._store_optimizer,
             anchor=anchor,
+            checkpoint=False,
         )
         self.built = True
 
@@ -129,6 +132,32 @@ class Embedding(keras.layers.Layer):
             "seed": self.seed,
             "init_size": self.init_size,
             "optimizer": self._store_optimizer,
+        }
+
+    def save_own_variables(self, store: Any) -> None:
+        """The anchor and the whole content of the stores, for `.keras` and `.weights.h5`."""
+        super().save_own_variables(store)
+        for key, tensor in self._saved().items():
+            store[key] = np.asarray(tensor)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Replaces the content of the stores."""
+        assert self.table is not None
+        for index, part in enumerate(self.table.parts):
+            part._restore_from_tensors(
+                {
+                    what: tf.constant(np.asarray(store[f"{what}_{index}"]), tf.uint8)
+                    for what in ("snapshot", "made_with")
+                }
+            )
+        super().load_own_variables({"0": store["0"]})
+
+    def _saved(self) -> dict[str, Any]:
+        assert self.table is not None
+        return {
+            f"{what}_{index}": tensor
+            for index, part in enumerate(self.table.parts)
+            for what, tensor in part._serialize_to_tensors().items()
         }
 
 
