@@ -48,10 +48,14 @@ def inference() -> Iterator[None]:
         _inference = before
 
 
-class _Part(tf.__internal__.tracking.Trackable):
-    """One store of a variable: what checkpoints and SavedModels hold of it."""
+class _Part(tf.saved_model.experimental.TrackableResource):
+    """One store of a variable: what checkpoints and SavedModels hold of it.
+
+    A resource, because that is what Keras' export looks for; ops find the store by its name.
+    """
 
     def __init__(self, name: str, options: Mapping[str, Any], device: str | None) -> None:
+        super().__init__()
         self.name = name
         self.device = device
         self.options = dict(options)
@@ -66,6 +70,15 @@ class _Part(tf.__internal__.tracking.Trackable):
     def _know(self, optimizer: Mapping[str, Any]) -> None:
         self.options["optimizer"] = dict(optimizer)
         self.attributes = {"store": self.name, "options": json.dumps(self.options)}
+
+    def _create_resource(self) -> Any:
+        return tf.constant(self.name)
+
+    def _initialize(self) -> None:
+        """The content comes with the checkpoint."""
+
+    def _destroy_resource(self) -> None:
+        """The store stays in the process until it is closed."""
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         with tf.device("CPU:0"):
@@ -180,9 +193,6 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         _set_table(self.anchor, self)
         inner = getattr(self.anchor, "value", None)
         self._watched = inner if isinstance(inner, tf.Variable) else self.anchor
-        # Whoever finds the anchor (Keras' export finds variables alone) finds the stores too.
-        for index, part in enumerate(self.parts):
-            self._watched._track_trackable(part, name=f"evener_part_{index}")
         self._lookup_op = _library.ops().evener_embedding_lookup
         if checkpoint and graph_of_v1() is not None:
             for part in self.parts:
