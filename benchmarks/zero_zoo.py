@@ -246,6 +246,7 @@ def measure(
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
+            del loss
             if cuda:
                 free, total = torch.cuda.mem_get_info()
                 driver = max(driver, total - free)
@@ -296,6 +297,7 @@ def work(rows: list[list[Any]], tiny: bool, host: int) -> None:
         name = name_of(model, budget, count)
         print("BEGIN " + name, flush=True)
         begun = time.perf_counter()
+        left = torch.cuda.memory_allocated() if device is not None else 0
         try:
             found = measure(model, budget, count, machine, tiny, host)
         except Exception as error:  # noqa: BLE001  # it is the row's result
@@ -304,6 +306,7 @@ def work(rows: list[list[Any]], tiny: bool, host: int) -> None:
             found = {"failed": f"{type(error).__name__}: {said[0][:300]}"}
             del error
             gc.collect()
+        found["left_by_earlier_rows"] = left
         found["row_s"] = time.perf_counter() - begun
         print("RESULT " + json.dumps({"name": name, "row": found}, default=str), flush=True)
         gc.collect()
@@ -313,7 +316,8 @@ def show(name: str, row: dict[str, Any], tiny: bool) -> None:
     """A line of the table."""
     unit = 1e6 if tiny else GB
     if "failed" in row:
-        print(f"{name:36} FAILED {row['failed'][:160]}", flush=True)
+        left = row.get("left_by_earlier_rows", 0) / unit
+        print(f"{name:36} FAILED {row['failed'][:160]}, left before {left:.2f}", flush=True)
         return
     if "refused" in row:
         print(
@@ -329,7 +333,8 @@ def show(name: str, row: dict[str, Any], tiny: bool) -> None:
         f"{row['gpu_planned'] / row['gpu_peak']:.3f} x, driver {row['gpu_driver'] / unit:6.2f}; "
         f"host {row['host_peak'] / unit:6.2f}, plan {row['host_planned'] / row['host_peak']:.3f} "
         f"x; {row['checkpointing']} {row['recomputed']}, resident {row['resident']}, again "
-        f"{row['again']}, {row['row_s']:.0f} s",
+        f"{row['again']}, {row['row_s']:.0f} s, left before "
+        f"{row['left_by_earlier_rows'] / unit:.2f}",
         flush=True,
     )
     for said in row["made_room"]:
@@ -365,6 +370,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=75, help="seconds for a row")
     parser.add_argument("--host", type=float, default=100, help="GB of host memory")
     parser.add_argument("--again", action="store_true", help="run failed rows again")
+    parser.add_argument("--fresh", action="store_true", help="a process for each row")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU: a dry run")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/zero_zoo.json"))
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -404,7 +410,8 @@ def main() -> None:
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     while todo and time.monotonic() < end:
-        command = [sys.executable, __file__, "--work", json.dumps(todo), "--host", str(given.host)]
+        mine = todo[:1] if given.fresh else todo
+        command = [sys.executable, __file__, "--work", json.dumps(mine), "--host", str(given.host)]
         command += ["--tiny"] if given.tiny else []
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True, bufsize=1
