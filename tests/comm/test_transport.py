@@ -162,7 +162,10 @@ def every_form(rank: int, size: int, dtype: str, real: bool) -> list[tuple[str, 
                 assert want is not None and have is not None
                 # Low rank sends sums itself, of which the next step's basis comes.
                 summed = wires.get(form).late == "low-rank"
-                if size == 2 or (form in CARRIED and name == "weight" and step > 0 and not summed):
+                # Of two ranks a narrow form adds what came in float32: one rounding fewer.
+                wider = form in NARROW and NARROW[form] != kind
+                same = size == 2 and not wider
+                if same or (form in CARRIED and name == "weight" and step > 0 and not summed):
                     assert torch.equal(have, want), (form, name, step)
                 # Another order of sums, one rounding in place of several.
                 tolerance = 1e-3 if summed else TOLERANCE[NARROW.get(form, kind)]
@@ -410,8 +413,14 @@ def test_a_dead_network_is_an_error(when: str) -> None:
 
 
 class Event:
-    def __init__(self, after: list[str]) -> None:
-        self.after = list(after)
+    def __init__(self) -> None:
+        self.after: list[str] = []
+
+    def record(self, stream: Stream) -> None:
+        self.after = list(stream.done)
+
+    def wait(self, stream: Stream) -> None:
+        stream.done += [name for name in self.after if name not in stream.done]
 
 
 class Stream:
@@ -424,10 +433,7 @@ class Stream:
         Stream.made.append(self)
 
     def wait_event(self, event: Event) -> None:
-        self.done += [name for name in event.after if name not in self.done]
-
-    def record_event(self) -> Event:
-        return Event(self.done)
+        event.wait(self)
 
     def synchronize(self) -> None:
         self.done.append("host waits")
@@ -436,21 +442,15 @@ class Stream:
 class Current:
     now = Stream()
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self.before, Current.now = Current.now, self.stream
-
-    def __exit__(self, *_: object) -> None:
-        Current.now = self.before
-
 
 def test_buckets_take_the_outer_streams_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from evener.comm import lanes as module
     from evener.comm.lanes import OUTER_STREAMS, StreamLanes
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", Current)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(module, "_wait", Event.wait)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Current, "now", stream))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: Current.now)
     main = Current.now = Stream()
     Stream.made.clear()

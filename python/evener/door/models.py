@@ -77,6 +77,9 @@ def _followed(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any
 @_disable_dynamo
 def _now(model: DistributedDataParallel) -> bool:
     """A differentiated forward of `model` begins; whether it was accelerated just now."""
+    if "evener_steps" in model.__dict__:
+        # Dynamo asks what it saw of the model before the switch: here is what it is now.
+        return False
     try:
         follower = _followers.get(model)
         if follower is None:

@@ -289,7 +289,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # Ranks collect garbage at different moments: the groups are used again once all ranks have
         # dropped the optimizer.
         dropped = weakref.finalize(self, reducer.drop)
-        this = weakref.ref(self)
+        this, whole = weakref.ref(self), weakref.ref(reducer)
 
         def on_sparse(index: int) -> None:
             if (optimizer := this()) is not None:
@@ -298,8 +298,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         reducer.on_sparse = on_sparse
 
         def disarm() -> None:
-            if dropped.detach():  # no longer holds the reducer, whose groups end with their world
-                reducer.detach()
+            # From here on nothing may hold the reducer: its groups end with their world.
+            if dropped.detach() is not None and (left := whole()) is not None:
+                left.detach()
             if (optimizer := this()) is not None:
                 optimizer._reducer = optimizer._steps = None
 
