@@ -54,6 +54,9 @@ class Watch:
         self._end = threading.Event()
         self.heard: PipelineError | None = None
         self._beat = 0
+        # Before the first step, which may end before the thread's first turn: who is dead without
+        # a pulse is not missed.
+        self._store.set(f"pulse/{rank}", "0")
         self._thread = threading.Thread(target=self._loop, name="evener-pipeline", daemon=True)
         self._thread.start()
 
