@@ -8,32 +8,36 @@ name, and all doors of a process share them. Nothing here imports torch or Tenso
 
 from __future__ import annotations
 
-from evener.embedding.options import (
-    L2,
-    Adagrad,
-    Adam,
-    AdamW,
-    Bloom,
-    Constant,
-    Counter,
-    Ftrl,
-    GroupAdam,
-    GroupFtrl,
-    LazyAdam,
-    Lfu,
-    Lru,
-    Normal,
-    Options,
-    Probability,
-    Sgd,
-    SsdTier,
-    TruncatedNormal,
-    Ttl,
-    Uniform,
-    Zeros,
-    slots,
-)
-from evener.embedding.store import Rows, Store, forget, names, table
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.embedding.options import (
+        L2,
+        Adagrad,
+        Adam,
+        AdamW,
+        Bloom,
+        Constant,
+        Counter,
+        Ftrl,
+        GroupAdam,
+        GroupFtrl,
+        LazyAdam,
+        Lfu,
+        Lru,
+        Normal,
+        Options,
+        Probability,
+        Sgd,
+        SsdTier,
+        TruncatedNormal,
+        Ttl,
+        Uniform,
+        Zeros,
+        slots,
+    )
+    from evener.embedding.store import Rows, Store, forget, names, table
 
 __all__ = [
     "L2",
@@ -65,3 +69,14 @@ __all__ = [
     "slots",
     "table",
 ]
+
+_OF_STORE = {"Rows", "Store", "forget", "names", "table"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are loaded when they are used: the command's help needs neither numpy nor the store."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{'store' if name in _OF_STORE else 'options'}")
+    value = globals()[name] = getattr(module, name)
+    return value

@@ -9,18 +9,22 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from evener.bench.embedding.peers import PEERS, Made, Peer
 
+if TYPE_CHECKING:
+    import numpy as np
+
 
 def draw(rows: int, size: int, zipf: float, count: int) -> list[np.ndarray]:
     """`count` batches of ids int64 [size]: uniform where `zipf` is 0."""
+    import numpy as np  # not for the help
+
     generator = np.random.default_rng(1)
     if not zipf:
         return [generator.integers(0, rows, size) for _ in range(count)]
@@ -44,6 +48,8 @@ def rate(call: Callable[[int], Any], batches: int, keys: int, seconds: float) ->
 
 def measure(made: Made, batches: list[np.ndarray], dim: int, seconds: float) -> dict[str, Any]:
     """Lookups and steps of one peer."""
+    import numpy as np  # not for the help
+
     size = len(batches[0])
     found: dict[str, Any] = {
         "lookup": rate(lambda i: made.lookup(batches[i]), len(batches), size, seconds),

@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Peer:
 
 
 def _store(rows: int, dim: int) -> Made:
+    import numpy as np  # not for the help
+
     from evener.embedding import Adagrad, Options, Store, forget
 
     name = "bench-embedding"
