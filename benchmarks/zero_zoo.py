@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zero_diagnose
 
 from evener import zero
 from evener.zero.budget import resident_now
@@ -199,10 +201,23 @@ def forget_peaks() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def _step(engine: zero.Engine, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
 def measure(
-    name: str, budget: float, rows: int, machine: zero.Machine, tiny: bool, budget_host: int
+    name: str,
+    budget: float,
+    rows: int,
+    machine: zero.Machine,
+    tiny: bool,
+    budget_host: int,
+    more: bool = False,
 ) -> dict[str, Any]:
-    """One row."""
+    """One row. `more`: and why it takes what it takes (`zero_diagnose`)."""
     cuda = torch.cuda.is_available() and not tiny
     model = model_of(name, tiny)
     batch = batch_of(name, rows, model, "cuda" if cuda else "cpu", tiny)
@@ -221,40 +236,55 @@ def measure(
     forget_peaks()
     machine = dataclasses.replace(machine, host_reserve=resident_now() + (LIBRARIES if cuda else 0))
     given = {"model": model, "machine": machine, "example": batch, "weights": value_of}
+    traced: dict[str, Any] = {}
     try:
-        engine, *_ = zero.initialize(config=config, **given)
+        with zero_diagnose.traced() if more else contextlib.nullcontext(traced) as traced:
+            engine, *_ = zero.initialize(config=config, **given)
     except zero.NoFitError as error:
-        found = {"refused": str(error), "nearest": error.nearest}
-        found["needs"] = error.plan.gpu_bytes / (1e6 if tiny else GB)
-        found["needs over budget"] = error.plan.gpu_bytes / limit
-        return found
+        refused: dict[str, Any] = {"refused": str(error), "nearest": error.nearest}
+        refused["needs"] = error.plan.gpu_bytes / (1e6 if tiny else GB)
+        refused["needs over budget"] = error.plan.gpu_bytes / limit
+        return refused
     prepared = time.perf_counter() - begun
     plan = engine.plan
     assert plan is not None
     tokens = MODELS[name][2] * rows
+    why: dict[str, Any] = {}
+    once = functools.partial(_step, engine, batch)
     try:
+        if more and cuda:
+            try:
+                why["memory"] = zero_diagnose.memory(engine, once, traced, limit)
+                print("WHY " + json.dumps(why), flush=True)
+            except Exception:  # noqa: BLE001  # the row itself is measured all the same
+                traceback.print_exc()
         forget_peaks()
         driver, losses = 0, []
         marks: list[float] = []
+        each: list[float] = []
+        room: list[str] = []
         for step in range(WARMUP + STEPS):
+            begun = time.perf_counter()
             if step == WARMUP:
                 engine.drain()
                 if cuda:
                     torch.cuda.synchronize()
                 marks.append(time.perf_counter())
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-            del loss
+            losses.append(once())
             if cuda:
                 free, total = torch.cuda.mem_get_info()
                 driver = max(driver, total - free)
+            each.append(time.perf_counter() - begun)
+            if len(engine.room.said) > len(room):
+                room += [f"step {step}: {said}" for said in engine.room.said[len(room) :]]
         engine.drain()
         if cuda:
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - marks[0]) / STEPS
         memory = engine.memory()
+        allocated = torch.cuda.max_memory_allocated() if cuda else 0
+        if more and cuda:
+            why["time"] = zero_diagnose.timing(engine, once)
         return {
             "parameters": sum(place.numel for place in plan.places),
             "prepared_s": prepared,
@@ -272,23 +302,25 @@ def measure(
             "budget": limit,
             "gpu_planned": plan.gpu_bytes,
             "gpu_peak": memory["gpu peak"],
-            "gpu_allocated": torch.cuda.max_memory_allocated() if cuda else 0,
+            "gpu_allocated": allocated,
             "gpu_driver": driver,
             "host_planned": plan.host_bytes,
             "host_peak": host_peak(),
             "again": memory["passes run again"],
-            "made_room": engine.room.said,
+            "made_room": room,
+            "each_s": each,
             "losses": [float(x) for x in losses],
+            **({"why": why} if why else {}),
         }
     finally:
         engine.close()
-        del engine, model, batch, given
+        del engine, model, batch, given, once
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
 
 
-def work(rows: list[list[Any]], tiny: bool, host: int) -> None:
+def work(rows: list[list[Any]], tiny: bool, host: int, more: bool) -> None:
     """A process that measures one row after another, and says each."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not tiny else None
     machine = zero.probe(device or torch.device("cpu")).machine
@@ -299,7 +331,7 @@ def work(rows: list[list[Any]], tiny: bool, host: int) -> None:
         begun = time.perf_counter()
         left = torch.cuda.memory_allocated() if device is not None else 0
         try:
-            found = measure(model, budget, count, machine, tiny, host)
+            found = measure(model, budget, count, machine, tiny, host, more)
         except Exception as error:  # noqa: BLE001  # it is the row's result
             traceback.print_exc()
             said = str(error).strip().splitlines() or [""]
@@ -371,6 +403,7 @@ def main() -> None:
     parser.add_argument("--host", type=float, default=100, help="GB of host memory")
     parser.add_argument("--again", action="store_true", help="run failed rows again")
     parser.add_argument("--fresh", action="store_true", help="a process for each row")
+    parser.add_argument("--diagnose", action="store_true", help="why a row takes what it takes")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU: a dry run")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/zero_zoo.json"))
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -379,7 +412,7 @@ def main() -> None:
     if given.work:
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
         logging.getLogger("evener.zero").setLevel(logging.INFO)
-        work(json.loads(given.work), given.tiny, host)
+        work(json.loads(given.work), given.tiny, host, given.diagnose)
         return
     if not given.tiny and not torch.cuda.is_available():
         sys.exit("no GPU here: this benchmark needs one (--tiny: a dry run)")
@@ -413,6 +446,7 @@ def main() -> None:
         mine = todo[:1] if given.fresh else todo
         command = [sys.executable, __file__, "--work", json.dumps(mine), "--host", str(given.host)]
         command += ["--tiny"] if given.tiny else []
+        command += ["--diagnose"] if given.diagnose else []
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True, bufsize=1
         ) as process:
@@ -432,6 +466,8 @@ def main() -> None:
                     break
                 if line.startswith("BEGIN "):
                     since, current = time.monotonic(), line[6:].strip()
+                elif line.startswith("WHY "):
+                    print(json.dumps(json.loads(line[4:]), indent=1), flush=True)
                 elif line.startswith("MACHINE "):
                     record["machine"] = json.loads(line[8:])
                 elif line.startswith("RESULT "):

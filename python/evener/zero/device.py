@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from evener.zero.meter import Ledger, Meter
 
+GROWTH = 20 << 20
+"""Bytes by which a segment of CUDA's allocator grows."""
+
 
 class Event(Protocol):
     """A place in a stream."""
@@ -215,7 +218,9 @@ class CudaDevice:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         total = torch.cuda.get_device_properties(self.device).total_memory
         self._before = torch.cuda.get_per_process_memory_fraction(self.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), self.device)
+        # A segment grows by whole parts, and the last one is checked before it is rounded up.
+        share = max(0, size - GROWTH) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
 
     def unlimit(self) -> None:
         if self._before is not None:
