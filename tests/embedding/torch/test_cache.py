@@ -1,7 +1,9 @@
 """The cache of hot rows: with it and without it the store ends with the same bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from evener.embedding import (
 )
 from evener.embedding.options import Optimizer
 from evener.embedding.torch import DynamicEmbeddingBag, DynamicOptimizer
+from evener.embedding.torch.cache import CachedRows
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
 
@@ -114,6 +117,42 @@ def test_the_same_bytes_where_admission_refuses(prefetch: bool) -> None:
 def test_the_same_bytes_where_rows_are_evicted(options: Options) -> None:
     assert contents(train(options, 70, True)) == contents(train(options, 0))
     assert contents(train(options, 70, evict=11)) == contents(train(options, 0, evict=11))
+
+
+class Slow:
+    """Writes rows back only when someone waits for it: until then they are on their way."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, work, given))
+        if not given:  # the cache waits for all that was submitted
+            waiting, self.waiting = self.waiting, []
+            for each, work, given in waiting:
+                each.set_result(work(*given))
+        return future
+
+
+@pytest.mark.parametrize("admission", [None, Counter(3)])
+def test_rows_that_are_wanted_again_on_their_way_back(
+    monkeypatch: pytest.MonkeyPatch, admission: Counter | None
+) -> None:
+    options = Options(DIM, optimizer=Adam(lr=0.01), admission=admission)
+    plain = contents(train(options, 0))
+    made: list[CachedRows] = []
+    init = CachedRows.__init__
+
+    def slow(self: CachedRows, *given: Any) -> None:
+        init(self, *given)
+        self._writer = Slow()  # type: ignore[assignment]
+        made.append(self)
+
+    monkeypatch.setattr(CachedRows, "__init__", slow)
+    for prefetch in (False, True):
+        assert contents(train(options, 70, prefetch)) == plain
+    assert all(each.stats.returned > 0 for each in made)
 
 
 def test_accumulated_batches_whose_rows_had_to_go_before_the_step() -> None:

@@ -13,8 +13,9 @@ cache and without it the store ends with the same bytes.
 A key that admission did not let in has no row to lend. It gets a place for one batch (`_stray`),
 its gradient is dropped as the store drops it, and nothing of it is written back.
 
-One thread does all that the store is asked for, in order: a row that is on its way back arrives
-before it is fetched again.
+Two threads ask the store: one fetches, one writes back, so that a fetch never waits for rows that
+go. A row that is wanted again while it is on its way back is taken from what goes (`_Going`), and
+not from the store. Write-backs keep their order: of two of one key the later is the last.
 """
 
 from __future__ import annotations
@@ -52,16 +53,42 @@ class _Fetched:
     epoch: int
 
 
+@dataclass(eq=False)
+class _Going:
+    """Rows on their way to the store, keys ascending. `written`: the store has them."""
+
+    keys: torch.Tensor
+    rows: torch.Tensor
+    frequencies: torch.Tensor
+    versions: torch.Tensor
+    stray: torch.Tensor
+    written: Future[None] | None = None
+
+    def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of `keys`, and whether a key is here with a row."""
+        at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
+        return at, (self.keys[at] == keys) & ~self.stray[at]
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return self.keys, self.rows, self.frequencies, self.versions, self.stray
+
+
 @dataclass
 class CacheStats:
-    """What the cache did. Seconds: `host` of asking the store, `waited` of the trainer for it."""
+    """What the cache did. `returned`: rows that were wanted again on their way back.
+
+    Seconds: `host` of fetching from the store, `written` of writing back, `waited` of the trainer.
+    """
 
     batches: int = 0
     keys: int = 0
     missing: int = 0
     evicted: int = 0
     prefetched: int = 0
+    returned: int = 0
     host: float = 0.0
+    written: float = 0.0
     waited: float = 0.0
 
     @property
@@ -102,13 +129,16 @@ class CachedRows:
         self._clock = 0
         self._epoch = 0  # changes when rows change in a way that a prefetch could not foresee
         self._pending: Future[_Fetched] | None = None
-        self._puts: list[Future[None]] = []
+        self._going: list[_Going] = []
         self._current: tuple[torch.Tensor, torch.Tensor] | None = None  # keys, slots
         self._bad: torch.Tensor | None = None
         self._t = int(store.stats()["steps"])
         self._refuses = options["admission"]["kind"] != "none"
-        self._worker = ThreadPoolExecutor(1, "evener-embedding-cache")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._fetcher = ThreadPoolExecutor(1, "evener-embedding-fetch")
+        self._writer = ThreadPoolExecutor(1, "evener-embedding-write")
+        gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if gpu else None
+        self._back = torch.cuda.Stream(device) if gpu else None
         self.stats = CacheStats()
 
     def _clear(self) -> None:
@@ -187,9 +217,11 @@ class CachedRows:
         self._bad = ~fine
 
     def _raise_late(self) -> None:
-        for put in [put for put in self._puts if put.done()]:
-            self._puts.remove(put)
-            put.result()
+        ended = [going for going in self._going if going.written and going.written.done()]
+        self._going = [going for going in self._going if going not in ended]
+        for going in ended:
+            assert going.written is not None
+            going.written.result()
         bad, self._bad = self._bad, None
         if bad is not None and bool(bad):
             raise UsageError(
@@ -220,7 +252,7 @@ class CachedRows:
 
     def _settle(self) -> None:
         """Wait until the store has all that was given back."""
-        self._worker.submit(lambda: None).result()
+        self._writer.submit(lambda: None).result()
         self._raise_late()
 
     # Between the cache and the store.
@@ -235,35 +267,62 @@ class CachedRows:
 
     def _ask(self, keys: torch.Tensor, step: int, repeats: bool = False) -> Future[_Fetched]:
         """Fetch what is missing of `keys`, in the thread."""
-        event = None
-        if self._stream is not None:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-        return self._worker.submit(self._fetch, keys, step, event, self._epoch, repeats)
+        # The latest first: of a key that goes twice it has the last values.
+        going = self._going[::-1]
+        return self._fetcher.submit(
+            self._fetch, keys, step, going, self._now(), self._epoch, repeats
+        )
+
+    def _now(self) -> Any:
+        """The event of what the current stream has been given so far; None on a CPU."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def _fetch(
-        self, keys: torch.Tensor, step: int, event: Any, epoch: int, repeats: bool
+        self,
+        keys: torch.Tensor,
+        step: int,
+        going: list[_Going],
+        event: Any,
+        epoch: int,
+        repeats: bool,
     ) -> _Fetched:
         inverse = None
-        with self._side(event):
-            if self._stream is not None:
-                keys.record_stream(self._stream)
+        with self._side(self._stream, event):
+            for tensor in (keys, *(part for each in going for part in each.parts)):
+                if self._stream is not None:
+                    tensor.record_stream(self._stream)
             if repeats:
                 keys, inverse = torch.unique(keys, return_inverse=True)
             _, found = self._find(keys)
             missing = keys[~found]
-            wanted = missing.cpu()
+            returning = []
+            absent = torch.ones_like(missing, dtype=torch.bool)
+            for each in going:
+                at, there = each.find(missing)
+                there &= absent
+                absent &= ~there
+                returning.append((each, at, there))
+            wanted = missing[absent].cpu()
             began = time.perf_counter()
             room = torch.empty(wanted.numel(), self._width, pin_memory=self._stream is not None)
             _, *taken = self.store.take_rows(wanted, step, out=room)
             parts = [room.to(self.device, non_blocking=True)]
             parts += [self._up(torch.from_numpy(part)) for part in taken]
+            took = time.perf_counter() - began
+            returned = missing.numel() - wanted.numel()
+            if returned:
+                parts = _joined(parts, absent, returning)
             done = None
             if self._stream is not None:
                 done = torch.cuda.Event()
                 done.record(self._stream)
-        self.stats.host += time.perf_counter() - began
+        self.stats.host += took
         self.stats.missing += missing.numel()
+        self.stats.returned += returned
         rows, frequencies, versions, admitted = parts
         return _Fetched(
             keys, inverse, missing, rows, frequencies, versions, admitted.bool(), done, epoch
@@ -275,12 +334,12 @@ class CachedRows:
         return part.pin_memory().to(self.device, non_blocking=True)
 
     @contextmanager
-    def _side(self, event: Any) -> Iterator[None]:
-        if self._stream is None:
+    def _side(self, stream: Any, event: Any) -> Iterator[None]:
+        if stream is None:
             yield
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(event)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            stream.wait_event(event)
             yield
 
     def _take(self, keys: torch.Tensor, step: int) -> _Fetched:
@@ -359,6 +418,7 @@ class CachedRows:
     def _evict(self, n: int) -> None:
         """Give back the `n` rows that were not used for longest."""
         oldest = torch.argsort(self._used[self._slots], stable=True)[:n]
+        oldest = oldest.sort()[0]  # keys of what goes ascend, as `_keys` does
         gone = torch.zeros_like(self._slots, dtype=torch.bool)
         gone[oldest] = True
         self._give_back(self._keys[oldest], self._slots[oldest])
@@ -369,25 +429,33 @@ class CachedRows:
         """Hand rows to the thread, which writes them into the store."""
         if not keys.numel():
             return
-        parts = [keys, self._rows[places], self._frequency[places], self._version[places]]
-        parts.append(self._stray[places])
-        event = None
-        if self._stream is not None:
-            parts = [part.to("cpu", non_blocking=True) for part in parts]
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-        self._puts.append(self._worker.submit(self._put, parts, event))
+        going = _Going(
+            keys,
+            self._rows[places],
+            self._frequency[places],
+            self._version[places],
+            self._stray[places],
+        )
+        going.written = self._writer.submit(self._put, going, self._now())
+        self._going.append(going)
 
-    def _put(self, parts: list[torch.Tensor], event: Any) -> None:
-        if event is not None:
-            event.synchronize()
+    def _put(self, going: _Going, event: Any) -> None:
+        parts = going.parts
+        with self._side(self._back, event):
+            if self._back is not None:
+                for part in parts:
+                    part.record_stream(self._back)
+                parts = tuple(part.to("cpu", non_blocking=True) for part in parts)
+                self._back.synchronize()
         keys, rows, frequencies, versions, stray = parts
         if bool(stray.any()):
             keep = ~stray
             keys, rows, frequencies, versions = (
                 part[keep] for part in (keys, rows, frequencies, versions)
             )
+        began = time.perf_counter()
         self.store.put_rows(keys, rows, frequencies, versions)
+        self.stats.written += time.perf_counter() - began
 
     # The sorted lists. The number of entries that go or come is known, so nothing waits for a GPU.
 
@@ -412,6 +480,22 @@ class CachedRows:
             out[of_new] = more
             merged.append(out)
         self._keys, self._slots = merged
+
+
+def _joined(
+    parts: list[torch.Tensor],
+    absent: torch.Tensor,
+    returning: list[tuple[_Going, torch.Tensor, torch.Tensor]],
+) -> list[torch.Tensor]:
+    """What the store gave for the `absent`, and what goes for the others, in the order of keys."""
+    whole = [part.new_ones(absent.numel(), *part.shape[1:]) for part in parts]
+    for out, part in zip(whole, parts, strict=True):
+        out[absent] = part
+    for each, at, there in returning:
+        places = at[there]
+        for out, part in zip(whole, (each.rows, each.frequencies, each.versions), strict=False):
+            out[there] = part[places]
+    return whole
 
 
 def _placed(values: torch.Tensor, to: torch.Tensor, n: int) -> torch.Tensor:
