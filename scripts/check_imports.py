@@ -29,7 +29,7 @@ LEVELS = [
         },
     ),
     ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own"}),
-    ("pillar", {"comm", "zero", "net", "fabric", "embedding", "pipeline"}),
+    ("pillar", {"comm", "zero", "net", "fabric", "embedding", "pipeline", "moe"}),
     (
         "base",
         {

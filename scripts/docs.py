@@ -29,6 +29,7 @@ FACES: dict[str, tuple[str, list[str] | None]] = {
     "fsdp": ("evener.fsdp", ["accelerate", "release"]),
     "zero": ("evener.zero", None),
     "pipeline": ("evener.pipeline", None),
+    "moe": ("evener.moe", None),
     "lab": ("evener.lab", None),
     "forms": ("evener.comm.wires", None),
     "horovod": ("evener.horovod.torch", None),

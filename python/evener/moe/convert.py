@@ -1,0 +1,89 @@
+"""Experts of transformers' models become ours, in place: same names, same outputs to rounding.
+
+transformers 5 keeps the experts of a layer in one module: stacked matrices `gate_up_proj` and
+`down_proj`, called with tokens, choices and weights. Only that module is replaced. Router, shared
+experts and all that a block does around them stay the model's own, so every architecture whose
+experts have this form works; a form that ours has not is refused by name. Nothing of transformers
+is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from evener.errors import UsageError
+from evener.moe.layer import Experts
+
+# What transformers says of a form of experts, and what ours needs it to be.
+_FORM = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+}
+
+
+def stacked(module: nn.Module) -> bool:
+    """Whether a module holds experts as stacked matrices, as transformers 5 does."""
+    down = module._parameters.get("down_proj")
+    up = module._parameters.get("gate_up_proj", module._parameters.get("up_proj"))
+    return down is not None and up is not None and down.dim() == up.dim() == 3
+
+
+def _refuse(name: str, module: nn.Module, why: str) -> UsageError:
+    return UsageError(
+        f"{name} ({type(module).__name__}) {why}", "leave this model as transformers has it"
+    )
+
+
+def _checked(name: str, module: Any) -> Experts:
+    """Ours in place of `module`, with its own parameters."""
+    for attribute, needed in _FORM.items():
+        if getattr(module, attribute, needed) != needed:
+            raise _refuse(name, module, f"has {attribute}={not needed}, which ours cannot do")
+    own = type(module).__dict__.get("_apply_gate")
+    if own is not None and own.__module__ != "transformers.integrations.moe":
+        raise _refuse(name, module, "has a gate of its own")
+    activation = getattr(module, "act_fn", getattr(module, "activation", None))
+    gate_up, down = module._parameters.get("gate_up_proj"), module.down_proj
+    if gate_up is None or not callable(activation):
+        raise _refuse(name, module, "has no gate_up_proj, or no act_fn")
+    experts, twice, width = gate_up.shape
+    if down.shape != (experts, width, twice // 2):
+        raise _refuse(name, module, f"has matrices of {list(gate_up.shape)} and {list(down.shape)}")
+    with torch.device("meta"):
+        made = Experts(width, twice // 2, experts, activation)
+    made.gate_up_proj, made.down_proj = gate_up, down
+    made.load = torch.zeros(experts, device=gate_up.device)
+    return made.train(module.training)
+
+
+def convert(model: nn.Module, *, capacity: float | None = None) -> nn.Module:
+    """Give a model of transformers our experts, in place, and return it.
+
+    The parameters stay the same objects under the same names: optimizers, checkpoints,
+    save_pretrained go on as before. capacity: see `Experts`; None drops nothing.
+
+    Raises UsageError, with nothing changed, for a model without experts and for experts of a form
+    that ours has not.
+    """
+    found = [(name, module) for name, module in model.named_modules() if stacked(module)]
+    theirs = [(name, module) for name, module in found if not isinstance(module, Experts)]
+    if not found:
+        raise UsageError(
+            f"{type(model).__name__} has no experts as stacked matrices",
+            "give a mixture of experts of transformers 5 (Mixtral, Qwen3-MoE, DeepSeek-V3 ...)",
+        )
+    made = [(name, _checked(name, module)) for name, module in theirs]
+    for name, ours in made:
+        if capacity is not None:
+            ours.capacity = capacity
+        parent, _, last = name.rpartition(".")
+        if not last or not name:
+            raise UsageError("these are experts alone", "give the model that has them")
+        setattr(model.get_submodule(parent), last, ours)
+    return model

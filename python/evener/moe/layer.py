@@ -1,0 +1,135 @@
+"""The layer: a router, experts, and an expert that all tokens take.
+
+`Experts` is called as transformers calls its own (tokens, choices, weights), under the same names
+of parameters, so it stands in a block of transformers as well (`convert`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evener.errors import UsageError
+from evener.moe import core, permute
+from evener.moe.gate import Activation
+from evener.moe.router import Router, Score, load_balancing_loss
+
+
+class Experts(nn.Module):
+    """`experts` gated feed-forward networks: down(act(gate x) * up x), as stacked matrices.
+
+    gate_up_proj [experts, 2 inner, width]: gate above up. down_proj [experts, width, inner].
+    capacity: the most tokens that an expert takes of a batch, as a factor of an even share; None
+    drops nothing.
+    """
+
+    load: torch.Tensor
+
+    def __init__(
+        self, width: int, inner: int, experts: int, activation: Activation = functional.silu,
+        capacity: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if min(width, inner, experts) < 1:
+            raise UsageError(f"width={width}, inner={inner}, experts={experts}", "give 1 or more")
+        if capacity is not None and not 0 < capacity < math.inf:
+            raise UsageError(f"capacity={capacity}", "give a factor above 0, or None")
+        self.num_experts, self.capacity = experts, capacity
+        self.activation = activation
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
+        for matrix in (self.gate_up_proj, self.down_proj):
+            nn.init.uniform_(
+                matrix, -1 / math.sqrt(matrix.shape[2]), 1 / math.sqrt(matrix.shape[2])
+            )
+        # How many entries each expert was given in training since it was last looked at.
+        self.register_buffer("load", torch.zeros(experts), persistent=False)
+        self.dropped: torch.Tensor | None = None
+
+    def extra_repr(self) -> str:
+        held, twice, width = self.gate_up_proj.shape
+        where = "" if held == self.num_experts else f", {held} of them here"
+        return f"{self.num_experts} x {width} x {twice // 2}{where}"
+
+    def forward(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """x [tokens, width], experts and weights [tokens, k] > [tokens, width].
+
+        A choice that is negative or `num_experts` is no choice.
+        """
+        if x.dim() != 2 or experts.shape != weights.shape or len(experts) != len(x):
+            raise UsageError(
+                f"tokens {list(x.shape)}, choices {list(experts.shape)}, weights "
+                f"{list(weights.shape)}",
+                "give [tokens, width] and twice [tokens, k]",
+            )
+        experts = experts.detach()
+        experts = torch.where(experts < self.num_experts, experts, -1)
+        limit = None
+        if self.capacity is not None:
+            share = experts.numel() / self.num_experts
+            limit = max(1, math.ceil(share * self.capacity))
+        at = permute.positions(experts, self.num_experts, limit)
+        self.note(at, experts if limit is not None else None)
+        return core.local(x, weights, at, self.gate_up_proj, self.down_proj, self.activation)
+
+    @torch.no_grad()
+    def note(self, at: permute.Positions, experts: torch.Tensor | None = None) -> None:
+        """Count the load of a batch; `experts`: the choices, where some may have been dropped."""
+        if experts is not None:
+            self.dropped = (experts >= 0).sum() - at.ends[-1]
+        if self.training:
+            ends = at.ends.to(self.load.dtype)
+            self.load += torch.diff(ends, prepend=ends.new_zeros(1))
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token takes: down(act(gate x) * up x)."""
+
+    def __init__(self, width: int, inner: int, activation: Activation = functional.silu) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of a feed-forward network: [..., width] > [..., width].
+
+    shared: the inner width of an expert that all tokens take; 0: none. score, normalize, scale,
+    groups, top_groups: see `Router`. capacity: see `Experts`. After a forward pass in training
+    `aux_loss` holds the auxiliary loss of that batch; add a part of it (0.01) to the loss, or
+    balance without it (`evener.moe.balance`).
+    """
+
+    def __init__(
+        self, width: int, inner: int, experts: int, top_k: int, *, shared: int = 0,
+        score: Score = "softmax", normalize: bool = True, scale: float = 1.0, groups: int = 1,
+        top_groups: int = 1, capacity: float | None = None,
+        activation: Activation = functional.silu,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gate = Router(width, experts, top_k, score, normalize, scale, groups, top_groups)
+        self.experts = Experts(width, inner, experts, activation, capacity)
+        self.shared_experts = SharedExpert(width, shared, activation) if shared else None
+        self.aux_loss: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        logits, weights, experts = self.gate(flat)
+        self.aux_loss = (
+            load_balancing_loss(logits, experts, self.gate.score) if self.training else None
+        )
+        out: torch.Tensor = self.experts(flat, experts, weights)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(flat)
+        return out.view(x.shape)
