@@ -33,6 +33,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -61,7 +62,7 @@ BESIDE = {
     "lowrank": ("ddp", "fp16", "bf16", "powersgd"),
 }
 _MARK = "ZOO "
-_MOST_SETTLING = 300
+_MOST_SETTLING = 700
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Settings:
     tiny: bool
     seconds: float
     rounds: int
+    most_rounds: int
+    error: float
     most_steps: int
     until: float  # time.time() after which no model is begun
     batch: int
@@ -137,7 +140,6 @@ class Column:
         self.model = self._wrapped()
         self.steps: list[float] = []
         self.settle_steps = 0
-        self.error = ""
 
     def _wrapped(self) -> Any:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -183,6 +185,13 @@ class Column:
     def settled(self) -> bool:
         """Whether what is measured from here on is what training goes on with."""
         return self.planner is None or self.planner.kept is not None
+
+    @property
+    def error(self) -> float:
+        """The standard error of the median step, as a share of it."""
+        middle = statistics.median(self.steps)
+        scatter = 1.4826 * statistics.median(abs(ms / middle - 1) for ms in self.steps)
+        return 1.2533 * scatter / math.sqrt(len(self.steps))
 
     def checksum(self) -> str:
         """Of all parameters."""
@@ -246,9 +255,12 @@ class Measurement:
         gc.disable()
         row["settled_s"] = round(time.perf_counter() - began, 2)
         counts = {c.name: self._count(c) for c in columns}
-        for turn in range(settings.rounds):
+        for turn in range(settings.most_rounds):
             for column in columns if turn % 2 == 0 else columns[::-1]:
                 column.steps += self._timed(column, counts[column.name])
+            # All ranks have the same times.
+            if turn + 1 >= settings.rounds and all(c.error <= settings.error for c in columns):
+                break
         gc.enable()
         gc.unfreeze()
         for column in columns:
@@ -303,7 +315,7 @@ class Measurement:
         times = self._timed(column, 1)
         column.steps = []
         return max(
-            2, min(self.settings.most_steps, math.ceil(1e3 * self.settings.seconds / times[0]))
+            1, min(self.settings.most_steps, math.ceil(1e3 * self.settings.seconds / times[0]))
         )
 
     def _timed(self, column: Column, steps: int) -> list[float]:
@@ -372,7 +384,7 @@ class Measurement:
                 "hidden": made.hidden,
                 "overlap": made.overlap,
                 "forms": [f"{choice.algorithm} {choice.form}" for choice in made.choices],
-                "looked_at": planner.looked_at,
+                "looked_at": re.sub(r"/\S*site-packages/", "", planner.looked_at),
                 "carrier": column.model.evener.communicators.route.carrier.to_json(),
                 "tried": {
                     name: {"ms": round(ms, 3), "modelled_ms": round(way.decision.step_ms, 3)}
@@ -588,8 +600,10 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, for CPUs")
     parser.add_argument("--batch", type=int, default=0, help="samples a rank, for all models")
-    parser.add_argument("--seconds", type=float, default=0.8, help="of steps, a column and round")
-    parser.add_argument("--rounds", type=int, default=3, help="of all columns, in turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of steps, a column and round")
+    parser.add_argument("--rounds", type=int, default=4, help="of all columns, in turn")
+    parser.add_argument("--most-rounds", type=int, default=12, help="where steps scatter")
+    parser.add_argument("--error", type=float, default=0.007, help="of a median, as a share")
     parser.add_argument("--most-steps", type=int, default=15, help="in a column and round")
     parser.add_argument("--threads", type=int, default=1, help="of a rank, on CPUs")
     parser.add_argument("--budget-s", type=float, default=0, help="begin no model after so long")
@@ -638,7 +652,7 @@ def main() -> int:
             print(f"{rate:g} Gb/s: {', '.join(left)}", flush=True)
             settings = Settings(
                 left, columns, rate, given.device, given.tiny, given.seconds, given.rounds,
-                given.most_steps, until, given.batch, given.threads,
+                given.most_rounds, given.error, given.most_steps, until, given.batch, given.threads,
             )  # fmt: skip
             timeout = max(60.0, until - time.time() + 45) if given.budget_s else 7200.0
             left = at_rate(settings, kept, timeout)

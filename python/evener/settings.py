@@ -221,8 +221,9 @@ EVENER_TRIAL_STEPS = _number(
     _COMM,
     "EVENER_TRIAL_STEPS",
     3,
-    "Steps for which a planner tries its choice, DDP's own way and the next best ones, each twice "
-    "at most, before it keeps the fastest. 0: it keeps its choice untried.",
+    "Steps per turn in which a planner tries its choice, DDP's own way and the next best ones. "
+    "They take turns, more where steps scatter, and the fastest is kept. 0: its choice is kept "
+    "untried.",
     high=100,
 )
 LIGHT_TOPK_ALLREDUCE = _flag(

@@ -73,6 +73,8 @@ class Script(scripts.Script):
             partition_bytes=changes.get("partition_bytes"),
         )
         self.overlap = self.model.evener_steps.overlap
+        if self.overlap is not None:
+            self.overlap.wanted = changes.get("wanted", True)
         self.deferred = 0
 
     def loss(self, step: int) -> torch.Tensor:
@@ -267,6 +269,10 @@ CASES: dict[str, tuple[Act, dict[str, Any], bool]] = {
     "penalty": (penalty, {}, True),
     "loss scale": (loss_scale, {}, False),
 }
+# As where a planner found that deferring does not pay.
+for _name in ("adam", "find unused", "clipping", "checkpoint", "penalty", "closure", "two losses"):
+    _act, _changes, _ = CASES[_name]
+    CASES[f"{_name}, not deferred"] = (_act, {**_changes, "wanted": False}, False)
 
 
 def run_both(rank: int, size: int, names: list[str]) -> dict[str, int]:
@@ -295,6 +301,34 @@ def test_the_same_bits_as_without(part: int) -> None:
     for deferred in worlds.run([1, 1], run_both, names):
         for name, steps in deferred.items():
             assert (steps >= 2) == CASES[name][2], (name, steps)
+
+
+def not_deferred(rank: int, size: int) -> tuple[list[State], list[State], int, list[str]]:
+    """Where deferring does not pay, what waits is who looks, or step(): not the end of backward."""
+    with heard() as said:
+        script = Script(rank, True, always_all=True, wanted=False)
+        overlap = script.overlap
+        assert overlap is not None
+        behind, ahead = [], []
+        for step in range(8):
+            script.optimizer.zero_grad()
+            loss = script.loss(step)
+            loss.backward()
+            assert loss.item() > 0
+            behind.append(overlap.state)
+            if step % 2:
+                assert script.module.head.bias.grad is not None
+                ahead.append(overlap.state)
+            script.optimizer.step()
+            assert overlap.state is State.IDLE
+    return behind[4:], ahead[2:], overlap.interrupted, said.lines
+
+
+def test_a_step_that_is_not_deferred_is_waited_for_where_it_is_needed() -> None:
+    for behind, ahead, interrupted, said in worlds.run([1, 1], not_deferred):
+        assert set(behind) == {State.REDUCING} and set(ahead) == {State.IDLE}
+        assert interrupted <= 3, "of the profiled steps, which look on purpose"
+        assert not [line for line in said if "is interrupted" in line]
 
 
 def buckets_wait(rank: int, size: int) -> tuple[list[int], list[str]]:

@@ -357,8 +357,18 @@ def test_several_lookups_become_one() -> None:
             (torch.tensor([0, 4]), torch.tensor([[4.0], [8.0]])),
         ]
     )
-    assert rows.tolist() == [0, 1, 4]
-    assert values.tolist() == [[4.0], [1.0], [10.0]]
+    assert rows.tolist() == [0, 1, 4, 0], "as many as came in: nobody waits to count them"
+    assert values.tolist() == [[4.0], [1.0], [10.0], [0.0]]
+    generator = torch.Generator().manual_seed(3)
+    given = [torch.randperm(12, generator=generator)[:7] for _ in range(3)]
+    parts = [(rows, torch.randint(9, (7, 2), generator=generator).float()) for rows in given]
+    rows, values = merged(parts)
+    expected = torch.zeros(12, 2)
+    for places, part in parts:
+        expected.index_add_(0, places, part)
+    assert torch.equal(torch.zeros(12, 2).index_add_(0, rows, values), expected)
+    some = rows[values.abs().sum(1) > 0]
+    assert len(some.unique()) == len(some), "a sum by atomics must not depend on their order"
 
 
 def test_the_rows_of_a_lookup() -> None:

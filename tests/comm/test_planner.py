@@ -322,6 +322,24 @@ def test_exchanges_that_are_under_way_together_pass_one_after_the_other() -> Non
     assert alone.crowd(recorder) == 1.0
 
 
+def test_no_wait_for_the_network_is_taken_for_computing() -> None:
+    """transformers' Trainer: marks that come late, because something waited between them."""
+    recorder = Recorder(torch.device("cpu"))
+    recorder.marks = {
+        "begin": 1.0, "forward_ended": 1.02, "backward_ended": 1.10, "landed": 1.12, "end": 1.22,
+    }  # fmt: skip
+    recorder.ready = {0: 1.04, 1: 1.06}
+    # Seconds; 30 of 40 ms are within backward's marks, and 50 of 60 behind `landed`.
+    recorder.stages = {(0, 1): (1.07, 1.11), (1, 1): (1.11, 1.17), (1, 2): (1.165, 1.17)}
+    found = recorder.profile([("a", 4, 4, False), ("b", 4, 4, False)])
+    parts = (found.forward_ms, found.backward_ms, found.rest_ms)
+    assert parts == pytest.approx((20.0, 50.0, 50.0))
+    # The usual case: exchanges lie between backward and `landed`, and nothing is taken away.
+    recorder.stages = {(0, 1): (1.10, 1.11), (1, 1): (1.11, 1.12)}
+    found = recorder.profile([("a", 4, 4, False), ("b", 4, 4, False)])
+    assert found.compute_ms == pytest.approx(20.0 + 80.0 + 100.0)
+
+
 def test_one_slow_exchange_does_not_crowd_the_others() -> None:
     def steps_of(times: list[float]) -> Recorder:
         recorder = Recorder(torch.device("cpu"))

@@ -268,16 +268,18 @@ class Recorder:
         return times
 
     def profile(self, buckets: Sequence[tuple[str, int, int, bool]]) -> StepProfile:
-        """`buckets[i]`: name, entries, bytes an entry of bucket i, by rows. Waits for the device.
+        """Of a step whose buckets were held back. Waits for the device.
 
-        A bucket that forward did not use counts as needed at its end, one without a gradient as
-        ready at the end of backward.
+        `buckets[i]`: name, entries, bytes an entry of bucket i, by rows. In such a step nothing is
+        computed while an exchange is under way, so what an exchange takes of a part of the step is
+        not computing, whatever the marks around that part waited for. A bucket that forward did not
+        use counts as needed at its end, one without a gradient as ready at the end of backward.
         """
         if self.clock.gpu:
             torch.cuda.synchronize(self.device)
         ms, marks = self.clock.ms, self.marks
-        forward = ms(marks["begin"], marks["forward_ended"])
-        backward = ms(marks["forward_ended"], marks["backward_ended"])
+        forward = self._computing("begin", "forward_ended")
+        backward = self._computing("forward_ended", "backward_ended")
         found = []
         occupied = [self.occupied(place) for place in range(3)]
         for index, (name, numel, itemsize, by_rows) in enumerate(buckets):
@@ -294,5 +296,17 @@ class Recorder:
                     by_rows,
                 )
             )
-        rest = ms(marks["landed"], marks["end"])
-        return StepProfile(forward, backward, rest, tuple(found))
+        return StepProfile(forward, backward, self._computing("landed", "end"), tuple(found))
+
+    def _computing(self, start: str, end: str) -> float:
+        """Milliseconds between two marks but for those in which an exchange was under way."""
+        whole = max(0.0, self.clock.ms(self.marks[start], self.marks[end]))
+        spans = [
+            span for place in range(3) for span in self._spans(place, self.marks[start]).values()
+        ]
+        left, done = whole, 0.0
+        for begun, ended in sorted(spans):
+            begun, ended = max(begun, done), min(ended, whole)
+            left -= max(0.0, ended - begun)
+            done = max(done, ended)
+        return left

@@ -24,7 +24,8 @@ from evener.comm.state import let_go
 
 @dataclass
 class Rows:
-    """What one rank brings in one step. `rows`: int64 [n], each once; `values`: [n, width].
+    """What one rank brings in one step. `rows`: int64 [n], each once but for rows of zeros;
+    `values`: [n, width].
 
     `most`: the largest n of all ranks, at least 1.
     """
@@ -128,10 +129,19 @@ class RowsExchange(Exchange):
 
 
 def merged(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of several lookups the rows, each once, and their sums."""
+    """Of several lookups the rows, each once, and their sums.
+
+    As many as came in: what is left over is row 0 with zeros. So the host need not wait for the
+    device to know how many rows there are, which at the end of backward is the whole backward.
+    """
     if len(found) == 1:
         return found[0]
-    rows, inverse = torch.cat([rows for rows, _ in found]).unique(return_inverse=True)
+    rows = torch.cat([rows for rows, _ in found])
     values = torch.cat([values for _, values in found])
-    total = values.new_zeros(rows.numel(), values.shape[1])
-    return rows, total.index_add_(0, inverse, values)
+    ordered, order = rows.sort()
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+    place = first.cumsum(0) - 1
+    inverse = torch.empty_like(place).scatter_(0, order, place)
+    once = torch.zeros_like(rows).scatter_(0, place, ordered)
+    return once, torch.zeros_like(values).index_add_(0, inverse, values)

@@ -157,11 +157,11 @@ class Steps:
 
         `at_once`: nothing is left on its way.
         """
+        recorder = self._recorder
+        if recorder is not None:  # what was held back leaves now: that is not backward's
+            recorder.mark("backward_ended")
         self.reducer.flush()
         self.reducer.arrivals.holds = False
-        recorder = self._recorder
-        if recorder is not None:
-            recorder.mark("backward_ended")
         if self.overlap is None:
             self.reducer.apply()
         else:

@@ -6,6 +6,11 @@
     deferred   `step()` was called: buckets are updated as they land
     watched    everything has landed; whether something looks at it before `step()` is noticed
 
+Where a planner found that deferring does not pay (`wanted` is False), `step()` waits for all. Until
+then, or until something looks, nothing does: a script that reads its loss after backward
+(transformers' Trainer, in every step) waits for backward alone, and prepares what follows while the
+network still works.
+
 While reducing, whatever looks at a gradient or a parameter (clipping, GradScaler, a norm that is
 logged) makes the step an ordinary one: everything is waited for. While deferred, the first use of a
 parameter waits for its bucket only, see `guard`. On a GPU updates run on a stream of their own,
@@ -153,7 +158,7 @@ class StepOverlap:
         """All gradients came and were submitted. `at_once`: take an ordinary step."""
         with self._lock:
             capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
-            if at_once or self.off or self.reducer.ends_together or capturing or not self.wanted:
+            if at_once or self.off or self.reducer.ends_together or capturing:
                 self.reducer.apply()
                 if at_once and not (self.off or capturing):
                     self._look_at_layout()
@@ -181,6 +186,8 @@ class StepOverlap:
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
+            if self.state is State.REDUCING and not self.wanted:
+                self.finish("")
             waits = self.state in (State.REDUCING, State.WATCHED)
             if waits and (why := optimizers.at_once(self.optimizer)):
                 self.finish(why)
@@ -301,10 +308,11 @@ class StepOverlap:
             if self.state is State.IDLE:
                 return
             watched = self.state is State.WATCHED
-            if reason and (watched or self.state is State.REDUCING):
+            ordinary = self.state is State.REDUCING and not self.wanted
+            if reason and not ordinary and (watched or self.state is State.REDUCING):
                 self.interrupted += 1
                 self.looked_at = reason
-            if reason and not watched and self.state is not State.TRACING:
+            if reason and not (watched or ordinary or self.state is State.TRACING):
                 self._tell(reason)
             if watched or self.state is State.TRACING:
                 self._disarm(self._members)

@@ -12,18 +12,18 @@ equal times, so all come to the same result.
     round 1    every way, a window each; one that cannot win by what was predicted gets one step.
                Memory is allocated in it, and connections wake up: it only tells who goes on
     2 and 3    those near the best, in turn forward and backward, so that a drift falls on all
-    later      those between which the noise of so few steps does not decide, while one of them
-               sends less exactly than another: a lossy form must win by more than noise
+    later      those between which the noise of so few steps does not decide, until it does, or for
+               `_MOST_ROUNDS`: what is kept must not be slower than what was given up, and a lossy
+               form must win by more than noise
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evener.comm.planner.choose import Decision
+from evener.comm.planner.turns import Turns
 
 # Steps at the start of a window that count for nobody: what the way before left is still landing.
 SETTLE = 2
@@ -34,8 +34,10 @@ FAR = 2.0
 NEAR, NEAR_FIRST = 1.25, 1.6
 # Ways this close to the fastest are equal, and then the mildest of them is taken: at least, and at
 # most, where the samples scatter by more.
-EQUAL, MOST_EQUAL = 0.01, 0.10
-_MOST_ROUNDS = 5
+EQUAL, MOST_EQUAL = 0.01, 0.05
+# A difference of two ways that is known to this is known well enough.
+_KNOWN = 0.02
+_MOST_ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Result:
-    """Milliseconds of each way's step; `kept`: the number of the one that stays."""
+    """Milliseconds of each way's step, see `turns`; `kept`: the number of the one that stays."""
 
     kept: int
     ms: tuple[float, ...]
@@ -75,8 +77,7 @@ class Trial:
         if not ways or steps < 1 or rounds < 1:
             raise ValueError(f"{len(ways)} ways, {steps} steps, {rounds} rounds: each must be 1")
         self.ways = tuple(ways)
-        self.samples: list[list[float]] = [[] for _ in ways]
-        self._first = [0] * len(ways)  # samples of the first round
+        self.turns = Turns(len(ways))
         self._steps, self._rounds = steps, rounds
         self._round = 0
         least = min(way.decision.step_ms for way in ways)
@@ -97,71 +98,51 @@ class Trial:
         window = self._queue.pop(0)
         if len(times) != window.steps:
             raise ValueError(f"{len(times)} times for {window.steps} steps")
-        self.samples[window.way] += times
+        self.turns.add(self._round + 1, window.way, times)
         if self._queue:
             return
         self._round += 1
-        if self._round == 1:
-            self._first = [len(samples) for samples in self.samples]
         figures = self.figures()
         least = NEAR_FIRST if self._round == 1 else NEAR
-        reach = max(least, 1 + 2 * self._noise(self._steps))
-        near = [n for n, ms in enumerate(figures) if ms <= reach * min(figures)]
+        best = min(range(len(figures)), key=lambda n: figures[n])
+        near = [
+            n
+            for n, ms in enumerate(figures)
+            if ms <= max(least, 1 + self._margin(best, n)) * figures[best]
+        ]
+        steps = self._steps
         if self._round >= self._rounds:
             near = self._undecided(figures) if self._round < _MOST_ROUNDS else []
+            steps *= 2  # the steps in which a way settles are the same
         if len(near) > 1:
             order = near if self._round % 2 == 0 else near[::-1]
-            self._queue = [Window(number, self._steps) for number in order]
+            self._queue = [Window(number, steps) for number in order]
 
     def figures(self) -> tuple[float, ...]:
-        """The median step of each way so far, in milliseconds; infinite where none was taken."""
-        counted = map(self._counted, range(len(self.ways)))
-        return tuple(statistics.median(s) if s else float("inf") for s in counted)
-
-    def _counted(self, way: int) -> list[float]:
-        """Its samples: those of the first round only where there are no others."""
-        samples = self.samples[way]
-        return samples[self._first[way] :] or samples
+        """A step of each way so far, in milliseconds; infinite where none was taken."""
+        return self.turns.figures()
 
     def _undecided(self, figures: Sequence[float]) -> list[int]:
-        """Ways that may be as fast as the fastest, where some of them are lossless and some not."""
+        """Ways that may be as fast as the fastest, where it is not known well whether they are."""
         best = min(range(len(figures)), key=lambda n: figures[n])
         margins = [self._margin(best, n) for n in range(len(figures))]
         within = [n for n, ms in enumerate(figures) if ms <= (1 + margins[n]) * figures[best]]
-        kinds = {self.ways[n].harsh > 0 for n in within}
-        return within if len(kinds) > 1 and any(margins[n] > EQUAL for n in within) else []
+        return within if any(margins[n] > _KNOWN for n in within if n != best) else []
 
     def _margin(self, one: int, other: int) -> float:
         """By how much the figures of two ways may differ by chance, as a share of them."""
-        fewer = min(len(self._counted(one)), len(self._counted(other)))
-        return max(EQUAL, 2 * self._noise(fewer))
-
-    def _noise(self, count: int) -> float:
-        """The standard error of the difference of two medians of `count` steps, as a share.
-
-        From the deviations of all ways' steps: one way has too few. A slow step now and then does
-        not count.
-        """
-        apart = []
-        for samples in map(self._counted, range(len(self.ways))):
-            middle = statistics.median(samples) if samples else 0.0
-            found = sorted(abs(sample / middle - 1) for sample in samples) if middle > 0 else []
-            apart += found[1:]  # the median's own is nothing
-        if not apart or not count:
-            return 0.0
-        # 1.4826 MAD is a standard deviation; a median's is 1.25 of that over the root of n.
-        return math.sqrt(2) * 1.25 * 1.4826 * statistics.median(apart) / math.sqrt(count)
+        return max(EQUAL, 2 * self.turns.noise(one, other))
 
     @property
     def result(self) -> Result:
-        """Which way stays: of those as fast as the fastest the mildest, and of these the first."""
+        """Which way stays: of those as fast as the fastest the mildest, of these the fastest."""
         figures = self.figures()
         best = min(range(len(figures)), key=lambda n: figures[n])
         chosen = best
         for number, ms in enumerate(figures):
             margin = min(MOST_EQUAL, self._margin(best, number))
             if ms <= (1 + margin) * figures[best]:
-                ahead = (self.ways[number].harsh, number) < (self.ways[chosen].harsh, chosen)
+                ahead = (self.ways[number].harsh, ms) < (self.ways[chosen].harsh, figures[chosen])
                 chosen = number if ahead else chosen
         return Result(chosen, figures)
 
