@@ -16,6 +16,8 @@ from evener.zero.checkpoint import load as load_checkpoint
 from evener.zero.checkpoint import save as save_checkpoint
 from evener.zero.config import Config, ConfigError
 from evener.zero.engine import Engine
+from evener.zero.frameworks.accelerate import accelerate
+from evener.zero.frameworks.trainer import trainer
 from evener.zero.loss import cross_entropy
 from evener.zero.planner import Machine, Plan
 from evener.zero.planning import NoFitError
@@ -36,6 +38,7 @@ __all__ = [
     "Probe",
     "Save",
     "ZeroOptimizer",
+    "accelerate",
     "begin_checkpoint",
     "cross_entropy",
     "empty_weights",
@@ -47,4 +50,5 @@ __all__ = [
     "probe",
     "report",
     "save_checkpoint",
+    "trainer",
 ]

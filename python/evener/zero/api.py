@@ -131,11 +131,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Schedulers look for it, to warn of a loop that never steps; here engine.step() does.
         self._opt_called = True
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the weights from the gradients of the backward passes since the last step."""
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights from the gradients of the backward passes since the last step.
+        `closure`: makes them, as torch's optimizers have it; what it gives is returned."""
+        loss = None
         if closure is not None:
-            raise UsageError("a closure was given", "call backward() before step()")
+            with torch.enable_grad():
+                loss = closure()
         self.engine.update()
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, and each parameter's step and moments: copies on the CPU, in their own dtype.

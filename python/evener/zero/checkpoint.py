@@ -410,7 +410,7 @@ def load(engine: Engine, path: str | Path) -> Any:
         steps = meta["chunk_steps"].get(chunk.group.name, meta["step"])
         # One number for all of a chunk's parameters: written before each had its own.
         chunk.steps = list(steps) if isinstance(steps, list) else [steps] * len(chunk.steps)
-        _refresh(chunk)
+        chunk.refresh()
     engine.global_steps, engine.skipped_steps = meta["step"], meta["skipped"]
     engine.micro_steps = meta["micro_steps"]
     for group, saved in zip(engine.param_groups, meta["groups"], strict=True):
@@ -423,13 +423,6 @@ def load(engine: Engine, path: str | Path) -> Any:
     if states.exists() and meta["ranks"] == engine.world:
         _restore_random(torch.load(states, weights_only=True))
     return meta["extra"]
-
-
-def _refresh(chunk: Chunk) -> None:
-    """What is on the accelerator is old now, unless it is the states themselves."""
-    if chunk.states.weights.data_ptr() == chunk.flat.data_ptr() and chunk.keeps:
-        return
-    chunk.stale, chunk.loaded = True, False
 
 
 def _check(path: Path, engine: Engine) -> dict[str, Any]:

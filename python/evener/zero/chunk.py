@@ -102,6 +102,11 @@ class Chunk:
         for piece in self.group.pieces:
             piece.parameter.data = self.placeholder.expand(piece.shape)
 
+    def refresh(self) -> None:
+        """The states were written: what is on the accelerator is old, unless it is the states."""
+        if not (self.keeps and self.states.weights.data_ptr() == self.flat.data_ptr()):
+            self.stale, self.loaded = True, False
+
     def allocate(self) -> None:
         """Room for the whole weights."""
         self.flat.untyped_storage().resize_(self.bytes)

@@ -197,6 +197,11 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass; floating-point inputs are cast to the compute dtype."""
+        args, kwargs = self.inputs(args, kwargs)
+        return self.module(*args, **kwargs)
+
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A call's arguments on the accelerator, floating-point ones in the compute dtype."""
         cast = self.store.dtype
 
         def move(value: Any) -> Any:
@@ -205,8 +210,8 @@ class Engine:
             value = value.to(self.device.device, non_blocking=True)
             return value.to(cast) if value.is_floating_point() else value
 
-        args, kwargs = tree_map(move, (args, kwargs))
-        return self.module(*args, **kwargs)
+        moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
+        return moved
 
     def _largest(self, args: Any, kwargs: Any) -> bool:
         """Whether a call is larger than all of its kind before; then it is the one to know."""
@@ -300,17 +305,25 @@ class Engine:
         """Whether the next `step` updates the weights."""
         return self.micro_steps % self.accumulation == 0 and self.micro_steps > 0
 
+    def norm(self) -> torch.Tensor:
+        """The norm of the gradients that the next step will use: a float32 scalar."""
+        self.flush()
+        self._gradients.finish()
+        chunks = [c for c in self.chunks() if c.group.trainable and c.filled]
+        return self._gradients.norm(chunks) / (self.scaler.scale if self.scaler else 1.0)
+
     def get_global_grad_norm(self) -> float | None:
         """The norm of all gradients in the last step, before clipping."""
         return None if self._norm is None else float(self._norm)
 
     def zero_grad(self) -> None:
-        """Forget gradients that no step has used."""
-        self.flush()
+        """Forget gradients that no step has used. A forward pass whose backward pass is still to
+        come stays as it is: many loops call this between the two."""
         for chunk in self.chunks():
             chunk.filled = chunk.touched = False
             chunk.norms = None
             chunk.given.clear()
+            chunk.arrived.clear()
         self._gradients.clear()
 
     def chunks(self) -> Iterator[Chunk]:

@@ -1,0 +1,55 @@
+"""transformers' Trainer with the engine under it: its class by one line.
+
+    trainer = zero.trainer(Trainer, config="ds_config.json")(model=model, args=arguments, ...)
+
+It works for any class that Trainer is a base of (Seq2SeqTrainer, trl's SFTTrainer). Arguments,
+callbacks, checkpoints and `resume_from_checkpoint` are Trainer's own. Nothing of transformers is
+imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evener.errors import UsageError
+from evener.zero.api import Batch
+from evener.zero.config import Config, read
+from evener.zero.frameworks.accelerate import accelerate
+
+
+def trainer(
+    base: type[Any],
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    example: Any = None,
+    batch: Batch | None = None,
+) -> type[Any]:
+    """A class as `base` that trains under the engine. `config`, `example` and `batch` as
+    `zero.initialize` has them; precision, accumulation, clipping and the optimizer are those of
+    the training arguments, `gradient_checkpointing` is the engine's own."""
+    if not hasattr(base, "create_accelerator_and_postprocess"):
+        raise UsageError(f"{base.__name__} is no Trainer", "give transformers.Trainer or its like")
+
+    class ZeroTrainer(base):  # type: ignore[misc]
+        """See `evener.zero.frameworks.trainer`."""
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            settings = dataclasses.replace(read(config))
+            args = self.args
+            if args.gradient_checkpointing:
+                args.gradient_checkpointing = False  # two would recompute twice
+                settings.checkpointing = settings.checkpointing or True
+            settings.accumulation = max(settings.accumulation, args.gradient_accumulation_steps)
+            settings.micro_batch = settings.micro_batch or args.per_device_train_batch_size
+            args._n_gpu = min(args.n_gpu, 1)
+            accelerate(self.accelerator, settings, example=example, batch=batch)
+
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            """The engine decides where it lives."""
+
+    ZeroTrainer.__name__ = f"Zero{base.__name__}"
+    return ZeroTrainer
