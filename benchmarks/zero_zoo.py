@@ -38,7 +38,7 @@ from evener.zero.budget import resident_now
 from evener.zero.probe import LIBRARIES
 
 GB = 1_000_000_000
-STEPS, WARMUP = 4, 2
+STEPS, WARMUP = 4, 5
 
 
 def _tiny(config: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def measure(
         seconds = (time.perf_counter() - marks[0]) / STEPS
         memory = engine.memory()
         allocated = torch.cuda.max_memory_allocated() if cuda else 0
-        if more and cuda:
+        if cuda:
             why["time"] = zero_diagnose.timing(engine, once)
         return {
             "parameters": sum(place.numel for place in plan.places),
@@ -292,6 +292,9 @@ def measure(
             "tokens_per_second": tokens / seconds,
             "planned_seconds": plan.step_seconds,
             "speed_over_plan": plan.step_seconds / seconds,
+            "expected_seconds": engine.expected_seconds,
+            "speed_over_expected": engine.expected_seconds / seconds,
+            "searched": engine.device.searched(),
             "bound": plan.bound,
             "times": plan.times,
             "checkpointing": plan.checkpointing,
@@ -387,7 +390,8 @@ def summary(rows: dict[str, Any]) -> None:
         f"GPU peak <= budget {count(lambda r: r['gpu_peak'] <= r['budget'])}; plan within 5% of it "
         f"{count(lambda r: abs(r['gpu_planned'] / r['gpu_peak'] - 1) <= 0.05)}; host within 3% "
         f"{count(lambda r: abs(r['host_planned'] / r['host_peak'] - 1) <= 0.03)}; >= 0.9 of the "
-        f"plan's speed {count(lambda r: r['speed_over_plan'] >= 0.9)}; no pass run again "
+        f"plan's speed {count(lambda r: r['speed_over_plan'] >= 0.9)}, of the learned "
+        f"{count(lambda r: r['speed_over_expected'] >= 0.9)}; no pass run again "
         f"{count(lambda r: r['again'] == 0)}; refused at 1.15 x too "
         f"{sum(row['needs over budget'] > 1.15 for row in refused)}/{len(refused)}"
     )

@@ -83,6 +83,9 @@ class Device(Protocol):
     def trim(self) -> None:
         """Memory that the allocator keeps for later goes back."""
 
+    def searched(self) -> int:
+        """How often the allocator had to give memory back to find some, until now."""
+
     def synchronize(self) -> None:
         """The host waits for all streams."""
 
@@ -166,6 +169,9 @@ class SimulatedDevice:
     def trim(self) -> None:
         return
 
+    def searched(self) -> int:
+        return 0
+
     def synchronize(self) -> None:
         return
 
@@ -242,6 +248,9 @@ class CudaDevice:
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def searched(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def trim(self) -> None:
         torch.cuda.synchronize(self.device)

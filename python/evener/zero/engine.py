@@ -47,10 +47,11 @@ from evener.zero.device import Device
 from evener.zero.gradients import Gradients
 from evener.zero.inputs import signature
 from evener.zero.lanes import Lanes, Update
+from evener.zero.learned import Learned
 from evener.zero.loading import Loading
 from evener.zero.passes import Passes
 from evener.zero.planner import SLOTS, Plan
-from evener.zero.profile import Profile
+from evener.zero.profile import Profile, outgoing
 from evener.zero.ranks import Ranks
 from evener.zero.room import Room
 from evener.zero.rules import Rule
@@ -148,8 +149,11 @@ class Engine:
             self.ranks,
             self.spans,
             once=stage == 1 and self.world > 1 and accumulation > 1,
-            depth=depth,
+            depth=outgoing(depth, self._largest_gradient()),
             stale_updates=stale_updates,
+            apart=frozenset(
+                chunk.index for unit, chunks in store.units if unit.repeated for chunk in chunks
+            ),
         )
         self._passes = Passes(
             model,
@@ -190,6 +194,7 @@ class Engine:
         self._chunked = chunked
         self._undo = undo
         self._seen: dict[Any, list[int]] = {}
+        self._learned = Learned(plan.step_seconds if plan else 0.0)
         if traced is not None:
             self._largest(*traced)
         held = self.room.held() + sum(b.nbytes for b in model.buffers())
@@ -212,6 +217,16 @@ class Engine:
 
         moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
         return moved
+
+    def _largest_gradient(self) -> int:
+        """Bytes, of those that go to the host."""
+        width = self.store.formats.gradient.itemsize
+        sizes = [
+            chunk.flat.numel() * width
+            for chunk in self.chunks()
+            if chunk.group.trainable and not chunk.resident
+        ]
+        return max(sizes, default=0)
 
     def _largest(self, args: Any, kwargs: Any) -> bool:
         """Whether a call is larger than all of its kind before; then it is the one to know."""
@@ -420,9 +435,23 @@ class Engine:
             self.spans.add("step", "steps", f"step {self.global_steps}", self._step_began, now)
             self._step_began = now
         self._loading.ahead()
+        self._learn()
         if self._stats and self._stats.due:
             self._write_stats(self._stats)
         return True
+
+    def _learn(self) -> None:
+        """In the first steps: does the plan hold?"""
+        if self._learned.over:
+            return
+        searched = self.device.searched()
+        if self._learned.step(searched) and self.plan is not None and self.world == 1:
+            self.room.loosen(self.plan.budget.gpu // 50)
+
+    @property
+    def expected_seconds(self) -> float:
+        """Of a step: what was planned, or, after the first steps, what they took."""
+        return self._learned.seconds
 
     def _write_stats(self, file: StatsFile) -> None:
         """docs/reference/records.md."""

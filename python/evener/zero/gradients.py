@@ -22,7 +22,9 @@ from evener.zero.spans import Spans
 
 class Gradients:
     """See the head of this file; of the training thread. `order`: (chunk, place in it) of every
-    trainable parameter, as the model lists them. `once`: ranks reduce in `finish`, not before."""
+    trainable parameter, as the model lists them. `once`: ranks reduce in `finish`, not before.
+    `apart`: chunks of one size, whose flat gradients are allocated in the stream that takes them
+    away. Its pool then holds nothing else, and no hole is too small."""
 
     def __init__(
         self,
@@ -34,7 +36,9 @@ class Gradients:
         once: bool,
         depth: int,
         stale_updates: bool,
+        apart: frozenset[int] = frozenset(),
     ) -> None:
+        self._apart = apart if ranks.world == 1 else frozenset()
         self._order = order
         self._device = device
         self._ranks = ranks
@@ -102,7 +106,14 @@ class Gradients:
         assert chunk.gradient is not None
         pieces = chunk.group.pieces
         dtype = chunk.gradient.dtype
-        whole = torch.zeros(chunk.flat.numel(), dtype=dtype, device=self._device.device)
+        numel, where = chunk.flat.numel(), self._device.device
+        if chunk.index in self._apart and not chunk.resident:
+            # It is given back when the copy home has passed, so nobody reads what it was before.
+            with self._device.on("d2h"):
+                whole = torch.empty(numel, dtype=dtype, device=where)
+            whole.zero_()
+        else:
+            whole = torch.zeros(numel, dtype=dtype, device=where)
         # From here on until it is delivered, nothing but a norm is allocated.
         arrived, chunk.arrived = chunk.arrived, {}
         for place, gradient in arrived.items():

@@ -3,7 +3,7 @@
 A dispatch mode sees all operations of its thread, autograd's too where they run on the CPU, and of
 fake tensors all there are. `trace` measures a model with it that is nowhere in memory; the
 simulated device plays an accelerator of a given size with it. What a kernel takes inside itself is
-not seen.
+not seen: `inside` knows it for those where it matters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,37 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+PER_CORE = 1_080_000
+"""Bytes that a sum of small floats takes at most for each multiprocessor: its partial sums. Found,
+as all that `inside` knows, by benchmarks/zero_diagnose.py on an H200 with torch 2.11."""
+
+
+def inside(func: Any, args: Any, cores: int) -> int:
+    """Bytes that a kernel of CUDA takes inside itself, and gives back before it returns. `cores`:
+    the accelerator's multiprocessors."""
+    packet = str(func._overloadpacket)[5:]
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if not tensors:
+        return 0
+    first = tensors[0]
+    if packet == "sum" and first.dtype.itemsize == 2:
+        return min(8 * first.numel(), cores * PER_CORE)
+    if packet == "logsumexp":
+        return first.nbytes
+    if packet == "embedding_dense_backward":
+        return 9 * first.nbytes // 4
+    if packet == "_softmax_backward_data":
+        return first.nbytes
+    if packet == "_safe_softmax":
+        return first.numel()
+    if packet.startswith("_scaled_dot_product") and packet.endswith("attention_backward"):
+        # The query's gradient in float32; keys' and values' for every head of the query.
+        query, key = tensors[1], tensors[2]
+        repeated = 2 * query.nbytes if query.shape[1] != key.shape[1] else 0
+        return query.numel() * 4 + repeated
+    return 0
+
 
 BLOCK = 512
 """Bytes: what CUDA's caching allocator rounds up to."""
@@ -66,11 +97,13 @@ def _strided(tensor: torch.Tensor) -> bool:
 
 class Meter(TorchDispatchMode):
     """Books new storages in `ledger`. `work`: where to count operations as (FLOP, bytes moved);
-    `seen`: is told every operation's tensors."""
+    `seen`: is told every operation's tensors. `cores`: of a CUDA device that is only imagined: what
+    its kernels take inside themselves is then booked too."""
 
-    def __init__(self, ledger: Ledger, *, count_work: bool = False) -> None:
+    def __init__(self, ledger: Ledger, *, count_work: bool = False, cores: int = 0) -> None:
         super().__init__()
         self.ledger = ledger
+        self.cores = cores
         self.work: Counter[tuple[int, int]] | None = Counter() if count_work else None
         self.seen: Any = None
         self._live: dict[int, Any] = {}
@@ -93,6 +126,9 @@ class Meter(TorchDispatchMode):
             }
             for leaf in fresh:
                 made = self._book(leaf, given) or made
+        if self.cores and (more := inside(func, args, self.cores)):
+            self.ledger.take(more)
+            self.ledger.take(-more)
         if self.work is not None and (made or func._schema.is_mutable):
             self._count(func, args, kwargs, out)
         return out

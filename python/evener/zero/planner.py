@@ -17,9 +17,10 @@ the accelerator, and the states go to the host where there is no room.
 # The time
 With exact clipping the optimizer waits for the whole backward pass:
 `T = max(backward, its copies) + max(forward, optimizer on the host, its copies)`, each micro-batch
-before the last without the optimizer. The optimizer runs at the cores' rate, or at that of both
-lanes (see `lanes`) where that was measured to be higher: then the streaming lane stands still while
-weights come in by the same wires.
+before the last without the optimizer; the last forward pass is played through chunk by chunk, as
+each waits for its update and its copy (`_next_forward`). The optimizer runs at the cores' rate, or
+at that of both lanes (see `lanes`) where that was measured to be higher: then the streaming lane
+stands still while weights come in by the same wires.
 """
 
 from __future__ import annotations
@@ -201,6 +202,7 @@ def _need(
             depth=work.depth,
             offload=HELD if work.offloaded else 0,
             ranks=work.ranks,
+            pools=machine.slack > 0,
         )
         if work.accumulation > 1:  # the sum so far comes back to be added to
             top = max((p.numel for p in parts if not p.stays), default=0)
@@ -294,7 +296,10 @@ def plan(
             f"{budget.host / 1e9:.2f} GB"
         )
     times = _times(parts, places, formats, work, machine)
-    step, bound = _step(times, work)
+    last = _next_forward(
+        places, times, formats, work, machine, {p.name for p in parts if p.trainable}
+    )
+    step, bound = _step(times, work, last)
     tokens = work.tokens * work.accumulation * work.ranks
     return Plan(
         fits=not problem,
@@ -366,7 +371,34 @@ def _times(
     }
 
 
-def _step(times: dict[str, float], work: Work) -> tuple[float, str]:
+def _next_forward(
+    places: Sequence[Place],
+    times: dict[str, float],
+    formats: Formats,
+    work: Work,
+    machine: Machine,
+    trainable: Set[str],
+) -> float:
+    """Seconds from the end of a backward pass to the end of the next forward pass: the last
+    gradient goes out, then chunk after chunk is updated, comes in and is computed with. What a unit
+    computes is taken as its share of the parameters."""
+    mine = [p for p in places if p.where == "host" and p.name in trainable]
+    share = times["host optimizer"] / max(1, sum(p.numel for p in mine))
+    compute = times["forward"] / max(1, sum(p.numel for p in places))
+    begin = mine[0].numel / work.ranks * formats.gradient.itemsize / machine.d2h if mine else 0.0
+    updated, arrived, done = begin, 0.0, 0.0
+    for place in places:
+        if place.where == "host":
+            if place.name in trainable:
+                updated += place.numel * share
+                arrived = max(arrived, updated)
+            arrived += place.numel / work.ranks * formats.compute.itemsize / machine.h2d
+            done = max(done, arrived)
+        done += place.numel * compute
+    return done
+
+
+def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[float, str]:
     forward = {
         "GPU": times["forward"],
         "PCIe": max(times["weights in"], times["activations out"]),
@@ -382,6 +414,7 @@ def _step(times: dict[str, float], work: Work) -> tuple[float, str]:
     blame: dict[str, float] = {}
     for phase in phases:
         name = max(phase, key=lambda name: phase[name])
-        blame[name] = blame.get(name, 0.0) + phase[name]
+        took = max(phase[name], next_forward) if phase is last else phase[name]
+        blame[name] = blame.get(name, 0.0) + took
     blame["GPU"] = blame.get("GPU", 0.0) + times["device optimizer"]
     return sum(blame.values()), max(blame, key=lambda name: blame[name])

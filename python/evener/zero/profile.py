@@ -99,6 +99,40 @@ def seconds(work: Work, flops: float, bandwidth: float, launch: float) -> float:
     return max(busy, launch * sum(n for _, _, n in work))
 
 
+LARGE = 192 << 20
+"""Bytes of a gradient from which on one at a time is on its way to the host: it takes so long that
+the next one is there when it has left."""
+
+
+def outgoing(depth: int, largest: int) -> int:
+    """How many gradients are on their way to the host at most, the largest of so many bytes."""
+    return min(depth, 1) if largest > LARGE else depth
+
+
+class _Pool:
+    """A stream's part of an allocator's memory: what is asked for gets the smallest hole that it
+    fits into, or grows the pool. `size`: what it has grown to."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._used: dict[int, tuple[int, int]] = {}
+
+    def take(self, key: int, size: int) -> None:
+        """Room for `key`, until `give` is called for it."""
+        end, best = 0, None
+        for begin, stop in sorted(self._used.values()):
+            if begin - end >= size and (best is None or begin - end < best[1]):
+                best = end, begin - end
+            end = max(end, stop)
+        begin = end if best is None else best[0]
+        self._used[key] = begin, begin + size
+        self.size = max(self.size, begin + size)
+
+    def give(self, key: int) -> None:
+        """It is free again."""
+        self._used.pop(key, None)
+
+
 def peaks(
     profile: Profile,
     chunks: Sequence[Held],
@@ -107,22 +141,29 @@ def peaks(
     depth: int,
     offload: int = 0,
     ranks: int = 1,
+    pools: bool = False,
 ) -> tuple[int, int]:
     """(the most of moving weights, the most of all else) in bytes. They need not be at the same
     moment, but each has its own part of the allocator's memory. `offload`: how many inputs of
-    recomputed units are on the accelerator at a time, the others waiting on the host; 0: all."""
-    of_unit: dict[int, int] = {}
-    for chunk in chunks:
+    recomputed units are on the accelerator at a time, the others waiting on the host; 0: all.
+    `pools`: of an allocator with a pool for each stream: holes in that of the weights count, and
+    gradients of repeated units that leave have one of their own (see `gradients`), which counts
+    with the weights."""
+    of_unit: dict[int, list[int]] = {}
+    for number, chunk in enumerate(chunks):
         if chunk.moves:
-            of_unit[chunk.unit] = of_unit.get(chunk.unit, 0) + chunk.weights
+            of_unit.setdefault(chunk.unit, []).append(number)
+    pool = _Pool()
+    gone = 0
     every = bool(profile.recomputed) and recompute >= profile.repeated
     plain = profile.recomputed if every else profile.plain
     other = profile.recomputed if recompute and profile.mixes else plain
+    out = outgoing(depth, max((c.gradient for c in chunks if c.leaves), default=0))
     order = [m.index for m in plain if m.kind == "enter"]
     inputs = {unit: profile.inputs.get(unit, 0) for unit in recompute} if offload else {}
     keep = offload * max(inputs.values(), default=0)
     place, loaded, weights, most = 0, set[int](), 0, 0
-    leaving: deque[int] = deque()
+    leaving: deque[tuple[int, int]] = deque()
     rest = 0
     level = plain[0].level if plain else 0
     inside: int | None = None
@@ -135,7 +176,9 @@ def peaks(
             for unit in (inside, *order[place : place + depth]):
                 if unit not in loaded:
                     loaded.add(unit)
-                    weights += of_unit.get(unit, 0)
+                    for each in of_unit.get(unit, []):
+                        weights += chunks[each].weights
+                        pool.take(each, chunks[each].weights)
             most = max(most, weights)
             if inside in waiting:
                 waiting.pop(inside)
@@ -145,22 +188,26 @@ def peaks(
             inside = None
             if moment.index not in order[place : place + depth] and moment.index in loaded:
                 loaded.discard(moment.index)
-                weights -= of_unit.get(moment.index, 0)
+                for each in of_unit.get(moment.index, []):
+                    weights -= chunks[each].weights
+                    pool.give(each)
         elif moment.kind == "gradient":
             chunk = chunks[moment.index]
             transient = chunk.gradient + (chunk.gradient // ranks if ranks > 1 else 0)
             if chunk.leaves:
-                leaving.append(transient)
+                apart = pools and ranks == 1 and chunk.unit in profile.repeated
+                leaving.append((0, transient) if apart else (transient, 0))
                 transient = 0
-                while len(leaving) > depth + 1:
+                while len(leaving) > out + 1:
                     leaving.popleft()
         taken = other if inside in recompute else plain
         here = taken[number]
         away = max(0, sum(waiting.values()) - keep)
-        held = level + here.peak - here.level - away + sum(leaving) + transient
-        rest = max(rest, held)
-        if moment.kind == "gradient" and len(leaving) > depth:
+        held = level + here.peak - here.level - away + transient
+        rest = max(rest, held + sum(size for size, _ in leaving))
+        gone = max(gone, sum(size for _, size in leaving))
+        if moment.kind == "gradient" and len(leaving) > out:
             leaving.popleft()
         if number + 1 < len(taken):
             level += taken[number + 1].level - here.level
-    return most, rest
+    return (pool.size if pools else most) + gone, rest

@@ -96,6 +96,7 @@ class Room:
             depth=self._loading.depth,
             offload=HELD if self._passes.offload else 0,
             ranks=self._ranks,
+            pools=self._slack > 0,
         )
         moving = int((weights + rest) * (1 + self._slack / 2)) + (WORKSPACE if self._slack else 0)
         return self._fixed + self.held() + moving
@@ -136,6 +137,16 @@ class Room:
             self._gradients.depth = min(self._gradients.depth, self._loading.depth)
             return self._say(f"{self._loading.depth} chunks are fetched ahead", why)
         return False
+
+    def loosen(self, wanted: int) -> bool:
+        """A little more room for an allocator that searches: blocks are recomputed or chunks go to
+        the host, between two steps. Fetching fewer chunks ahead would cost more than it gives."""
+        why = "the allocator searched for memory"
+        if self._repeated() - self._passes.recompute:
+            return self.make(wanted, why)
+        freed, count = self._evict(wanted)
+        words = f"{freed / 1e9:.2f} GB of weights and states of {count} chunks go to the host"
+        return bool(count) and self._say(words, why)
 
     def _say(self, words: str, why: str) -> bool:
         self.said.append(words)

@@ -245,7 +245,10 @@ def _run(
     recompute: frozenset[int],
 ) -> tuple[tuple[Moment, ...], Work, Work, frozenset[str]]:
     ledger = Ledger()
-    meter = Meter(ledger, count_work=True)
+    cores = 0
+    if device.type == "cuda":
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    meter = Meter(ledger, count_work=True, cores=cores)
     recorder = _Recorder(ledger)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     strays: set[str] = set()
