@@ -10,6 +10,7 @@ from torch import nn
 
 from evener import moe
 from evener.errors import UsageError
+from tests import worlds
 
 _BASE = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -74,6 +75,36 @@ def test_outputs_and_gradients_are_transformers_own(kind: str) -> None:
         assert torch.equal(after[name], tensor), name
     made(kind).double().load_state_dict(after)
     model.load_state_dict(before)
+
+
+def over_ranks(rank: int, size: int, kind: str) -> Any:
+    model = made(kind).double()
+    loss, gradients = trained(model)
+    early = []
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    moe.convert(model, ep=size)
+    for module in model.modules():
+        if isinstance(module, moe.Experts):
+            module.register_forward_hook(lambda m, *_: early.append(m.parallel._own is not None))
+    again, ours = trained(model)
+    torch.testing.assert_close(again, loss, rtol=1e-6, atol=1e-7)
+    experts = dict(model.named_modules())
+    for name, gradient in gradients.items():
+        if ours[name].shape != gradient.shape:
+            # All ranks have the same batch, so the mean over ranks is each one's own.
+            gradient = gradient[experts[name.rpartition(".")[0]].parallel.mine]
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    model.load_state_dict(before)
+    return early
+
+
+def test_spread_over_ranks_it_is_the_same_model() -> None:
+    made("Mixtral")
+    assert worlds.run([1, 1], over_ranks, "Mixtral") == [[False] * 2] * 2
+    # DeepSeek's shared experts ran before the sums of the others had come.
+    assert worlds.run([1, 1], over_ranks, "DeepseekV3") == [[True]] * 2
 
 
 class Biased(nn.Module):

@@ -6,6 +6,28 @@ model = evener.moe.convert(MixtralForCausalLM(config))
 
 from evener.moe.convert import convert
 from evener.moe.layer import Experts, MoE, SharedExpert
+from evener.moe.parallel import MoEError
 from evener.moe.router import Router, Routing, load_balancing_loss
+from evener.moe.spread import (
+    average_gradients,
+    clip_gradients,
+    load_optimizer_state,
+    optimizer_state,
+    spread,
+)
 
-__all__ = ["Experts", "MoE", "Router", "Routing", "SharedExpert", "convert", "load_balancing_loss"]
+__all__ = [
+    "Experts",
+    "MoE",
+    "MoEError",
+    "Router",
+    "Routing",
+    "SharedExpert",
+    "average_gradients",
+    "clip_gradients",
+    "convert",
+    "load_balancing_loss",
+    "load_optimizer_state",
+    "optimizer_state",
+    "spread",
+]

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from evener.errors import UsageError
-from evener.moe.layer import Experts
+from evener.moe.layer import Experts, MoE
+from evener.moe.spread import spread
 
 # What transformers says of a form of experts, and what ours needs it to be.
 _FORM = {
@@ -58,15 +59,18 @@ def _checked(name: str, module: Any) -> Experts:
     with torch.device("meta"):
         made = Experts(width, twice // 2, experts, activation)
     made.gate_up_proj, made.down_proj = gate_up, down
-    made.load = torch.zeros(experts, device=gate_up.device)
     return made.train(module.training)
 
 
-def convert(model: nn.Module, *, capacity: float | None = None) -> nn.Module:
+def convert(
+    model: nn.Module, ep: int = 1, *, capacity: float | None = None, **options: Any
+) -> nn.Module:
     """Give a model of transformers our experts, in place, and return it.
 
     The parameters stay the same objects under the same names: optimizers, checkpoints,
-    save_pretrained go on as before. capacity: see `Experts`; None drops nothing.
+    save_pretrained go on as before. ep: over how many ranks the experts are spread; then they are
+    new parameters, so make the optimizer afterwards, and all ranks call this. options: those of
+    `spread`. capacity: see `Experts`; None drops nothing.
 
     Raises UsageError, with nothing changed, for a model without experts and for experts of a form
     that ours has not.
@@ -86,4 +90,34 @@ def convert(model: nn.Module, *, capacity: float | None = None) -> nn.Module:
         if not last or not name:
             raise UsageError("these are experts alone", "give the model that has them")
         setattr(model.get_submodule(parent), last, ours)
+    if ep == 1 and not options:
+        return model
+    spread(model, ep, **options)
+    for block in model.modules():
+        _shared_meanwhile(block)
     return model
+
+
+def _shared_meanwhile(block: nn.Module) -> None:
+    """Run a block's shared experts while its tokens travel.
+
+    Of blocks as DeepSeek's, which give them what the block was given, after the other experts.
+    Where a block gives them anything else, they run when they are called.
+    """
+    shared, experts = getattr(block, "shared_experts", None), getattr(block, "experts", None)
+    if not isinstance(shared, nn.Module) or not isinstance(experts, Experts):
+        return
+    if isinstance(block, MoE) or experts.parallel is None:
+        return
+    own, parallel = shared.forward, experts.parallel
+
+    def before(_: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], torch.Tensor):
+            parallel.meanwhile(lambda x: (x, own(x)), given[0])
+
+    def forward(x: torch.Tensor) -> Any:
+        early = parallel.done_meanwhile()
+        return early[1] if early is not None and early[0] is x else own(x)
+
+    block.register_forward_pre_hook(before)
+    shared.forward = forward

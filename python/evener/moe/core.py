@@ -36,11 +36,11 @@ class Kept:
     def of_matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of gate_up and of down, after `back`. Frees what was kept."""
         assert self.to_both is not None and self.hidden is not None and self.come is not None
-        ends = self.at.ends
-        found = (grouped.outer(self.to_both, self.rows, ends),
-                 grouped.outer(self.come, self.hidden, ends))  # fmt: skip
-        self.to_both = self.hidden = self.come = None
-        return found
+        to_down = grouped.outer(self.come, self.hidden, self.at.ends)
+        self.come = self.hidden = None
+        to_gate_up = grouped.outer(self.to_both, self.rows, self.at.ends)
+        self.to_both = None
+        return to_gate_up, to_down
 
 
 def run(

@@ -65,7 +65,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """What `forward` gave, made again, and the gradients of `both` and of `weights`.
 
-    gradient: [room, inner], of what `forward` gave.
+    gradient: [room, inner], of what `forward` gave; on a GPU what comes first is written over it.
     """
     if both.is_cuda and is_silu(activation):
         from evener.moe import triton_gate

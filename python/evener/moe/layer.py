@@ -7,6 +7,7 @@ of parameters, so it stands in a block of transformers as well (`convert`).
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from evener.moe import core, permute
 from evener.moe.gate import Activation
 from evener.moe.router import Router, Score, load_balancing_loss
 
+if TYPE_CHECKING:
+    from evener.moe.parallel import Parallel
+
 
 class Experts(nn.Module):
     """`experts` gated feed-forward networks: down(act(gate x) * up x), as stacked matrices.
@@ -25,8 +29,6 @@ class Experts(nn.Module):
     capacity: the most tokens that an expert takes of a batch, as a factor of an even share; None
     drops nothing.
     """
-
-    load: torch.Tensor
 
     def __init__(
         self, width: int, inner: int, experts: int, activation: Activation = functional.silu,
@@ -46,8 +48,11 @@ class Experts(nn.Module):
                 matrix, -1 / math.sqrt(matrix.shape[2]), 1 / math.sqrt(matrix.shape[2])
             )
         # How many entries each expert was given in training since it was last looked at.
-        self.register_buffer("load", torch.zeros(experts), persistent=False)
+        # No buffer: DistributedDataParallel would make it rank 0's.
+        self.load = torch.zeros(experts, device="cpu")
         self.dropped: torch.Tensor | None = None
+        # Where the experts are spread over ranks (`spread`).
+        self.parallel: Parallel | None = None
 
     def extra_repr(self) -> str:
         held, twice, width = self.gate_up_proj.shape
@@ -73,6 +78,9 @@ class Experts(nn.Module):
         if self.capacity is not None:
             share = experts.numel() / self.num_experts
             limit = max(1, math.ceil(share * self.capacity))
+        self.load = self.load.to(x.device)
+        if self.parallel is not None:
+            return self.parallel(self, x, experts, weights, limit)
         at = permute.positions(experts, self.num_experts, limit)
         self.note(at, experts if limit is not None else None)
         return core.local(x, weights, at, self.gate_up_proj, self.down_proj, self.activation)
@@ -129,7 +137,13 @@ class MoE(nn.Module):
         self.aux_loss = (
             load_balancing_loss(logits, experts, self.gate.score) if self.training else None
         )
+        parallel = self.experts.parallel
+        if self.shared_experts is not None and parallel is not None:
+            # Its work fills the time in which tokens travel.
+            parallel.meanwhile(self.shared_experts, flat)
         out: torch.Tensor = self.experts(flat, experts, weights)
         if self.shared_experts is not None:
-            out = out + self.shared_experts(flat)
+            out = out + (
+                self.shared_experts(flat) if parallel is None else parallel.done_meanwhile()
+            )
         return out.view(x.shape)

@@ -73,12 +73,13 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `gate.backward`."""
     rows, inner = both.shape[0], both.shape[1] // 2
-    out = torch.empty(rows, inner, dtype=both.dtype, device=both.device)
+    gradient = gradient.contiguous()
+    out = gradient  # each entry is read before it is written, by the same program
     to_both = torch.empty_like(both)
     to_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=both.device)
     if rows:
         _backward[(rows,)](
-            both, weights.contiguous(), at.source, gradient.contiguous(), out, to_both, to_weights,
+            both, weights.contiguous(), at.source, gradient, out, to_both, to_weights,
             inner, _block(inner), num_warps=4,
         )  # fmt: skip
     return out, to_both, to_weights

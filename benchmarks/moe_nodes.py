@@ -1,0 +1,214 @@
+"""Experts over nodes: the step, what of the traffic is hidden, and the bytes on the cards.
+
+    evener lab run --nodes 2 --slots 1 --link 25gbit -- python benchmarks/moe_nodes.py
+    evener lab run --nodes 2 --slots 2 --link 1gbit -- python benchmarks/moe_nodes.py --size tiny
+
+One layer with a shared expert, forward and backward, bf16 on GPUs. Columns take turns:
+
+    pairs       a row per choice, no overlap, the shared expert afterwards: a flat all-to-all
+    ours        a row per token and node (two levels where nodes have several ranks), in chunks
+    int8        the same, tokens and gradients of outputs in 8 bits
+    compute     the same products on one rank, nothing travels
+    traffic     ours without the products: the same rows, there and back, twice
+
+hidden = 1 - (ours - compute) / traffic. bytes: what the node's cards sent per step, beside the
+bound: each token's row once to each other node that has an expert for it, and once back, forward
+and backward, without choices, weights, counts and headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evener import moe
+from evener.moe.route import Counts, Trip, count
+
+# Tokens of a rank, width, inner, experts, choices, inner of the shared expert.
+CASES = {
+    "8 top-2, shared": (16384, 4096, 14336, 8, 2, 14336),
+    "64 top-6, shared": (16384, 2048, 1408, 64, 6, 2816),
+}
+TINY = {"8 top-2, shared": (512, 1024, 256, 8, 2, 256)}
+
+
+def sent_bytes() -> int:
+    """What all cards but lo have sent."""
+    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()[2:]
+    fields = [line.replace(":", " ").split() for line in lines]
+    return sum(int(f[9]) for f in fields if f[0] != "lo")
+
+
+def made(shape: tuple[int, ...], device: str) -> tuple[moe.MoE, torch.Tensor]:
+    tokens, width, inner, experts, top_k, shared = shape
+    torch.manual_seed(0)
+    with torch.device(device):
+        layer = moe.MoE(width, inner, experts, top_k, shared=shared)
+        if device == "cuda":
+            layer.bfloat16()
+        torch.manual_seed(1 + dist.get_rank())
+        x = torch.randn(tokens, width, dtype=layer.gate.weight.dtype)
+    return layer, x
+
+
+def turns(layer: moe.MoE, x: torch.Tensor, late: bool = False) -> None:
+    """A step. late: the shared expert after the others, as without overlap."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    if late and layer.shared_experts is not None:
+        _, weights, experts = layer.gate(x)
+        out = layer.experts(x, experts, weights)
+        out = out + layer.shared_experts(x)
+    else:
+        out = layer(x)
+    out.backward(x.detach())
+
+
+def traffic(layer: moe.MoE, x: torch.Tensor) -> tuple[Callable[[], None], int]:
+    """A step's rows without their products; and the bytes of the bound, of this rank."""
+    parallel = layer.experts.parallel
+    assert parallel is not None
+    shared, held = parallel.shared, layer.experts.gate_up_proj.shape[0]
+    ranks, lane = shared.ranks, shared.lane
+    with torch.no_grad():
+        _, weights, experts = layer.gate(x)
+        told = count(parallel.owner[experts], ranks, shared.chunks)
+        everyone = told.new_empty(ranks.size * told.numel())
+        dist.all_gather_into_tensor(everyone, told.flatten(), group=ranks.group)
+        everyone = everyone.view(ranks.size, *told.shape)
+        counts = Counts(ranks, everyone.tolist())
+        meta = torch.cat((experts.float(), weights), 1)
+    way = shared.way or "flat"
+
+    def run() -> None:
+        for _ in range(2):
+            gone = []
+            for chunk, (part, choice) in enumerate(
+                zip(x.tensor_split(shared.chunks), meta.tensor_split(shared.chunks), strict=True)
+            ):
+                trip = Trip(ranks, way, counts, chunk)
+                gone.append((trip, lane.submit(
+                    parallel._dispatch, trip, part, choice, held, False
+                )))  # fmt: skip
+            back = [lane.submit(trip.back, ticket.wait()[0]) for trip, ticket in gone]
+            for ticket in back:
+                ticket.wait()
+
+    of_nodes = everyone[:, :, : ranks.nodes].sum(1)
+    each = x.shape[1] * x.element_size()
+    leave = [int(of_nodes[r].sum() - of_nodes[r, r // ranks.each]) for r in range(ranks.size)]
+    # Back from this node goes what came from the others through it: the same on average.
+    come = int(of_nodes[:, ranks.node].sum()) - int(
+        of_nodes[ranks.node * ranks.each :][: ranks.each, ranks.node].sum()
+    )
+    own = sum(leave[ranks.node * ranks.each :][: ranks.each])
+    return run, 2 * (own + come) * each
+
+
+def measured(runs: dict[str, Callable[[], None]], args: Any, cuda: bool) -> dict[str, Any]:
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    sent: dict[str, list[int]] = {name: [] for name in runs}
+    for turn in range(args.repeats + args.warmup):
+        for name, run in runs.items():
+            if cuda:
+                torch.cuda.synchronize()
+            dist.barrier()
+            before, begin = sent_bytes(), time.perf_counter()
+            run()
+            if cuda:
+                torch.cuda.synchronize()
+            mine = torch.tensor([time.perf_counter() - begin])
+            # What is in the cards' queues leaves before the barrier's answer comes.
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+            if turn >= args.warmup:
+                took[name].append(float(mine) * 1e3)
+                sent[name].append(sent_bytes() - before)
+    return {name: {"ms": statistics.median(took[name]), "sent": statistics.median(sent[name])}
+            for name in runs}  # fmt: skip
+
+
+def case(name: str, shape: tuple[int, ...], args: Any, device: str) -> dict[str, Any]:
+    size, cuda = dist.get_world_size(), device == "cuda"
+    plain, x = made(shape, device)
+    runs: dict[str, Callable[[], None]] = {"compute": lambda: turns(plain, x)}
+    bound = 0
+    for column, options in {
+        "pairs": {"route": "pairs", "chunks": 1},
+        "ours": {"route": args.route, "chunks": args.chunks},
+        "int8": {"route": args.route, "chunks": args.chunks, "dispatch": "int8"},
+    }.items():
+        layer, _ = made(shape, device)
+        layer = moe.spread(layer, size, **options)
+        late = column == "pairs"
+        turns(layer, x, late)
+        runs[column] = lambda layer=layer, late=late: turns(layer, x, late)
+        if column == "ours":
+            runs["traffic"], bound = traffic(layer, x)
+            way = layer.experts.parallel.shared.way
+    found = measured(runs, args, cuda)
+    ms = {column: each["ms"] for column, each in found.items()}
+    return {
+        "case": name, "shape": shape, "ranks": size, "way": way, "chunks": args.chunks,
+        "ms": ms, "bytes": {column: each["sent"] for column, each in found.items()},
+        "bound": bound, "bytes_ratio": found["ours"]["sent"] / bound,
+        "hidden": 1 - (ms["ours"] - ms["compute"]) / ms["traffic"],
+        "faster": ms["pairs"] / ms["ours"], "faster_int8": ms["pairs"] / ms["int8"],
+    }  # fmt: skip
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"\n{found['case']}: {found['shape']}, {found['ranks']} ranks, way {found['way']}, "
+          f"{found['chunks']} chunks")  # fmt: skip
+    for column, ms in found["ms"].items():
+        print(f"  {column:9}{ms:10.2f} ms{found['bytes'][column] / 1e6:12.2f} MB sent by a node")
+    print(f"  hidden {found['hidden']:.0%}; against pairs {found['faster']:.2f} x, int8 "
+          f"{found['faster_int8']:.2f} x; bytes {found['bytes_ratio']:.3f} x the bound of "
+          f"{found['bound'] / 1e6:.2f} MB", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--size", choices=["full", "tiny"], default="full")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--route", default="auto")
+    parser.add_argument("--only", help="one case: the beginning of its name")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        shared = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+        torch.cuda.set_device(int(os.environ["RANK" if shared else "LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    found = []
+    for name, shape in (CASES if args.size == "full" else TINY).items():
+        if args.only and not name.startswith(args.only):
+            continue
+        found.append(case(name, shape, args, "cuda" if cuda else "cpu"))
+        if dist.get_rank() == 0:
+            show(found[-1])
+        if cuda:
+            torch.cuda.empty_cache()
+    if args.json and dist.get_rank() == 0:
+        machine = torch.cuda.get_device_name() if cuda else "CPU"
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        text = json.dumps({"machine": machine, "versions": versions, "cases": found}, indent=1)
+        args.json.write_text(text + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Experts spread over ranks: the layer's forward and backward passes with tokens on the way.
+
+A batch goes in chunks. Forward: all chunks leave, then each is computed as it comes and its sums
+leave again; the shared expert runs meanwhile. Backward, the same with gradients: as soon as those
+of the tokens have left, the gradients of the matrices are made (delayed), and autograd goes on with
+the shared expert's backward pass; what comes back is waited for where the layer began (`_Begin`).
+The ways were learnt in forward, so backward waits for no counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from evener.errors import EvenerError, UsageError
+from evener.moe import core, permute
+from evener.moe.gate import Activation
+from evener.moe.lane import Lane, Ticket
+from evener.moe.permute import Positions
+from evener.moe.route import Counts, Ranks, Trip, Way, count
+from evener.moe.wire import Wire
+
+if TYPE_CHECKING:
+    from evener.moe.layer import Experts
+
+logger = logging.getLogger("evener.moe")
+
+
+class MoEError(EvenerError):
+    """Tokens could not travel, on this rank or on another. `rank`: where; -1: not known."""
+
+    def __init__(self, problem: str, fix: str = "", rank: int = -1) -> None:
+        super().__init__(problem, fix)
+        self.rank = rank
+
+
+@contextlib.contextmanager
+def named(what: str, rank: int, travels: bool = True) -> Iterator[None]:
+    """Errors of memory in words, and of collectives where `travels`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MoEError(
+            f"{what} on rank {rank} is out of memory: {str(error).splitlines()[0]}",
+            "use more chunks, a smaller batch, or capacity=", rank,
+        ) from error  # fmt: skip
+    except (dist.DistError, RuntimeError) as error:
+        if not travels or isinstance(error, MoEError):
+            raise
+        raise MoEError(
+            f"{what}: rank {rank} lost the connection to another: {str(error).splitlines()[0]}",
+            "look at the log of the rank that failed first; start again from the last checkpoint",
+            rank,
+        ) from error
+
+
+@dataclass
+class Shared:
+    """What the layers of one model share. way: None until the first batch was probed.
+
+    mean: gradients of experts are those of the mean of all ranks' losses, as DDP's are.
+    """
+
+    ranks: Ranks
+    lane: Lane
+    way: Way | None
+    chunks: int
+    wire: Wire
+    replicas: dist.ProcessGroup | None = None
+    mean: bool = True
+
+
+@dataclass
+class _Pass:
+    """One forward pass of a layer and its backward pass."""
+
+    shared: Shared
+    trips: list[Trip]
+    activation: Activation
+    lossy: bool
+    sizes: list[int]
+    come: list[Ticket[tuple[torch.Tensor, Positions, torch.Tensor]]]
+    # Backward: what `_Begin` waits for.
+    to_tokens: list[Ticket[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
+
+
+class _Begin(torch.autograd.Function):
+    """Nothing forward; backward: the gradients of tokens and weights have come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, state: _Pass) -> Any:
+        ctx.state = state
+        return x.view_as(x), weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        state = ctx.state
+        with named("the gradients of tokens", state.shared.ranks.rank):
+            found = [ticket.wait() for ticket in state.to_tokens]
+        state.to_tokens = []
+        to_x, to_weights = zip(*found, strict=True)
+        return torch.cat(to_x), torch.cat(to_weights), None
+
+
+class _Through(torch.autograd.Function):
+    """Tokens that have left > sums of their experts. `x` is for autograd: it has left already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor,
+        down: torch.Tensor, state: _Pass,
+    ) -> torch.Tensor:  # fmt: skip
+        lane, rank = state.shared.lane, state.shared.ranks.rank
+        keep: list[torch.Tensor] = []
+        back: list[Ticket[torch.Tensor]] = []
+        for trip, come in zip(state.trips, state.come, strict=True):
+            with named("tokens for experts", rank):
+                tokens, at, of_rows = come.wait()
+            with named("an expert", rank, travels=False):
+                out, kept = core.run(tokens, of_rows, at, gate_up, down, state.activation)
+            keep += [kept.rows, kept.both]
+            del tokens, kept
+            back.append(lane.submit(trip.back, out))
+        state.come = []
+        with named("sums of experts", rank):
+            found = torch.cat([ticket.wait() for ticket in back])
+        ctx.state, ctx.like = state, weights
+        assert len(x) == len(found)
+        ctx.save_for_backward(gate_up, down, *keep)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        state: _Pass = ctx.state
+        shared = state.shared
+        lane, rank = shared.lane, shared.ranks.rank
+        gate_up, down, *keep = ctx.saved_tensors
+        like, dtype = ctx.like, gradient.dtype
+        parts = gradient.contiguous().split(state.sizes)
+        come = [
+            lane.submit(_carried, trip, part, shared.wire, state.lossy)
+            for trip, part in zip(state.trips, parts, strict=True)
+        ]
+        made = []
+        for at, (trip, ticket) in enumerate(zip(state.trips, come, strict=True)):
+            with named("gradients for experts", rank):
+                rows = ticket.wait()
+            assert trip.at is not None and trip.weights is not None
+            kept = core.Kept(
+                trip.at, trip.weights, keep[2 * at], keep[2 * at + 1], state.activation
+            )
+            with named("an expert's backward pass", rank, travels=False):
+                to_rows, to_weights = core.back(kept, rows.to(dtype), gate_up, down)
+            made.append(kept)
+
+            def home(trip: Trip, rows: torch.Tensor, weights: torch.Tensor) -> Any:
+                own = trip.weights_back(weights, like.shape[1]).to(like.dtype)
+                return trip.back(rows), own
+
+            state.to_tokens.append(lane.submit(home, trip, to_rows, to_weights))
+        # While those travel: nobody else waits for these.
+        to_gate_up = to_down = None
+        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+            with named("an expert's backward pass", rank, travels=False):
+                to_gate_up, to_down = made[0].of_matrices()
+                for kept in made[1:]:
+                    more = kept.of_matrices()
+                    to_gate_up += more[0]
+                    to_down += more[1]
+                if shared.mean:
+                    to_gate_up /= shared.ranks.size
+                    to_down /= shared.ranks.size
+        # The true ones are what `_Begin` waits for.
+        nothing = gradient.new_zeros(()).expand(gradient.shape)
+        return nothing, like.new_zeros(()).expand(like.shape), to_gate_up, to_down, None
+
+
+def _carried(trip: Trip, x: torch.Tensor, wire: Wire, lossy: bool) -> torch.Tensor:
+    """Rows go to their experts, in the wire's form if that is in use."""
+    if not lossy:
+        return trip.there(x)
+    return wire.decode(trip.there(wire.encode(x)), x.shape[1], x.dtype)
+
+
+class Parallel:
+    """Of one layer: which rank has which expert, and the layer's passes.
+
+    held: int64 [experts], the experts in the order of ranks and of their places there.
+    """
+
+    def __init__(self, shared: Shared, experts: int, name: str = "") -> None:
+        self.shared, self.name, self.experts = shared, name, experts
+        self._shared_expert: Callable[[], Any] | None = None
+        self._own: Any = None
+        self.place(torch.arange(experts))
+
+    def place(self, held: torch.Tensor) -> None:
+        """Experts lie in this order from now on; the caller moves their matrices."""
+        each = self.experts // self.shared.ranks.size
+        owner, slot = (torch.full((self.experts + 1,), -1) for _ in range(2))
+        owner[held] = torch.arange(self.experts) // each
+        slot[held] = torch.arange(self.experts) % each
+        self.held, device = held, self.shared.lane.device
+        self.owner, self.slot = owner.to(device), slot.to(device)
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """The experts of this rank, in the order of its matrices."""
+        each = self.experts // self.shared.ranks.size
+        return self.held[self.shared.ranks.rank * each :][:each]
+
+    def meanwhile(self, module: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+        """Run module(x) while the tokens of the next pass travel; `done_meanwhile` gives it."""
+        self._shared_expert = lambda: module(x)
+
+    def done_meanwhile(self) -> Any:
+        """What `meanwhile` gave; None where the layer did not run since."""
+        own, self._own = self._own, None
+        return own
+
+    def __call__(
+        self, layer: Experts, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
+        limit: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        shared = self.shared
+        ranks, lane = shared.ranks, shared.lane
+        if x.device.type != lane.device.type:
+            raise UsageError(f"tokens on {x.device}, experts spread over {lane.device}",
+                             "move the model first, then convert it")  # fmt: skip
+        weights = weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        with torch.no_grad():
+            if limit is not None:
+                at = permute.positions(experts, self.experts, limit)
+                layer.note(at, experts)
+                experts = torch.where(at.rows >= 0, experts, -1)
+            elif layer.training:
+                flat = torch.where(experts < 0, self.experts, experts).reshape(-1)
+                load = x.new_zeros(self.experts + 1, dtype=layer.load.dtype)
+                layer.load += load.index_add_(0, flat, load.new_ones(len(flat)))[:-1]
+            told = count(self.owner[experts], ranks, shared.chunks)
+            flags = torch.stack((~x.isfinite().all() | ~weights.isfinite().all(),
+                                 shared.wire.bad(x))).to(told.dtype)  # fmt: skip
+            told = torch.cat((told.flatten(), flags))
+            meta = torch.cat((experts.to(weights.dtype), weights), 1)
+        # What travels waits for this much, not for the shared expert.
+        mark = lane.mark()
+        counting = lane.submit(_tell, ranks, told, after=mark)
+        state = _Pass(shared, [], layer.activation, False, [], [])
+        begun, scaled = _Begin.apply(x, weights, state)
+        if self._shared_expert is not None:
+            self._own, self._shared_expert = self._shared_expert(), None
+        with named("the counts of tokens", ranks.rank):
+            counting.hold()
+            everyone = counting.wait().view(ranks.size, -1).tolist()
+        self._judge(everyone)
+        state.lossy = shared.wire.on and not any(each[-1] for each in everyone)
+        shared.wire.note(not state.lossy)
+        columns = ranks.nodes + 2 * ranks.size
+        counts = Counts(ranks, [
+            [each[c * columns :][:columns] for c in range(shared.chunks)] for each in everyone
+        ])  # fmt: skip
+        held = layer.gate_up_proj.shape[0]
+        tokens = x.detach().tensor_split(shared.chunks)
+        choices = meta.tensor_split(shared.chunks)
+        if shared.way is None:
+            with named("the probe of ways", ranks.rank):
+                shared.way = self._probe(counts, tokens[0], choices[0], held)
+        state.sizes = [len(part) for part in tokens]
+        for chunk in range(shared.chunks):
+            trip = Trip(ranks, shared.way, counts, chunk)
+            state.trips.append(trip)
+            state.come.append(lane.submit(
+                self._dispatch, trip, tokens[chunk], choices[chunk], held, state.lossy, after=mark
+            ))  # fmt: skip
+        out: torch.Tensor = _Through.apply(
+            begun, scaled, layer.gate_up_proj, layer.down_proj, state
+        )
+        return out
+
+    def _probe(self, counts: Counts, x: torch.Tensor, meta: torch.Tensor, held: int) -> Way:
+        """The faster way for a batch as this one, by the slowest rank. Collective."""
+        shared = self.shared
+        if shared.ranks.outer is None:
+            return "flat"
+        ways: tuple[Way, ...] = ("two", "flat")
+        took = x.new_zeros(len(ways), dtype=torch.float64)
+        for _ in range(2):  # the first makes connections
+            for at, way in enumerate(ways):
+                trip = Trip(shared.ranks, way, counts, 0)
+                shared.lane.submit(_wait_for_all, shared.ranks, x).hold()
+                begin = time.perf_counter()
+                rows, *_ = (gone := shared.lane.submit(
+                    self._dispatch, trip, x, meta, held, False)).wait()  # fmt: skip
+                gone.hold()
+                shared.lane.submit(trip.back, rows).hold()
+                took[at] = time.perf_counter() - begin
+        ticket = shared.lane.submit(_slowest, shared.ranks, took)
+        ticket.hold()
+        slowest = ticket.wait().tolist()
+        best = min(range(len(ways)), key=slowest.__getitem__)
+        said = ", ".join(f"{w} {t * 1e3:.2f} ms" for w, t in zip(ways, slowest, strict=True))
+        logger.info("experts %s: tokens go %s (%s)", self.name, ways[best], said)
+        return ways[best]
+
+    def _dispatch(
+        self, trip: Trip, x: torch.Tensor, meta: torch.Tensor, held: int, lossy: bool
+    ) -> tuple[torch.Tensor, Positions, torch.Tensor]:
+        trip.start(meta, self.owner, self.slot, held)
+        assert trip.at is not None and trip.weights is not None
+        return _carried(trip, x, self.shared.wire, lossy), trip.at, trip.weights
+
+    def _judge(self, everyone: list[list[int]]) -> None:
+        for rank, each in enumerate(everyone):
+            if each[-2]:
+                raise MoEError(
+                    f"values that are not finite came into the experts {self.name} on rank {rank}",
+                    "no weight was changed: zero_grad() and skip the batch, lower the learning "
+                    "rate, or clip gradients", rank,
+                )  # fmt: skip
+
+
+def _tell(ranks: Ranks, mine: torch.Tensor) -> torch.Tensor:
+    everyone = mine.new_empty(ranks.size * len(mine))
+    dist.all_gather_into_tensor(everyone, mine, group=ranks.group)
+    return everyone
+
+
+def _wait_for_all(ranks: Ranks, like: torch.Tensor) -> None:
+    dist.all_reduce(like.new_zeros(1), group=ranks.group)
+
+
+def _slowest(ranks: Ranks, took: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(took, dist.ReduceOp.MAX, group=ranks.group)
+    return took
