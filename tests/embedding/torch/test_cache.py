@@ -1,12 +1,15 @@
 """The cache of hot rows: with it and without it the store ends with the same bytes."""
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evener.embedding import (
     Adagrad,
@@ -153,6 +156,37 @@ def test_rows_that_are_wanted_again_on_their_way_back(
     for prefetch in (False, True):
         assert contents(train(options, 70, prefetch)) == plain
     assert all(each.stats.returned > 0 for each in made)
+
+
+class OnStream(TorchDispatchMode):
+    """Fails where something is computed outside of the stream: a GPU would not wait for it."""
+
+    here = threading.local()  # the writer has a stream of its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert getattr(self.here, "inside", False), f"{func} is not on the stream of the fetch"
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_of_a_fetch_is_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = CachedRows._fetch
+    seen = []
+
+    @contextmanager
+    def side(*_: Any) -> Iterator[None]:
+        OnStream.here.inside = True
+        yield
+        OnStream.here.inside = False
+
+    def watched(self: CachedRows, *given: Any) -> Any:
+        with OnStream():
+            seen.append(fetch(self, *given))
+            return seen[-1]
+
+    monkeypatch.setattr(CachedRows, "_side", side)
+    monkeypatch.setattr(CachedRows, "_fetch", watched)
+    train(Options(DIM), 70, prefetch=True)
+    assert len(seen) > 20
 
 
 def test_accumulated_batches_whose_rows_had_to_go_before_the_step() -> None:

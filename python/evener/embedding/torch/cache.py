@@ -316,6 +316,8 @@ class CachedRows:
             returned = missing.numel() - wanted.numel()
             if returned:
                 parts = _joined(parts, absent, returning)
+            rows, frequencies, versions, admitted = parts
+            admitted = admitted.bool()  # all work is on this stream, and done before `done`
             done = None
             if self._stream is not None:
                 done = torch.cuda.Event()
@@ -323,10 +325,7 @@ class CachedRows:
         self.stats.host += took
         self.stats.missing += missing.numel()
         self.stats.returned += returned
-        rows, frequencies, versions, admitted = parts
-        return _Fetched(
-            keys, inverse, missing, rows, frequencies, versions, admitted.bool(), done, epoch
-        )
+        return _Fetched(keys, inverse, missing, rows, frequencies, versions, admitted, done, epoch)
 
     def _up(self, part: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cuda":
