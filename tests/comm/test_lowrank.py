@@ -23,7 +23,7 @@ from tests.comm import models
 SHAPES = st.sampled_from([(7, 5), (64, 33), (40,), (), (8, 3, 3, 3), (1, 9), (33, 1), (300, 20)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(SHAPES, min_size=1, max_size=6), st.integers(1, 3), st.booleans(), st.booleans())
 def test_matrices_are_whole_rows_in_memory(
     shapes: list[tuple[int, ...]], shards: int, parts: bool, last: bool

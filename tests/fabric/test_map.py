@@ -1,7 +1,7 @@
 """The map file: what is accepted, what is refused and by which name, and loads on a fabric."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.fabric import Flow, MapError, load, parse_map, rail_wiring
@@ -79,7 +79,6 @@ def test_refused_by_name(old: str, new: str, place: str, fix: str) -> None:
     assert fix in refused.value.fix
 
 
-@settings(deadline=None)  # machines are busy
 @given(st.text(max_size=60), st.integers(0, len(MAP)), st.integers(0, 30))
 def test_no_text_makes_it_raise_anything_else(text: str, at: int, cut: int) -> None:
     try:

@@ -146,7 +146,7 @@ def setting(ranks: int, memory: float = math.inf, speeds: list[float] | None = N
     return Setting("1F1B", ranks, 1, microbatches, devices, Network())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(0.1, 10), min_size=4, max_size=9),
     st.integers(2, 3),

@@ -19,7 +19,7 @@ def even(stages: int, **more: float) -> list[StageCost]:
     return [StageCost(1.0, 1.0, 1.0, **more) for _ in range(stages)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 8), st.integers(1, 24), st.sampled_from(["GPipe", "1F1B", "Eager1F1B"]))
 def test_the_bubble_of_equal_stages(ranks: int, microbatches: int, schedule: str) -> None:
     if schedules.check(schedules.kind_of(schedule), ranks, microbatches):
@@ -29,7 +29,7 @@ def test_the_bubble_of_equal_stages(ranks: int, microbatches: int, schedule: str
     assert found.step == pytest.approx(3.0 * (microbatches + ranks - 1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 5))
 def test_interleaving_divides_the_bubble(ranks: int, local: int, rounds: int) -> None:
     microbatches = ranks * rounds
@@ -51,7 +51,7 @@ def test_zero_bubble_schedules_have_less_of_it(ranks: int) -> None:
     assert v.step == pytest.approx(3.0 * 2 * microbatches + (ranks - 1), rel=0.05)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(*[st.floats(0.01, 2.0)] * 3), min_size=2, max_size=5),
     st.integers(0, 8),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import UsageError
@@ -70,7 +70,6 @@ def test_more_ranks_than_gpus_are_refused(ranks: int) -> None:
     assert "4 GPUs on 2 hosts" in refused.value.problem
 
 
-@settings(deadline=None)  # machines are busy
 @given(
     st.lists(st.lists(st.sampled_from("ABC"), min_size=2, max_size=2), min_size=1, max_size=7),
     st.integers(1, 14),
