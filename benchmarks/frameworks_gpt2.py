@@ -5,23 +5,33 @@
     python benchmarks/frameworks_gpt2.py --tiny --rate 300mbit    # on CPUs, with a small model
 
 Two simulated nodes of one GPU (`evener lab`). All columns train the same model on the same loader,
-with AdamW, bf16 and clipping to a norm of 1; one job trains a column after another. `bare` is a
-loop with `evener.ddp.accelerate(model, optimizer, mode="auto", floor="int8")`. The others know
-nothing of Evener: EVENER_DDP=auto and EVENER_FLOOR=int8 are all. A column is measured for `--steps`
-steps once the planner has decided, between two moments at which the device has done everything; the
-slower rank counts. Trained weights must be equal on both ranks, bit for bit.
+with AdamW, bf16 and clipping to a norm of 1. Each column is a process of its own on each node, with
+its own process group, and they take turns: one after the other trains until the planner has
+decided, and then all take a few steps at a time, in `--rounds` rounds, while the others stand
+still. So what the machine does meanwhile falls on all. A turn is timed between two moments at which
+the device has done everything, after one step that does not count; the slower rank counts.
 
-A framework that is not installed is left out, and said. Needs transformers, for the model.
+    bare    a loop with `evener.ddp.accelerate(model, optimizer, mode="auto", floor="int8")`
+    waits   that loop with what transformers' Trainer does besides, whatever reduces gradients:
+            a batch that is copied while the host waits, a gather of the number of symbols, a look
+            at the loss before clipping
+    others  know nothing of Evener: EVENER_DDP=auto and EVENER_FLOOR=int8 are all
+
+Trained weights must be equal on both ranks, bit for bit. A framework that is not installed is left
+out, and said. Needs transformers, for the model.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import importlib.util
 import json
 import os
+import re
+import socket
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,23 +40,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("bare", "trainer", "accelerate", "lightning")
+COLUMNS = ("bare", "waits", "trainer", "accelerate", "lightning")
 PACKAGES = {"trainer": "accelerate", "accelerate": "accelerate", "lightning": "lightning"}
-_MARK = "COLUMN "
-_LEAST, _MOST = 12, 400  # steps before a column is measured
+_MARK, _TOLD = "COLUMN ", "TOLD "
+_LEAST, _MOST = 12, 700  # steps before a column is measured
+_ALL = 10_000  # more than are ever taken
 _GOAL = 0.97
 
 
 class Meter:
-    """Says when a column has trained enough, and how long its steps took."""
+    """Of one column, in its process: trains until the planner has decided, then as it is told."""
 
-    def __init__(self, steps: int, gpu: bool) -> None:
-        self.steps, self.gpu = steps, gpu
+    def __init__(self, gpu: bool) -> None:
+        self.gpu = gpu
         self.done = 0
-        self.began: float | None = None
-        self.left = 0
-        self.ms = 0.0
-        self.plan: dict[str, Any] = {}
+        self.steps = self.left = 0  # of the turn that is under way; 0: the planner decides
+        self.began = 0.0
 
     def planner(self) -> Any:
         """Of the model that is trained now."""
@@ -57,41 +66,150 @@ class Meter:
 
     def step(self) -> bool:
         """A step is over; whether to stop. Equal on all ranks: they decide in the same step."""
-        import torch
-
         self.done += 1
-        if self.began is None:
+        if not self.steps:
             planner = self.planner()
             decided = planner is not None and planner.kept is not None
-            if (decided and self.done >= _LEAST) or self.done == _MOST:
-                self._wait(torch)
-                self.began, self.left = time.perf_counter(), self.steps
-            return False
+            if not (decided and self.done >= _LEAST) and self.done < _MOST:
+                return False
+            self._wait()
+            self.tell(steps_before=self.done, plan=self._plan() if decided else {})
+            return self._next()
         self.left -= 1
+        if self.left == self.steps:
+            self._wait()
+            self.began = time.perf_counter()
         if self.left:
             return False
-        self._wait(torch)
-        self.ms = 1e3 * (time.perf_counter() - self.began) / self.steps
-        if (planner := self.planner()) is not None and planner.kept is not None:
-            self.plan = {
-                "kept": planner.kept.name,
-                "expected_ms": round(planner.decision.step_ms, 1),
-                "compute_ms": round(planner.decision.compute_ms, 1),
-                "tried": {name: round(ms, 1) for name, (_, ms) in planner.tried.items()},
-                "looked_at": planner.looked_at,
-            }
-        return True
+        self._wait()
+        self.tell(ms=1e3 * (time.perf_counter() - self.began) / self.steps)
+        return self._next()
 
-    def _wait(self, torch: Any) -> None:
+    def tell(self, **what: Any) -> None:
+        """To who gives turns."""
+        print(_TOLD + json.dumps(what), flush=True)
+
+    def _next(self) -> bool:
+        """Stand still until it is this column's turn; whether there is none any more."""
+        self.steps = int(sys.stdin.readline() or 0)
+        self.left = self.steps + 1  # the first does not count
+        return not self.steps
+
+    def _plan(self) -> dict[str, Any]:
+        planner = self.planner()
+        return {
+            "kept": planner.kept.name,
+            "expected_ms": round(planner.decision.step_ms, 1),
+            "compute_ms": round(planner.decision.compute_ms, 1),
+            "tried": {name: round(ms, 1) for name, (_, ms) in planner.tried.items()},
+            "looked_at": re.sub(r"/\S*site-packages/", "", planner.looked_at),
+        }
+
+    def _wait(self) -> None:
         if self.gpu:
+            import torch
+
             torch.cuda.synchronize()
 
 
 # --- in the nodes ---
 
 
+class Process:
+    """A column's, on this node."""
+
+    def __init__(self, name: str, given: argparse.Namespace, port: int) -> None:
+        self.name = name
+        env = {k: v for k, v in os.environ.items() if k != "TORCHELASTIC_USE_AGENT_STORE"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", json.dumps({**vars(given), "column": name})],
+            env={**env, "MASTER_PORT": str(port)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def give(self, steps: int) -> None:
+        """So many steps; 0: the end."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{steps}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `told` will see
+
+    def told(self) -> dict[str, Any]:
+        """What it says next; everything else that it prints is printed."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(_TOLD):
+                return dict(json.loads(line.removeprefix(_TOLD)))
+            print(f"{self.name}: {line}", end="", flush=True)
+        return {"error": f"ended with status {self.process.wait()}"}
+
+    def close(self) -> None:
+        """It is over."""
+        self.process.kill()
+        self.process.wait()
+
+
 def worker(given: argparse.Namespace) -> None:
-    """One rank: all columns."""
+    """One node: all columns, in turn."""
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    cells: dict[str, dict[str, Any]] = {}
+    processes: dict[str, Process] = {}
+
+    def everyone(mine: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """What the column says on all ranks; it is dropped where it failed on one."""
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, mine)
+        problems = [one["error"] for one in told if "error" in one]
+        if problems:
+            cells[name]["error"] = problems[0]
+            processes.pop(name).close()
+        return told
+
+    for name in given.columns.split(","):
+        box = [_port() if rank == 0 else 0]
+        dist.broadcast_object_list(box, src=0)
+        cells[name] = {"column": name, "turns_ms": []}
+        processes[name] = Process(name, given, box[0])
+        told = everyone(processes[name].told(), name)
+        cells[name] |= {k: v for k, v in told[0].items() if k != "error"}
+    for turn in range(given.rounds):
+        for name in list(processes)[:: -1 if turn % 2 else 1]:
+            processes[name].give(given.steps)
+            told = everyone(processes[name].told(), name)
+            if name in processes:
+                cells[name]["turns_ms"].append(round(max(one["ms"] for one in told), 2))
+    for name in list(processes):
+        processes[name].give(0)
+        told = everyone(processes[name].told(), name)
+        if name in processes:
+            if told[0] != told[1]:
+                cells[name]["error"] = "the ranks' weights differ"
+            processes.pop(name).process.wait(60)
+    for cell in cells.values():
+        if "error" not in cell:
+            cell["step_ms"] = round(statistics.median(cell["turns_ms"]), 2)
+        if rank == 0:
+            print(_MARK + json.dumps(cell), flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
+
+
+def column(given: argparse.Namespace) -> None:
+    """One column on one node, in a process of its own."""
     rank = int(os.environ["RANK"])
     if not given.tiny:  # the lab's nodes share the GPUs of one machine; each is to see its own
         seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
@@ -115,29 +233,12 @@ def worker(given: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
-    control = dist.new_group(backend="gloo")
-    for name in given.columns.split(","):
-        meter = Meter(given.steps, gpu)
-        torch.manual_seed(0)
-        problem = ""
-        try:
-            model = globals()[f"_{name}"](given, meter)
-            digest = _digest(model)
-            del model
-        except Exception as error:  # noqa: BLE001 - the other columns go on
-            problem, digest = f"{type(error).__name__}: {error}"[:400], ""
-        told: list[Any] = [None, None]
-        dist.all_gather_object(told, (problem, digest, meter.ms), group=control)
-        problems = [why for why, _, _ in told if why]
-        cell = {"column": name, "step_ms": max(ms for _, _, ms in told), "plan": meter.plan}
-        cell |= {"steps_before": meter.done - given.steps}
-        if problems or told[0][1] != told[1][1]:
-            cell["error"] = problems[0] if problems else "the ranks' weights differ"
-        if rank == 0:
-            print(_MARK + json.dumps(cell), flush=True)
-        gc.collect()
-        if gpu:
-            torch.cuda.empty_cache()
+    meter = Meter(gpu)
+    torch.manual_seed(0)
+    try:
+        meter.tell(digest=_digest(globals()[f"_{given.column}"](given, meter)))
+    except Exception as error:  # noqa: BLE001 - the other columns go on
+        meter.tell(error=f"{type(error).__name__}: {error}"[:400])
     from evener.door.models import _at_end
 
     _at_end(os.getpid())  # the door's last lines
@@ -197,13 +298,14 @@ def _loader(given: argparse.Namespace, sharded: bool) -> Any:
     )
 
 
-def _moved(loader: Iterable[Any], device: str) -> Iterable[Any]:
+def _moved(loader: Iterable[Any], device: str, waits: bool) -> Iterable[Any]:
     for batch in loader:
-        yield {name: part.to(device, non_blocking=True) for name, part in batch.items()}
+        yield {name: part.to(device, non_blocking=not waits) for name, part in batch.items()}
 
 
-def _bare(given: argparse.Namespace, meter: Meter) -> Any:
+def _bare(given: argparse.Namespace, meter: Meter, waits: bool = False) -> Any:
     import torch
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     import evener.ddp
@@ -213,10 +315,16 @@ def _bare(given: argparse.Namespace, meter: Meter) -> Any:
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-5)
     model = DistributedDataParallel(net)
     model = evener.ddp.accelerate(model, optimizer, mode="auto", floor="int8")
-    for batch in _moved(_loader(given, True), device):
+    counts = torch.empty(2, dtype=torch.int64, device=device)
+    for batch in _moved(_loader(given, True), device, waits):
+        if waits:
+            mine = batch["labels"][:, 1:].ne(-100).sum()
+            dist.all_gather_into_tensor(counts, mine.view(1))
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()
+        if waits and not bool(torch.isfinite(loss)):
+            raise RuntimeError("the loss is not finite")
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -224,6 +332,10 @@ def _bare(given: argparse.Namespace, meter: Meter) -> Any:
             break
     model.evener_steps.finish("")
     return net
+
+
+def _waits(given: argparse.Namespace, meter: Meter) -> Any:
+    return _bare(given, meter, waits=True)
 
 
 def _trainer(given: argparse.Namespace, meter: Meter) -> Any:
@@ -236,7 +348,7 @@ def _trainer(given: argparse.Namespace, meter: Meter) -> Any:
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=given.batch,
-        max_steps=_MOST + given.steps + 1,
+        max_steps=_ALL,
         bf16=True,
         max_grad_norm=1.0,
         logging_steps=20,
@@ -254,9 +366,7 @@ def _trainer(given: argparse.Namespace, meter: Meter) -> Any:
 def _accelerate(given: argparse.Namespace, meter: Meter) -> Any:
     import torch
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)  # Trainer's, of the column before
     accelerator = Accelerator(mixed_precision="bf16", cpu=given.tiny)
     net = _model(given)
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-5)
@@ -300,7 +410,7 @@ def _lightning(given: argparse.Namespace, meter: Meter) -> Any:
         plugins=[TorchElasticEnvironment()],
         precision="bf16-mixed",
         gradient_clip_val=1.0,
-        max_steps=_MOST + given.steps + 1,
+        max_steps=_ALL,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -318,15 +428,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--rate", default="25gbit", help="of a node's link")
-    parser.add_argument("--steps", type=int, default=40, help="that are measured")
+    parser.add_argument("--steps", type=int, default=8, help="in a turn")
+    parser.add_argument("--rounds", type=int, default=8, help="in which each column has its turn")
     parser.add_argument("--batch", type=int, default=16, help="sequences a rank")
     parser.add_argument("--tiny", action="store_true", help="a small model, on CPUs")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for all")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        worker(argparse.Namespace(**json.loads(given.worker)))
+        told = argparse.Namespace(**json.loads(given.worker))
+        column(told) if hasattr(told, "column") else worker(told)
         return 0
     if importlib.util.find_spec("transformers") is None:
         print("error: transformers is not installed\nfix: pip install transformers accelerate")
@@ -357,7 +469,7 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     def on_line(rank: int, node: str, _: str, line: str) -> None:
         if line.startswith(_MARK):
             cells.append(json.loads(line.removeprefix(_MARK)))
-            print(f"  {cells[-1]}"[:300], flush=True)
+            print(f"  {cells[-1]}"[:600], flush=True)
         elif "plan: kept" in line or "EVENER_DDP" in line or "Error" in line:
             print(f"    [{rank}@{node}] {line.rstrip()[:300]}", flush=True)
 
@@ -379,16 +491,28 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _table(cells: list[dict[str, Any]]) -> str:
-    bare = next((c["step_ms"] for c in cells if c["column"] == "bare" and "error" not in c), None)
-    lines = ["| column | ms per step | of the bare loop's speed | kept |", "|---|---:|---:|---|"]
+    found = {cell["column"]: cell for cell in cells}
+
+    def of(cell: dict[str, Any], name: str) -> str:
+        """How fast, in the middle of the rounds, beside column `name` of the same round."""
+        base = found.get(name, {})
+        if "error" in base or not base:
+            return ""
+        pairs = zip(base["turns_ms"], cell["turns_ms"], strict=True)
+        return f"{statistics.median(one / other for one, other in pairs):.3f}"
+
+    lines = [
+        "| column | ms per step | of the bare loop's speed | of the loop that waits too | kept |",
+        "|---|---:|---:|---:|---|",
+    ]
     for cell in cells:
         if "error" in cell:
-            lines.append(f"| {cell['column']} | failed: {cell['error']} | | |")
+            lines.append(f"| {cell['column']} | failed: {cell['error']} | | | |")
             continue
-        ratio = f"{bare / cell['step_ms']:.3f}" if bare else ""
         kept = cell["plan"].get("kept", "not decided")
-        lines.append(f"| {cell['column']} | {cell['step_ms']:.1f} | {ratio} | {kept} |")
-    return "\n".join([*lines, f"the goal is {_GOAL} in each row"])
+        ratios = f"{of(cell, 'bare')} | {of(cell, 'waits')}"
+        lines.append(f"| {cell['column']} | {cell['step_ms']:.1f} | {ratios} | {kept} |")
+    return "\n".join([*lines, f"the goal is {_GOAL} of the bare loop in each row"])
 
 
 def _record(given: argparse.Namespace, cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -401,7 +525,7 @@ def _record(given: argparse.Namespace, cells: list[dict[str, Any]]) -> dict[str,
         except PackageNotFoundError:
             versions[package] = ""
     told = {k: v for k, v in vars(given).items() if k not in ("json", "worker")}
-    return {"schema": "evener.frameworks/1", "asked": told, "versions": versions, "rows": cells}
+    return {"schema": "evener.frameworks/2", "asked": told, "versions": versions, "rows": cells}
 
 
 if __name__ == "__main__":
