@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from evener import __version__
-from evener.comm import casts, chunks, int4, int8, topk, wires
+from evener.comm import wires
+from evener.comm.codecs import casts, chunks, int4, int8, topk
 from evener.comm.options import Options
 from evener.comm.state import Matrix, ShardState
 from evener.units import parse_size
@@ -180,7 +181,7 @@ def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int],
 
 def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int], object], int]]:
     """As `kernels`: top-k in each of its shapes."""
-    from evener.comm import triton_chunks, triton_topk
+    from evener.comm.codecs import triton_chunks, triton_topk
 
     gradients = [torch.randn(n, device=device) for _ in range(3)]
     out = torch.empty(n, device=device)

@@ -53,8 +53,8 @@ from evener.comm.buckets import Bucket, Slot, row_width
 from evener.comm.exchange import Exchange, Step
 from evener.comm.groups import Group, Route, Scaling
 from evener.comm.options import Options
-from evener.comm.topology import Levels
 from evener.comm.transport import Carrier
+from evener.comm.world.topology import Levels
 
 RANKS = 2
 FORMS = "fp16,int8,topk:0.3,topk:0.1,topk:0.01,topk:0.001"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from evener.comm import abort, rendezvous
-from evener.comm.ranks import Ranks
+from evener.comm.world import abort, rendezvous
+from evener.comm.world.ranks import Ranks
 from evener.horovod.common import elastic as common
 
 

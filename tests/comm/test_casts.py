@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evener.comm import casts
+from evener.comm.codecs import casts
 from tests.comm.cases import CASES, bits
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evener.comm import chunks
+from evener.comm.codecs import chunks
 from tests.comm.cases import CASES, bits
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.comm import int4
+from evener.comm.codecs import int4
 from tests.comm.cases import CASES, bits
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evener.comm import int8
+from evener.comm.codecs import int8
 from tests.comm.cases import CASES, bits
 
 

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.comm import lowrank, wires
+from evener.comm import wires
 from evener.comm.buckets import Buckets, row_width
+from evener.comm.codecs import lowrank
+from evener.comm.codecs.lowrank import Layout, Memory
 from evener.comm.groups import Communicators
-from evener.comm.lowrank import Layout, Memory
 from evener.comm.options import Options
 from evener.comm.reducer import Reducer
 from evener.comm.state import Matrix, ShardState

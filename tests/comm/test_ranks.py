@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.comm.ranks import RankError, Ranks, detect
+from evener.comm.world.ranks import RankError, Ranks, detect
 
 # In the order in which they are believed: rank, size, local rank, and what makes the family count.
 FAMILIES = [

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from evener import interfaces
-from evener.comm import gloo, rendezvous
-from evener.comm.ranks import Ranks
-from evener.comm.rendezvous import RendezvousError
+from evener.comm.world import gloo, rendezvous
+from evener.comm.world.ranks import Ranks
+from evener.comm.world.rendezvous import RendezvousError
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -30,7 +30,7 @@ RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 SCRIPT = """
 import torch, torch.distributed as dist
 from evener.comm import gloo, libmpi, pmix
-from evener.comm.rendezvous import init_process_group, shutdown
+from evener.comm.world.rendezvous import init_process_group, shutdown
 {prepare}
 for generation in range(2):
     ranks = init_process_group()
@@ -94,7 +94,7 @@ def test_a_process_may_end_right_after_a_collective() -> None:
     # Python's lock is hardly ever let go, so that Gloo's thread still asks for it at the end.
     code = """
 import sys, torch, torch.distributed as dist
-from evener.comm.rendezvous import init_process_group
+from evener.comm.world.rendezvous import init_process_group
 sys.setswitchinterval(1000)
 init_process_group()
 for _ in range(20):
@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_nobody_there_and_no_way_at_all() -> None:
-    code = "from evener.comm.rendezvous import init_process_group; init_process_group()"
+    code = "from evener.comm.world.rendezvous import init_process_group; init_process_group()"
     env = environment(RANK="1", WORLD_SIZE="2", EVENER_TIMEOUT="2")
     nobody = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (first, _, waited), (second, _, no_way) = finish(start(code, nobody), start(code, env))

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.comm import chunks, topk, wires
+from evener.comm import wires
+from evener.comm.codecs import chunks, topk
 from evener.comm.groups import Communicators
 from evener.comm.options import Options
 from evener.comm.state import ScaleChange, ShardState

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evener.comm import topk
+from evener.comm.codecs import topk
 from tests.comm.cases import CASES, bits
 
 

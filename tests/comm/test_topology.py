@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.comm.topology import levels, nodes_of
+from evener.comm.world.topology import levels, nodes_of
 
 
 def hosts(*sizes: int) -> list[str]:

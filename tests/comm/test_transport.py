@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evener.comm import groups, sums, transport, wires
+from evener.comm import groups, transport, wires
+from evener.comm.codecs import sums
 from evener.comm.errors import CommError
 from evener.comm.groups import Communicators, Group
 from evener.comm.options import Options
@@ -342,7 +343,7 @@ def test_transports_are_lent_and_end_with_the_world() -> None:
 
 
 def ends(rank: int, size: int) -> None:
-    from evener.comm import abort
+    from evener.comm.world import abort
 
     provided = provide()
     made = Communicators(Options(outer="staged"), torch.device("cpu"))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from evener.comm import lowrank
 from evener.comm.buckets import Bucket
+from evener.comm.codecs import lowrank
 from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.state import ScaleChange, ShardState, let_go

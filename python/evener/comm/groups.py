@@ -24,13 +24,15 @@ import torch
 import torch.distributed as dist
 
 from evener import settings
-from evener.comm import gloo, sums, transport, world
+from evener.comm import transport
 from evener.comm.buckets import padded
+from evener.comm.codecs import sums
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch
-from evener.comm.topology import Levels, host_identity, levels
 from evener.comm.transport import Carrier, Transport
+from evener.comm.world import gloo, world
+from evener.comm.world.topology import Levels, host_identity, levels
 
 logger = logging.getLogger("evener.comm")
 _CAPTURED: list[bool] = []  # that it was said
@@ -104,7 +106,7 @@ class Group:
         """`tensor`, contiguous, becomes the sum (SUM) or mean (AVG) over the ranks, in place.
 
         Over a transport all ranks end with the same bits: parts are added in rank order, 16-bit
-        ones in float32 and rounded once (`evener.comm.sums`). Raises ValueError for another `op`.
+        ones in float32 and rounded once (`codecs.sums`). Raises ValueError for another `op`.
         """
         if self._carries(tensor) is None:
             dist.all_reduce(tensor, op, group=self.handle)

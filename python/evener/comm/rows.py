@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from evener.comm import int8
 from evener.comm.buckets import padded
+from evener.comm.codecs import int8
 from evener.comm.exchange import Exchange, Step
 from evener.comm.scratch import Scratch
 from evener.comm.state import let_go

@@ -281,7 +281,7 @@ def _first(reasons: Sequence[str]) -> str:
 
 # --- whose they are, and how they end ---
 
-# An abort comes from a thread of its own (`evener.comm.abort`).
+# An abort comes from a thread of its own (`evener.comm.world.abort`).
 _LOCK = threading.Lock()
 # By the default process group to which they belong: those in use and those that are free.
 _OWNED: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Transport]] = weakref.WeakKeyDictionary()

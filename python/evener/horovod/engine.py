@@ -36,9 +36,9 @@ import torch.distributed as dist
 
 from evener import settings
 from evener._native import Answer, Negotiator
-from evener.comm import contact, rendezvous
-from evener.comm.ranks import Ranks
-from evener.comm.world import World
+from evener.comm.world import contact, rendezvous
+from evener.comm.world.ranks import Ranks
+from evener.comm.world.world import World
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.steps import Steps
 from evener.horovod.timeline import Timeline

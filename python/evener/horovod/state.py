@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from evener import settings
-from evener.comm import elastic, rendezvous
-from evener.comm.ranks import Ranks
-from evener.comm.world import World
+from evener.comm.world import elastic, rendezvous
+from evener.comm.world.ranks import Ranks
+from evener.comm.world.world import World
 from evener.errors import EvenerError
 from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
@@ -66,7 +66,7 @@ class State:
             atexit.register(self._on_exit)
 
     def _enter(self, comm: Any, process_sets: Any) -> None:
-        # Not torch.distributed's default group: that one is the program's (evener.comm.world).
+        # Not torch.distributed's default group: that one is the program's (`comm.world`).
         mpi = comm if hasattr(comm, "Get_rank") and hasattr(comm, "bcast") else None
         if comm is not None and mpi is None and not isinstance(comm, Iterable):
             raise ValueError(f"init(comm={comm!r}): give a list of ranks, or mpi4py's communicator")

@@ -3,7 +3,7 @@
 One process a slot, each under a guard of its own on its host (guard.py). torchrun's elastic agent
 is not used for this: it ends all workers of a host and starts new ones at every change, and the
 committed state of an elastic Horovod job lives in the workers' memory. What it does share with it
-is the store, torch's; evener.comm.elastic describes what is written there.
+is the store, torch's; evener.comm.world.elastic describes what is written there.
 
 The job is a loop over what happened since the last turn:
 
@@ -135,7 +135,7 @@ class ElasticJob:
     def run(self) -> None:
         """Until the job has ended. Raises JobError where it failed."""
         self._found = self._discovery.find()  # what is wrong at the start is an error at once
-        from evener.comm import contact  # imports torch
+        from evener.comm.world import contact  # imports torch
 
         self._store, address = contact.serve(self._limits.timeout)
         self._contact = address.text()
@@ -451,7 +451,7 @@ class ElasticJob:
             **{name: self._env[name] for name in self._wishes.forward if name in self._env},
             **self._variables(number, host, slot),
         }
-        # torch's watchdog would end a process whose peer has died; that is evener.comm.elastic's.
+        # torch's watchdog would end a process whose peer has died; that is `comm.world.elastic`'s.
         for name, value in (("OMP_NUM_THREADS", "1"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")):
             if name not in self._env:
                 env.setdefault(name, value)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evener.comm.ranks import detect
+from evener.comm.world.ranks import detect
 from evener.errors import EvenerError, UsageError
 
 Setting = tuple[tuple[str, str], ...]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from evener.comm.ranks import detect
+from evener.comm.world.ranks import detect
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Processes:
             return joined
         import torch.distributed as dist
 
-        from evener.comm.rendezvous import init_process_group
+        from evener.comm.world.rendezvous import init_process_group
 
         ranks = init_process_group(ranks, backend="gloo", set_device=False)
         joined.rank, joined.size = ranks.rank, ranks.size

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from evener.comm.ranks import detect
+from evener.comm.world.ranks import detect
 from evener.errors import EvenerError, UsageError
 
 OnLine = Callable[[int, str, str], None]

@@ -19,7 +19,7 @@ def kernels() -> frozenset[str]:
     """Names of the kernels that encode and decode."""
     import triton
 
-    from evener.comm import triton_casts, triton_chunks, triton_int8, triton_topk
+    from evener.comm.codecs import triton_casts, triton_chunks, triton_int8, triton_topk
 
     return frozenset(
         name

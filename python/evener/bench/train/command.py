@@ -34,7 +34,7 @@ from evener.bench.train import (
 from evener.bench.train.clusters import Cluster
 from evener.bench.train.plan import Options, Plan
 from evener.bench.train.results import Results
-from evener.comm.ranks import detect
+from evener.comm.world.ranks import detect
 from evener.errors import EvenerError, UsageError
 
 _PIPE_WIDTH = 120

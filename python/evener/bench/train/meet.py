@@ -1,8 +1,8 @@
 """The ranks of a launcher that names no address (plain mpirun, srun): find rank 0, then go on.
 
 torchrun and `evener launch` say where rank 0 is. Where nobody does, the ranks meet once by
-`evener.comm.rendezvous`, and each learns the address by which it reached rank 0 and a port that is
-free there; the agents then start as if torchrun had started them.
+`evener.comm.world.rendezvous`, and each learns the address by which it reached rank 0 and a port
+that is free there; the agents then start as if torchrun had started them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from evener.bench.train.clusters import Given, free_port
-from evener.comm.ranks import detect
+from evener.comm.world.ranks import detect
 
 
 def given() -> Given:
@@ -23,7 +23,7 @@ def given() -> Given:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from evener.comm import rendezvous
+    from evener.comm.world import rendezvous
 
     ranks = rendezvous.init_process_group(backend="gloo", set_device=False)
     store: Any = _get_default_store()

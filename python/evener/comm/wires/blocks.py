@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from evener.comm import int8
 from evener.comm.buckets import padded
+from evener.comm.codecs import int8
 from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch

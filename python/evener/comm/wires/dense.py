@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from evener.comm import casts, sums
 from evener.comm.buckets import padded
+from evener.comm.codecs import casts, sums
 from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch

@@ -1,10 +1,10 @@
-"""INT4 in blocks: an eighth of FP32's bytes (`evener.comm.int4`), with error feedback."""
+"""INT4 in blocks: an eighth of FP32's bytes (`evener.comm.codecs.int4`), with error feedback."""
 
 from __future__ import annotations
 
 import torch
 
-from evener.comm import int4
+from evener.comm.codecs import int4
 from evener.comm.wires.base import Limits, register
 from evener.comm.wires.blocks import BlockWire
 

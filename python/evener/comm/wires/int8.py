@@ -1,10 +1,10 @@
-"""INT8 in blocks: a quarter of FP32's bytes (`evener.comm.int8`), with error feedback."""
+"""INT8 in blocks: a quarter of FP32's bytes (`evener.comm.codecs.int8`), with error feedback."""
 
 from __future__ import annotations
 
 import torch
 
-from evener.comm import int8
+from evener.comm.codecs import int8
 from evener.comm.wires.base import Limits, register
 from evener.comm.wires.blocks import BlockWire
 

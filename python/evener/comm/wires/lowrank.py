@@ -1,4 +1,4 @@
-"""Low rank: matrices as products of two thin ones (`evener.comm.lowrank`), with error feedback.
+"""Low rank: matrices as products of two thin ones (`codecs.lowrank`), with error feedback.
 
 Two small all-reduces a bucket: one of P and of what is sent exactly, one of Q. All ranks compute
 the result from the same two sums; they end with the same bits where their devices are of one kind.
@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from evener.comm import int8, lowrank
+from evener.comm.codecs import int8, lowrank
+from evener.comm.codecs.lowrank import Layout, Memory, SentFactors
 from evener.comm.groups import Route
-from evener.comm.lowrank import Layout, Memory, SentFactors
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch
 from evener.comm.state import ShardState

@@ -21,8 +21,8 @@ from itertools import pairwise
 
 import torch
 
-from evener.comm import chunks, topk
 from evener.comm.buckets import ALIGN, padded
+from evener.comm.codecs import chunks, topk
 from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch

@@ -8,7 +8,7 @@ state. What the state is after a change:
     hosts were removed      as it is: all who stay have it
 
 `commit` and `check_host_updates` are collective: all ranks raise at the same one. Where the notices
-come from is `evener.comm.elastic`'s business; outside an elastic job there are none, and an
+come from is `evener.comm.world.elastic`'s business; outside an elastic job there are none, and an
 operation that failed is repeated in the same world.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any
 
-from evener.comm import abort, elastic
+from evener.comm.world import abort, elastic
 from evener.errors import EvenerError
 from evener.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from evener.log import info0, logger

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from evener.comm import contact
+from evener.comm.world import contact
 from evener.horovod.ray import ray_logger
 from evener.horovod.ray.elastic_v2 import ElasticAdapter
 from evener.horovod.ray.strategy import Strategy

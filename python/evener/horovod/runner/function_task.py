@@ -8,7 +8,7 @@ import traceback
 from typing import Any
 
 from evener import settings
-from evener.comm import elastic, ranks
+from evener.comm.world import elastic, ranks
 from evener.errors import EvenerError
 from evener.horovod.common import pickling
 from evener.horovod.runner import channel

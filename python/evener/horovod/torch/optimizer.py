@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from evener import settings
-from evener.comm import forms, rendezvous
+from evener.comm import forms
 from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.planner.live import Planner
 from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
+from evener.comm.world import rendezvous
 from evener.errors import UsageError
 from evener.horovod import steps
 from evener.horovod.common.exceptions import HorovodInternalError

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from evener.comm import abort, elastic, transport
+from evener.comm import transport
+from evener.comm.world import abort, elastic
 from evener.horovod.common.elastic import ObjectState
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.torch.elastic.sampler import ElasticSampler

@@ -6,7 +6,7 @@ scaling: Dettmers et al., arXiv 2110.02861; stochastic rounding: Alistarh et al.
 the hash: lowbias32 by C. Wellons.
 
 Three implementations of one definition: the references here in plain torch,
-crates/kernels/src/int8.rs for CPU tensors, `evener.comm.triton_int8` for GPU tensors. A block that
+crates/kernels/src/int8.rs for CPU tensors, `triton_int8` beside it for GPU tensors. A block that
 holds something not finite has the scale NaN and arrives as NaN, its finite entries stay in the
 residual; a block whose largest entry is below 2^-100 is sent as zeros.
 """
@@ -104,7 +104,7 @@ def quantize(
     if values.device.type == "cpu":
         _kernels.int8_quantize(values.float(), residual, codes, scales, key)
         return
-    from evener.comm import triton_int8
+    from evener.comm.codecs import triton_int8
 
     triton_int8.quantize(values, residual, codes, scales, key)
 
@@ -120,6 +120,6 @@ def dequantize_sum(
     if out.device.type == "cpu":
         _kernels.int8_dequantize_sum(codes.contiguous(), scales.contiguous(), factor, out)
         return
-    from evener.comm import triton_int8
+    from evener.comm.codecs import triton_int8
 
     triton_int8.dequantize_sum(codes, scales, factor, out)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 
-from evener.comm.pmix import load_first
+from evener.comm.world.pmix import load_first
 
 OPEN_MPI = ["libmpi.so.40", "libmpi.so.80"]
 MPICH = ["libmpi.so.12", "libmpich.so.12"]

@@ -8,8 +8,8 @@ address reaches the others by the first way that is there:
 
     MASTER_ADDR       the address was given; nothing to share
     mpi4py            where it is installed and its world is the launcher's
-    PMIx              the launcher's own key-value server, by ctypes   (evener.comm.pmix)
-    libmpi            an MPI broadcast, by ctypes                      (evener.comm.libmpi)
+    PMIx              the launcher's own key-value server, by ctypes   (evener.comm.world.pmix)
+    libmpi            an MPI broadcast, by ctypes                      (evener.comm.world.libmpi)
     a shared file     EVENER_RENDEZVOUS_FILE
 
 Which one was taken, and why the ones before it were not, is logged. Then every rank enters its host
@@ -18,7 +18,7 @@ not come is named before any collective can hang on it, and local and cross rank
 where the launcher did not give them.
 
 In an elastic job the launcher holds the store, and says anew at each init who this process is
-(evener.comm.elastic).
+(evener.comm.world.elastic).
 
 The store lives as long as the process. Groups that are made again after `shutdown` use it under a
 new prefix, because the old and the new server could not share a port while ranks come and go.
@@ -46,10 +46,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evener import settings
-from evener.comm import abort, contact, elastic, gloo, libmpi, pmix, transport
-from evener.comm.ranks import Ranks, detect
-from evener.comm.topology import host_identity
-from evener.comm.world import World
+from evener.comm import transport
+from evener.comm.world import abort, contact, elastic, gloo, libmpi, pmix
+from evener.comm.world.ranks import Ranks, detect
+from evener.comm.world.topology import host_identity
+from evener.comm.world.world import World
 from evener.errors import EvenerError
 from evener.log import info0, logger, set_rank
 
@@ -101,7 +102,7 @@ def init_process_group(
 ) -> Ranks:
     """Make torch.distributed's default group if there is none, and say who this process is.
 
-    ranks: the place of this process; default: what the launcher says (`evener.comm.ranks.detect`).
+    ranks: the place of this process; default: what the launcher says (`ranks.detect`).
     backend: default `cpu:gloo,cuda:nccl` where CUDA is there, else `gloo`.
     timeout: seconds, for the rendezvous and then for each collective; default EVENER_TIMEOUT.
     set_device: with CUDA, make the GPU of this local rank the current one.

@@ -29,7 +29,7 @@ class Ranks:
 
     rank: 0 .. size-1. local_rank: its place among the ranks of its node, 0 .. local_size-1. The
     cross values are Horovod's: the place among the ranks that have this local rank on their nodes.
-    None where the launcher did not say; `evener.comm.rendezvous` then finds it out from the peers.
+    None where the launcher did not say; `rendezvous` then finds it out from the peers.
     source: the family of variables that was believed, for messages.
     """
 

@@ -1,4 +1,4 @@
-"""`evener.comm.casts` on a GPU: one kernel for both ways."""
+"""`evener.comm.codecs.casts` on a GPU: one kernel for both ways."""
 
 # Triton's kernels have no types that mypy could check.
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, attr-defined"

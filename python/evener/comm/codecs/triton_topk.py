@@ -413,7 +413,7 @@ def notes(n: int, k: int) -> tuple[int, int]:
 def select(
     gradient: torch.Tensor, residual: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> None:
-    """`evener.comm.topk.select` for CUDA tensors: only enqueues, on the current stream."""
+    """`evener.comm.codecs.topk.select` for CUDA tensors: only enqueues, on the current stream."""
     n, k = residual.numel(), values.numel()
     if not 0 < k <= n < 2**31:
         raise ValueError(f"k={k} of n={n} entries: need 0 < k <= n < 2**31")
@@ -466,6 +466,6 @@ def select(
 def add_entries(
     out: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> None:
-    """`evener.comm.topk.add_entries` for CUDA tensors."""
+    """`evener.comm.codecs.topk.add_entries` for CUDA tensors."""
     k = values.numel()
     _add_entries[(triton.cdiv(k, 1024),)](out, values, indices, float(scale), out.numel(), k, 1024)

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.comm import transport, world
+from evener.comm import transport
+from evener.comm.world import world
 from evener.errors import EvenerError
 from evener.log import logger
 

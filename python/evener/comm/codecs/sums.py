@@ -23,6 +23,6 @@ def add_in_order(parts: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     if parts.device.type == "cpu" or parts.dtype == torch.float64:
         add_reference(parts, scale, out)
         return
-    from evener.comm import triton_sums
+    from evener.comm.codecs import triton_sums
 
     triton_sums.add_in_order(parts, scale, out)

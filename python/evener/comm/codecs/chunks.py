@@ -6,7 +6,7 @@ uint16 places in the chunk, ascending; 0xFFFF where a chunk at the end has fewer
 No rank has to tell another how much will come.
 
 Three implementations of one definition: `select_reference` and `add_reference` in plain torch,
-crates/kernels/src/chunks.rs for CPU tensors, `evener.comm.triton_chunks` for GPU tensors. All
+crates/kernels/src/chunks.rs for CPU tensors, `triton_chunks` beside it for GPU tensors. All
 select the same entries and send the same bits: the largest magnitudes of residual + gradient in
 every chunk, the lowest index first among equals; what is not finite is sent and never kept.
 """
@@ -102,7 +102,7 @@ def select(gradient: torch.Tensor, residual: torch.Tensor, payload: Payload) -> 
             gradient.float(), residual, payload.scales, payload.values, payload.indices
         )
         return
-    from evener.comm import triton_chunks
+    from evener.comm.codecs import triton_chunks
 
     triton_chunks.select(gradient, residual, payload.scales, payload.values, payload.indices)
 
@@ -120,6 +120,6 @@ def add_in_order(received: torch.Tensor, k: int, factor: float, out: torch.Tenso
             sent = Payload.of(raw, out.numel(), k)
             _kernels.chunks_add(sent.scales, sent.values, sent.indices, factor, out)
         return
-    from evener.comm import triton_chunks
+    from evener.comm.codecs import triton_chunks
 
     triton_chunks.add_in_order(received, k, factor, out)

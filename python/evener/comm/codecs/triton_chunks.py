@@ -1,4 +1,4 @@
-"""`evener.comm.chunks` on a GPU, in Triton: one pass over gradient and residual.
+"""`evener.comm.codecs.chunks` on a GPU, in Triton: one pass over gradient and residual.
 
 A program holds one chunk of 4,096 in registers. The k-th largest magnitude is searched for from
 the largest down, in the integers that have a float's order: by steps that double, then by halves.
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.comm.chunks import CHUNK, Payload
+from evener.comm.codecs.chunks import CHUNK, Payload
 
 # Of a program that selects: warps, entries that a thread loads at once (1 or 4), and the most
 # registers a thread (0: as many as it likes). benchmarks/compress_kernels.py --variants compares.
@@ -154,7 +154,7 @@ def select(
     values: torch.Tensor,
     indices: torch.Tensor,
 ) -> None:
-    """`evener.comm.chunks.select` for CUDA tensors: only enqueues, on the current stream."""
+    """`evener.comm.codecs.chunks.select` for CUDA tensors: only enqueues, on the current stream."""
     chunks, k = values.shape
     warps, each, registers = SELECT
     _select[(chunks,)](
@@ -176,7 +176,7 @@ def select(
 
 
 def add_in_order(received: torch.Tensor, k: int, factor: float, out: torch.Tensor) -> None:
-    """`evener.comm.chunks.add_in_order` for CUDA tensors."""
+    """`evener.comm.codecs.chunks.add_in_order` for CUDA tensors."""
     n = out.numel()
     first = Payload.of(received[0], n, k)
     _add_in_order[(triton.cdiv(n, CHUNK),)](

@@ -1,7 +1,7 @@
 """Selecting the k largest magnitudes with error feedback, and adding received entries.
 
 Three implementations of one definition: `select_reference` in plain torch (the definition),
-`evener._kernels` in Rust for CPU tensors, `evener.comm.triton_topk` for GPU tensors. All select the
+`evener._kernels` in Rust for CPU tensors, `triton_topk` beside it for GPU tensors. All select the
 same entries: order by magnitude of residual + gradient, the lowest index first among equals; what
 is not finite is sent first and never kept (see crates/kernels/src/topk.rs for why).
 """
@@ -42,7 +42,7 @@ def select(
     any order on a GPU. All contiguous on one device. On a GPU this only enqueues.
     """
     if gradient.device.type != "cpu":
-        from evener.comm import triton_topk
+        from evener.comm.codecs import triton_topk
 
         triton_topk.select(gradient, residual, values, indices)
         return
@@ -69,6 +69,6 @@ def add_entries(
     if out.device.type == "cpu":
         out.index_add_(0, indices, values.float(), alpha=scale)
         return
-    from evener.comm import triton_topk
+    from evener.comm.codecs import triton_topk
 
     triton_topk.add_entries(out, values, indices, scale)

@@ -1,4 +1,4 @@
-"""`evener.comm.int4` on a GPU, in Triton: one pass each way.
+"""`evener.comm.codecs.int4` on a GPU, in Triton: one pass each way.
 
 A program takes a few blocks of 256 as rows of a tile, in two halves, which are the two halves of a
 byte. Products and sums are not fused (`enable_fp_fusion=False`) and divisions are rounded
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.comm.int4 import BLOCK
+from evener.comm.codecs.int4 import BLOCK
 
 ROWS = 8
 
@@ -107,7 +107,7 @@ def _dequantize_sum(
 def quantize(
     values: torch.Tensor, residual: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """`evener.comm.int4.quantize` for CUDA tensors: only enqueues, on the current stream."""
+    """`evener.comm.codecs.int4.quantize` for CUDA tensors: only enqueues, on the current stream."""
     blocks = scales.numel()
     if not blocks:
         return
@@ -128,7 +128,7 @@ def quantize(
 def dequantize_sum(
     codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
 ) -> None:
-    """`evener.comm.int4.dequantize_sum` for CUDA tensors."""
+    """`evener.comm.codecs.int4.dequantize_sum` for CUDA tensors."""
     n = out.numel()
     if not n:
         return

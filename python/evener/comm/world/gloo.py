@@ -25,7 +25,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from evener import interfaces
-from evener.comm.topology import host_identity
+from evener.comm.world.topology import host_identity
 
 logger = logging.getLogger("evener.comm")
 

@@ -9,7 +9,7 @@ Two codes are a byte: the low half holds entry i of the block and the high half 
 plus 8, so that a kernel reads and writes whole rows and never moves lanes.
 
 Two implementations of one definition: the references here in plain torch, which CPU tensors use
-too, and `evener.comm.triton_int4` for GPU tensors. A block that holds something not finite has the
+too, and `triton_int4` beside it for GPU tensors. A block that holds something not finite has the
 scale NaN and arrives as NaN, its finite entries stay in the residual; a block whose largest entry
 is below 2^-100 is sent as zeros and stays in the residual.
 """
@@ -76,7 +76,7 @@ def quantize(
         if values.numel():
             quantize_reference(values, residual, codes, scales)
         return
-    from evener.comm import triton_int4
+    from evener.comm.codecs import triton_int4
 
     triton_int4.quantize(values, residual, codes, scales)
 
@@ -93,6 +93,6 @@ def dequantize_sum(
         if out.numel():
             dequantize_sum_reference(codes, scales, factor, out)
         return
-    from evener.comm import triton_int4
+    from evener.comm.codecs import triton_int4
 
     triton_int4.dequantize_sum(codes, scales, factor, out)

@@ -27,7 +27,7 @@ def narrow(values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     if values.device.type == "cpu":
         _kernels.cast_narrow(values.float(), scale, out)
         return
-    from evener.comm import triton_casts
+    from evener.comm.codecs import triton_casts
 
     triton_casts.cast(values, scale, out)
 
@@ -40,6 +40,6 @@ def widen(values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
         else:
             widen_reference(values, scale, out)
         return
-    from evener.comm import triton_casts
+    from evener.comm.codecs import triton_casts
 
     triton_casts.cast(values, scale, out)

@@ -36,9 +36,9 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from evener import settings
-from evener.comm import abort
-from evener.comm.contact import Contact, connect
-from evener.comm.ranks import Ranks
+from evener.comm.world import abort
+from evener.comm.world.contact import Contact, connect
+from evener.comm.world.ranks import Ranks
 from evener.errors import EvenerError
 from evener.log import logger
 

@@ -1,4 +1,4 @@
-"""`evener.comm.sums` on a GPU: one pass over what came."""
+"""`evener.comm.codecs.sums` on a GPU: one pass over what came."""
 
 # Triton's kernels have no types that mypy could check.
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, attr-defined"

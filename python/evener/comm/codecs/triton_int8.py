@@ -1,4 +1,4 @@
-"""`evener.comm.int8` on a GPU, in Triton: one pass each way.
+"""`evener.comm.codecs.int8` on a GPU, in Triton: one pass each way.
 
 A program takes a few blocks of 1,024 as rows of a tile, so that a scale is a reduction along the
 rows, in registers. Products and sums are not fused (`enable_fp_fusion=False`) and divisions are
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.comm.int8 import BLOCK
+from evener.comm.codecs.int8 import BLOCK
 
 ROWS = 4
 
@@ -103,7 +103,7 @@ def quantize(
     scales: torch.Tensor,
     key: int,
 ) -> None:
-    """`evener.comm.int8.quantize` for CUDA tensors: only enqueues, on the current stream."""
+    """`evener.comm.codecs.int8.quantize` for CUDA tensors: only enqueues, on the current stream."""
     blocks = codes.numel() // BLOCK
     if not blocks:
         return
@@ -127,7 +127,7 @@ def quantize(
 def dequantize_sum(
     codes: torch.Tensor, scales: torch.Tensor, factor: float, out: torch.Tensor
 ) -> None:
-    """`evener.comm.int8.dequantize_sum` for CUDA tensors."""
+    """`evener.comm.codecs.int8.dequantize_sum` for CUDA tensors."""
     n = out.numel()
     if not n:
         return
