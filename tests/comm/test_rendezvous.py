@@ -29,7 +29,7 @@ RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 # Two generations, so that shutdown and init again are tested by every way.
 SCRIPT = """
 import torch, torch.distributed as dist
-from evener.comm import gloo, libmpi, pmix
+from evener.comm.world import gloo, libmpi, pmix
 from evener.comm.world.rendezvous import init_process_group, shutdown
 {prepare}
 for generation in range(2):

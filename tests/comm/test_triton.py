@@ -14,8 +14,9 @@ pytestmark = pytest.mark.timeout(600)
 
 INTERPRETED = """
 import torch
-from evener.comm import chunks, int4, int8, sums, topk, triton_casts, triton_chunks, triton_int4
-from evener.comm import triton_int8, triton_sums, triton_topk
+from evener.comm.codecs import chunks, int4, int8, sums, topk
+from evener.comm.codecs import triton_casts, triton_chunks, triton_int4
+from evener.comm.codecs import triton_int8, triton_sums, triton_topk
 from tests.comm.cases import CASES, bits
 
 torch.set_num_threads(1)
@@ -148,8 +149,8 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from evener.comm import triton_casts, triton_chunks, triton_int4, triton_int8, triton_sums
-from evener.comm import triton_topk
+from evener.comm.codecs import triton_casts, triton_chunks, triton_int4, triton_int8, triton_sums
+from evener.comm.codecs import triton_topk
 
 constants = {
     triton_topk: {

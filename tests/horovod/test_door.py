@@ -22,7 +22,7 @@ import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from horovod.torch.mpi_ops import synchronize
-from evener.comm import gloo
+from evener.comm.world import gloo
 
 # Runs after Horovod's own end, which must leave no thread that could need the interpreter.
 atexit.register(lambda: gloo.threads() and os._exit(9))

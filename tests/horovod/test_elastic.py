@@ -322,7 +322,7 @@ def test_a_job_goes_on_while_hosts_come_fail_and_go(job: Path) -> None:
 
 DIES_ON_ITS_WAY = """
 import os, signal
-from evener.comm import world
+from evener.comm.world import world
 if os.environ["HOROVOD_HOSTNAME"] == "hc":
     # It has taken its place in the new world; the others wait for its connection.
     world.World.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
