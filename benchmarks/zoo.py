@@ -55,6 +55,7 @@ TITLES = {
     "topk": "floor top-k",
     "lowrank": "floor low-rank",
 }
+FLOORS = {"int8": "int8", "topk": "topk", "lowrank": "lowrank1"}
 # What each of Evener's floors is held against.
 BESIDE = {
     "int8": ("ddp", "fp16", "bf16"),
@@ -156,7 +157,9 @@ class Column:
             state = powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
             wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
         elif self.name != "ddp":
-            return evener.ddp.accelerate(wrapped, self.optimizer, mode="auto", floor=self.name)
+            return evener.ddp.accelerate(
+                wrapped, self.optimizer, mode="auto", floor=FLOORS[self.name]
+            )
         return wrapped
 
     def step(self) -> None:
@@ -524,10 +527,10 @@ def mean(ratios: list[float]) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: samples/s a rank, ratios, and what was expected."""
     lines = []
-    floors = [name for name in BESIDE if any(name in row["cells"] for row in rows)]
-    columns = [name for name in COLUMNS if any(name in row["cells"] for row in rows)]
     for rate in sorted({row["rate"] for row in rows}, reverse=True):
         here = [row for row in rows if row["rate"] == rate]
+        floors = [name for name in BESIDE if any(name in row["cells"] for row in here)]
+        columns = [name for name in COLUMNS if any(name in row["cells"] for row in here)]
         heads = [
             f"{rate:g} Gb/s, samples/s a rank",
             "MB",
@@ -544,7 +547,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             shown = [row["model"], f"{row['gradient_bytes'] / 1e6:.0f}"]
             for name in columns:
                 ms = step(row, name)
-                shown.append("failed" if ms is None else f"{1e3 * row['batch'] / ms:,.0f}")
+                failed = "failed" if name in row["cells"] else ""
+                shown.append(failed if ms is None else f"{1e3 * row['batch'] / ms:,.0f}")
             for name in floors:
                 ratio = against(row, name)
                 shown.append("" if ratio is None else f"{ratio:.3f}")
@@ -621,15 +625,12 @@ def main() -> int:
         return 0
     from zoo_models import ZOO
 
-    from evener.comm import wires
-
     models = given.models.split(",") if given.models else list(ZOO)
     columns = [
         name
         for name in given.columns.split(",")
-        if not (name == "lowrank" and name not in wires.names())
         # The hook mixes up its collectives over Gloo where there are several buckets.
-        and not (name == "powersgd" and given.device == "cpu")
+        if not (name == "powersgd" and given.device == "cpu")
     ]
     for name in (*models, *columns):
         if name not in ZOO and name not in COLUMNS:
