@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evener.comm.topology import host_identity, nodes_of
+from evener.comm.world.topology import host_identity, nodes_of
 from evener.errors import UsageError
 from evener.moe.lane import Lane
 from evener.moe.layer import Experts
