@@ -4,6 +4,7 @@ layer = evener.moe.MoE(width=1024, inner=2816, experts=8, top_k=2)
 model = evener.moe.convert(MixtralForCausalLM(config))
 """
 
+from evener.moe.balance import balance, rebalance
 from evener.moe.convert import convert
 from evener.moe.layer import Experts, MoE, SharedExpert
 from evener.moe.parallel import MoEError
@@ -24,10 +25,12 @@ __all__ = [
     "Routing",
     "SharedExpert",
     "average_gradients",
+    "balance",
     "clip_gradients",
     "convert",
     "load_balancing_loss",
     "load_optimizer_state",
     "optimizer_state",
+    "rebalance",
     "spread",
 ]

@@ -9,10 +9,9 @@ The ways were learnt in forward, so backward waits for no counts.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from evener.errors import EvenerError, UsageError
+from evener.comm import watch
+from evener.errors import UsageError
 from evener.moe import core, permute
 from evener.moe.gate import Activation
 from evener.moe.lane import Lane, Ticket
@@ -34,32 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evener.moe")
 
 
-class MoEError(EvenerError):
-    """Tokens could not travel, on this rank or on another. `rank`: where; -1: not known."""
-
-    def __init__(self, problem: str, fix: str = "", rank: int = -1) -> None:
-        super().__init__(problem, fix)
-        self.rank = rank
-
-
-@contextlib.contextmanager
-def named(what: str, rank: int, travels: bool = True) -> Iterator[None]:
-    """Errors of memory in words, and of collectives where `travels`."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise MoEError(
-            f"{what} on rank {rank} is out of memory: {str(error).splitlines()[0]}",
-            "use more chunks, a smaller batch, or capacity=", rank,
-        ) from error  # fmt: skip
-    except (dist.DistError, RuntimeError) as error:
-        if not travels or isinstance(error, MoEError):
-            raise
-        raise MoEError(
-            f"{what}: rank {rank} lost the connection to another: {str(error).splitlines()[0]}",
-            "look at the log of the rank that failed first; start again from the last checkpoint",
-            rank,
-        ) from error
+class MoEError(watch.RankError):
+    """Experts failed, on this rank or on another. `rank`: where; -1: not known."""
 
 
 @dataclass
@@ -74,6 +50,7 @@ class Shared:
     way: Way | None
     chunks: int
     wire: Wire
+    watch: watch.Watch
     replicas: dist.ProcessGroup | None = None
     mean: bool = True
 
@@ -84,6 +61,7 @@ class _Pass:
 
     shared: Shared
     trips: list[Trip]
+    name: str
     activation: Activation
     lossy: bool
     sizes: list[int]
@@ -104,7 +82,7 @@ class _Begin(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         state = ctx.state
-        with named("the gradients of tokens", state.shared.ranks.rank):
+        with state.shared.watch.step(f"the backward pass of {state.name}"):
             found = [ticket.wait() for ticket in state.to_tokens]
         state.to_tokens = []
         to_x, to_weights = zip(*found, strict=True)
@@ -119,20 +97,17 @@ class _Through(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor,
         down: torch.Tensor, state: _Pass,
     ) -> torch.Tensor:  # fmt: skip
-        lane, rank = state.shared.lane, state.shared.ranks.rank
+        lane = state.shared.lane
         keep: list[torch.Tensor] = []
         back: list[Ticket[torch.Tensor]] = []
         for trip, come in zip(state.trips, state.come, strict=True):
-            with named("tokens for experts", rank):
-                tokens, at, of_rows = come.wait()
-            with named("an expert", rank, travels=False):
-                out, kept = core.run(tokens, of_rows, at, gate_up, down, state.activation)
+            tokens, at, of_rows = come.wait()
+            out, kept = core.run(tokens, of_rows, at, gate_up, down, state.activation)
             keep += [kept.rows, kept.both]
             del tokens, kept
             back.append(lane.submit(trip.back, out))
         state.come = []
-        with named("sums of experts", rank):
-            found = torch.cat([ticket.wait() for ticket in back])
+        found = torch.cat([ticket.wait() for ticket in back])
         ctx.state, ctx.like = state, weights
         assert len(x) == len(found)
         ctx.save_for_backward(gate_up, down, *keep)
@@ -142,47 +117,52 @@ class _Through(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         state: _Pass = ctx.state
-        shared = state.shared
-        lane, rank = shared.lane, shared.ranks.rank
-        gate_up, down, *keep = ctx.saved_tensors
-        like, dtype = ctx.like, gradient.dtype
-        parts = gradient.contiguous().split(state.sizes)
-        come = [
-            lane.submit(_carried, trip, part, shared.wire, state.lossy)
-            for trip, part in zip(state.trips, parts, strict=True)
-        ]
-        made = []
-        for at, (trip, ticket) in enumerate(zip(state.trips, come, strict=True)):
-            with named("gradients for experts", rank):
-                rows = ticket.wait()
-            assert trip.at is not None and trip.weights is not None
-            kept = core.Kept(
-                trip.at, trip.weights, keep[2 * at], keep[2 * at + 1], state.activation
-            )
-            with named("an expert's backward pass", rank, travels=False):
-                to_rows, to_weights = core.back(kept, rows.to(dtype), gate_up, down)
-            made.append(kept)
-
-            def home(trip: Trip, rows: torch.Tensor, weights: torch.Tensor) -> Any:
-                own = trip.weights_back(weights, like.shape[1]).to(like.dtype)
-                return trip.back(rows), own
-
-            state.to_tokens.append(lane.submit(home, trip, to_rows, to_weights))
-        # While those travel: nobody else waits for these.
-        to_gate_up = to_down = None
-        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-            with named("an expert's backward pass", rank, travels=False):
-                to_gate_up, to_down = made[0].of_matrices()
-                for kept in made[1:]:
-                    more = kept.of_matrices()
-                    to_gate_up += more[0]
-                    to_down += more[1]
-                if shared.mean:
-                    to_gate_up /= shared.ranks.size
-                    to_down /= shared.ranks.size
+        needs = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        with state.shared.watch.step(f"the backward pass of {state.name}"):
+            of_matrices = _backward(state, ctx.saved_tensors, gradient, ctx.like, needs)
         # The true ones are what `_Begin` waits for.
         nothing = gradient.new_zeros(()).expand(gradient.shape)
-        return nothing, like.new_zeros(()).expand(like.shape), to_gate_up, to_down, None
+        return nothing, ctx.like.new_zeros(()).expand(ctx.like.shape), *of_matrices, None
+
+
+def _backward(
+    state: _Pass, saved: Any, gradient: torch.Tensor, like: torch.Tensor, needs: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of the matrices; those of the tokens are on their way."""
+    shared = state.shared
+    gate_up, down, *keep = saved
+    parts = gradient.contiguous().split(state.sizes)
+    come = [
+        shared.lane.submit(_carried, trip, part, shared.wire, state.lossy)
+        for trip, part in zip(state.trips, parts, strict=True)
+    ]
+    made = []
+    for at, (trip, ticket) in enumerate(zip(state.trips, come, strict=True)):
+        rows = ticket.wait()
+        assert trip.at is not None and trip.weights is not None
+        kept = core.Kept(trip.at, trip.weights, keep[2 * at], keep[2 * at + 1], state.activation)
+        to_rows, to_weights = core.back(kept, rows, gate_up, down)
+        made.append(kept)
+        state.to_tokens.append(shared.lane.submit(_home, trip, to_rows, to_weights, like))
+    if not needs:
+        return None, None
+    # While those travel: nobody else waits for these.
+    to_gate_up, to_down = made[0].of_matrices()
+    for kept in made[1:]:
+        more = kept.of_matrices()
+        to_gate_up += more[0]
+        to_down += more[1]
+    if shared.mean:
+        to_gate_up /= shared.ranks.size
+        to_down /= shared.ranks.size
+    return to_gate_up, to_down
+
+
+def _home(
+    trip: Trip, rows: torch.Tensor, weights: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of tokens, and of weights as `like` [tokens, k], go back to their tokens."""
+    return trip.back(rows), trip.weights_back(weights, like.shape[1]).to(like.dtype)
 
 
 def _carried(trip: Trip, x: torch.Tensor, wire: Wire, lossy: bool) -> torch.Tensor:
@@ -233,11 +213,21 @@ class Parallel:
         limit: int | None,
     ) -> torch.Tensor:  # fmt: skip
         shared = self.shared
-        ranks, lane = shared.ranks, shared.lane
+        lane = shared.lane
+        name = f"experts {self.name}" if self.name else "experts"
         if x.device.type != lane.device.type:
             raise UsageError(f"tokens on {x.device}, experts spread over {lane.device}",
                              "move the model first, then convert it")  # fmt: skip
         weights = weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        with shared.watch.step(name):
+            return self._pass(name, layer, x, experts, weights, limit)
+
+    def _pass(
+        self, name: str, layer: Experts, x: torch.Tensor, experts: torch.Tensor,
+        weights: torch.Tensor, limit: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        shared = self.shared
+        ranks, lane = shared.ranks, shared.lane
         with torch.no_grad():
             if limit is not None:
                 at = permute.positions(experts, self.experts, limit)
@@ -255,13 +245,14 @@ class Parallel:
         # What travels waits for this much, not for the shared expert.
         mark = lane.mark()
         counting = lane.submit(_tell, ranks, told, after=mark)
-        state = _Pass(shared, [], layer.activation, False, [], [])
+        state = _Pass(shared, [], name, layer.activation, False, [], [])
         begun, scaled = _Begin.apply(x, weights, state)
         if self._shared_expert is not None:
             self._own, self._shared_expert = self._shared_expert(), None
-        with named("the counts of tokens", ranks.rank):
-            counting.hold()
-            everyone = counting.wait().view(ranks.size, -1).tolist()
+        counting.hold()
+        if shared.watch.heard is not None:  # NCCL's waits end without an error
+            raise shared.watch.heard
+        everyone = counting.wait().view(ranks.size, -1).tolist()
         self._judge(everyone)
         state.lossy = shared.wire.on and not any(each[-1] for each in everyone)
         shared.wire.note(not state.lossy)
@@ -273,8 +264,7 @@ class Parallel:
         tokens = x.detach().tensor_split(shared.chunks)
         choices = meta.tensor_split(shared.chunks)
         if shared.way is None:
-            with named("the probe of ways", ranks.rank):
-                shared.way = self._probe(counts, tokens[0], choices[0], held)
+            shared.way = self._probe(counts, tokens[0], choices[0], held)
         state.sizes = [len(part) for part in tokens]
         for chunk in range(shared.chunks):
             trip = Trip(ranks, shared.way, counts, chunk)
@@ -323,7 +313,7 @@ class Parallel:
         for rank, each in enumerate(everyone):
             if each[-2]:
                 raise MoEError(
-                    f"values that are not finite came into the experts {self.name} on rank {rank}",
+                    f"values that are not finite came into experts {self.name} on rank {rank}",
                     "no weight was changed: zero_grad() and skip the batch, lower the learning "
                     "rate, or clip gradients", rank,
                 )  # fmt: skip

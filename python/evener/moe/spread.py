@@ -7,6 +7,8 @@ checkpoint is that of the plain model, for any number of ranks.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evener.comm.watch import Watch
 from evener.comm.world.topology import host_identity, nodes_of
 from evener.errors import UsageError
 from evener.moe.lane import Lane
 from evener.moe.layer import Experts
-from evener.moe.parallel import Parallel, Shared
+from evener.moe.parallel import MoEError, Parallel, Shared
 from evener.moe.route import Ranks, Way
 from evener.moe.wire import Form, Wire
 
+_NUMBERS = itertools.count()  # of the calls of this process, which are those of all ranks
 _MATRICES = ("gate_up_proj", "down_proj")
 
 
@@ -78,7 +82,14 @@ def spread(
         raise UsageError("route='two' needs two nodes or more of equally many ranks, two or more "
                          "each, and neighbours in one node", "choose auto or flat")  # fmt: skip
     way: Way | None = None if route == "auto" else route  # type: ignore[assignment]
-    shared = Shared(ranks, Lane(device), way, chunks, wire, replicas, mean)
+    groups = [g for g in (ranks.group, ranks.outer, ranks.inner) if g is not None]
+    look = Watch(
+        f"{next(_NUMBERS)}/{dist.get_rank() - ranks.rank}", ranks.rank, ranks.size, groups,
+        what="experts", error=MoEError,
+        memory="give spread more chunks=, the layer a capacity=, or train with smaller batches",
+    )  # fmt: skip
+    weakref.finalize(model, look.close)
+    shared = Shared(ranks, Lane(device), way, chunks, wire, look, replicas, mean)
     ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     for name, layer in found:
         layer.parallel = Parallel(shared, layer.num_experts, name)

@@ -1,210 +1,21 @@
-"""Errors that every rank hears of, in time.
-
-A rank that fails leaves the others waiting for a tensor that never comes. So a rank that catches
-its own error writes it to the job's store, and a thread of every rank looks there while a step
-runs: it aborts the pipeline's groups, at which the rank's wait ends, and the step raises the error
-that was written. A rank that dies cannot write; its neighbours' connections break, they look whose
-pulse in the store has stopped, and write that. Where the store is gone with rank 0, that is said.
-"""
+"""The errors of a pipeline, which every rank hears of in time: see `comm.watch`."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
-import time
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
-
-import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from evener.errors import EvenerError
-from evener.log import logger
-
-_PULSE = 0.25  # seconds between two pulses
-_DEAD = 2.0  # seconds without a pulse
+from evener.comm import watch
 
 
-class PipelineError(EvenerError):
+class PipelineError(watch.RankError):
     """A step failed, on this rank or on another. `rank`: where; -1: not known."""
 
-    def __init__(self, problem: str, fix: str = "", rank: int = -1) -> None:
-        super().__init__(problem, fix)
-        self.rank = rank
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problem, self.fix, self.rank)
-
-
-class Watch:
-    """Of one pipeline: tells the others what went wrong here, and hears of what did there."""
+class Watch(watch.Watch):
+    """Of one pipeline."""
 
     def __init__(self, name: str, rank: int, ranks: int, groups: list[dist.ProcessGroup]) -> None:
-        self.rank, self.ranks, self.groups = rank, ranks, groups
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store: Any = PrefixStore(f"evener/pipeline/{name}", store)
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            # A connection of its own: the program's may wait for something.
-            self._store = PrefixStore(f"evener/pipeline/{name}", store.clone())
-        self._store.set_timeout(timedelta(seconds=10))
-        self._running = threading.Event()
-        self._end = threading.Event()
-        self.heard: PipelineError | None = None
-        self._beat = 0
-        # Before the first step, which may end before the thread's first turn: who is dead without
-        # a pulse is not missed.
-        self._store.set(f"pulse/{rank}", "0")
-        self._thread = threading.Thread(target=self._loop, name="evener-pipeline", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._end.set()
-        self._running.set()
-        self._thread.join(timeout=5)
-
-    @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """Around everything that waits for other ranks. Raises PipelineError, the same on all."""
-        if self.heard is not None:
-            raise self.heard
-        self._running.set()
-        try:
-            yield
-        except PipelineError:
-            raise
-        except Exception as error:
-            raise self._judge(error, what) from error
-        finally:
-            self._running.clear()
-
-    def _judge(self, error: Exception, what: str) -> PipelineError:
-        """The error to raise for one that was caught here."""
-        if self.heard is None and _from_a_peer(error):
-            found = self._silent(error)
-        elif self.heard is None:
-            found = _own(error, what, self.rank)
-        else:
-            return self.heard
-        return self._tell(found)
-
-    def _tell(self, error: PipelineError) -> PipelineError:
-        """Write an error for all, unless another was first."""
-        text = json.dumps([error.problem, error.fix, error.rank])
-        try:
-            first = self._store.compare_set("error", "", text)
-            self.heard = PipelineError(*json.loads(first))
-        except RuntimeError as lost:
-            logger.debug("the store cannot be reached: %s", lost)
-            self.heard = error
-        self._abort()
-        return self.heard
-
-    def _silent(self, error: Exception) -> PipelineError:
-        """Which rank is dead, by its pulse; what was written meanwhile comes first."""
-        deadline = time.monotonic() + _DEAD + 3.0
-        seen: dict[int, tuple[bytes, float]] = {}
-        while time.monotonic() < deadline:
-            if self.heard is not None:
-                return self.heard
-            try:
-                for rank in range(self.ranks):
-                    key = f"pulse/{rank}"
-                    if rank == self.rank or not self._store.check([key]):
-                        continue
-                    value = self._store.get(key)
-                    if rank not in seen or seen[rank][0] != value:
-                        seen[rank] = (value, time.monotonic())
-                    elif time.monotonic() - seen[rank][1] > _DEAD:
-                        return PipelineError(
-                            f"rank {rank} of the pipeline is gone (no sign of life for "
-                            f"{_DEAD:g} s)",
-                            f"see rank {rank}'s own log for why; start again from the last "
-                            "checkpoint",
-                            rank,
-                        )
-            except RuntimeError:
-                return _store_gone()
-            time.sleep(_PULSE)
-        return PipelineError(
-            f"rank {self.rank} lost the connection to a neighbour: {_line(error)}",
-            "see the logs of the ranks beside it; start again from the last checkpoint",
-            self.rank,
-        )
-
-    def _loop(self) -> None:
-        failures = 0
-        while not self._end.is_set():
-            time.sleep(_PULSE)
-            try:
-                self._beat += 1
-                self._store.set(f"pulse/{self.rank}", str(self._beat))
-                if self.heard is None and self._store.check(["error"]):
-                    self.heard = PipelineError(*json.loads(self._store.get("error")))
-                    self._abort()
-                failures = 0
-            except (RuntimeError, ValueError) as error:
-                failures += 1
-                logger.debug("the store cannot be reached: %s", error)
-                if failures > _DEAD / _PULSE and self.heard is None and self._running.is_set():
-                    self.heard = _store_gone()
-                    self._abort()
-
-    def _abort(self) -> None:
-        """End what waits on the pipeline's groups."""
-        for group in self.groups:
-            try:
-                group.abort()
-            except (RuntimeError, AttributeError) as error:
-                logger.debug("a group was not aborted: %s", error)
-
-
-def _store_gone() -> PipelineError:
-    return PipelineError(
-        "rank 0 of the job is gone (its store cannot be reached)",
-        "see rank 0's own log for why; start again from the last checkpoint",
-        0,
-    )
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    at: BaseException | None = error
-    while at is not None:
-        yield at
-        at = at.__cause__ or at.__context__
-
-
-def _from_a_peer(error: BaseException) -> bool:
-    """Whether it came over a connection, and so tells of another rank."""
-    words = ("connection", "peer", "socket", "timed out", "nccl", "aborted", "gloo")
-    return any(
-        isinstance(one, dist.DistError) or any(word in str(one).lower() for word in words)
-        for one in _causes(error)
-    )
-
-
-def _own(error: BaseException, what: str, rank: int) -> PipelineError:
-    """An error of this rank's own computation, in words."""
-    chain = list(_causes(error))
-    root = chain[-1]
-    for one in chain:
-        text = str(one).lower()
-        if (isinstance(one, torch.OutOfMemoryError | MemoryError)
-                or "can't allocate memory" in text or "out of memory" in text):  # fmt: skip
-            return PipelineError(
-                f"{what} on rank {rank} is out of memory: {_line(one)}",
-                "plan with a lower memory=, more microbatches, more stages or recompute=True",
-                rank,
-            )
-    return PipelineError(
-        f"{what} on rank {rank} failed: {type(root).__name__}: {_line(root)}",
-        f"see rank {rank}'s log for the traceback",
-        rank,
-    )
+        super().__init__(
+            name, rank, ranks, groups, what="pipeline", error=PipelineError,
+            memory="plan with a lower memory=, more microbatches, more stages or recompute=True",
+        )  # fmt: skip
