@@ -109,7 +109,8 @@ def rebalance(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
             a // (len(old) // size) != new.index(e) // (len(old) // size) for a, e in enumerate(old)
         )
         mean = sum(since) / size
-        logger.info("experts %s: %d moved, the most loaded rank has %.2f of the mean (%.2f before)",
+        logger.log(logging.DEBUG if parallel.shared.ranks.rank else logging.INFO,
+                   "experts %s: %d moved, the most loaded rank has %.2f of the mean (%.2f before)",
                     name, count, after / mean, before / mean)  # fmt: skip
         moved += count
     return moved

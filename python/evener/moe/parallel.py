@@ -299,7 +299,8 @@ class Parallel:
         slowest = ticket.wait().tolist()
         best = min(range(len(ways)), key=slowest.__getitem__)
         said = ", ".join(f"{w} {t * 1e3:.2f} ms" for w, t in zip(ways, slowest, strict=True))
-        logger.info("experts %s: tokens go %s (%s)", self.name, ways[best], said)
+        if shared.ranks.rank == 0:
+            logger.info("experts %s: tokens go %s (%s)", self.name, ways[best], said)
         return ways[best]
 
     def _dispatch(
