@@ -41,7 +41,10 @@ def check(tokens, slots, experts, width, inner, capacity):
     x = torch.randn(tokens, width, device=DEVICE).to(DTYPE)
     rows = triton_permute.gather(x, at.source, slots)
     assert torch.equal(rows, permute.gather_reference(x, want))
-    y = torch.randn(len(at.source), width, device=DEVICE).to(DTYPE)
+    whole = torch.arange(tokens * 8, dtype=torch.int32, device=DEVICE).view(tokens, 8)
+    assert torch.equal(triton_permute.gather(whole, at.source, slots),
+                       permute.gather_reference(whole, want))
+    y = torch.randn(len(at.source), width + 8, device=DEVICE).to(DTYPE)[:, :width]
     y[used:] = torch.nan
     close(triton_permute.combine(y, at.rows), permute.combine_reference(y, want))
     weights = torch.rand(to.shape, device=DEVICE)
@@ -95,10 +98,10 @@ INTS = {"to", "within", "counts", "starts", "firsts", "rows", "source", "ends"}
 DATA = {"x", "y", "out", "both", "gradient", "to_both", "matrices", "a", "b"}
 FLOATS = {"weights", "to_weights"}
 
-def compile(kernel, **constants):
+def compile(kernel, data="*bf16", **constants):
     signature = {
         name: "constexpr" if name in constants else "*i32" if name in INTS
-        else "*bf16" if name in DATA else "*fp32" if name in FLOATS else "i32"
+        else data if name in DATA else "*fp32" if name in FLOATS else "i32"
         for name in kernel.arg_names
     }
     made = triton.compile(ASTSource(kernel, signature, constants),
@@ -109,6 +112,7 @@ import triton.language as tl
 compile(triton_permute._count, BLOCK=128)
 compile(triton_permute._place, BLOCK=128, CAPPED=True)
 compile(triton_permute._gather, BLOCK=2048)
+compile(triton_permute._gather, "*i32", BLOCK=2048)
 compile(triton_permute._combine, SLOTS=6, WIDE=tl.float32, BLOCK=1024)
 compile(triton_gate._forward, BLOCK=1024)
 compile(triton_gate._backward, BLOCK=1024)

@@ -58,7 +58,10 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # First in line for multiprocessors: products take all of them at once.
+            self._stream = torch.cuda.Stream(device, priority=-1)
         self._thread = None if self._stream else ThreadPoolExecutor(1, "evener-moe")
 
     def mark(self) -> torch.cuda.Event | None:

@@ -162,7 +162,8 @@ def _home(
     trip: Trip, rows: torch.Tensor, weights: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of tokens, and of weights as `like` [tokens, k], go back to their tokens."""
-    return trip.back(rows), trip.weights_back(weights, like.shape[1]).to(like.dtype)
+    to_tokens, to_weights = trip.gradients_back(rows, weights, like.shape[1])
+    return to_tokens, to_weights.to(like.dtype)
 
 
 def _carried(trip: Trip, x: torch.Tensor, wire: Wire, lossy: bool) -> torch.Tensor:
@@ -306,9 +307,12 @@ class Parallel:
     def _dispatch(
         self, trip: Trip, x: torch.Tensor, meta: torch.Tensor, held: int, lossy: bool
     ) -> tuple[torch.Tensor, Positions, torch.Tensor]:
-        trip.start(meta, self.owner, self.slot, held)
+        wire = self.shared.wire
+        come = trip.start(wire.encode(x) if lossy else x, meta, self.owner, self.slot, held)
+        if lossy:
+            come = wire.decode(come, x.shape[1], x.dtype)
         assert trip.at is not None and trip.weights is not None
-        return _carried(trip, x, self.shared.wire, lossy), trip.at, trip.weights
+        return come, trip.at, trip.weights
 
     def _judge(self, everyone: list[list[int]]) -> None:
         for rank, each in enumerate(everyone):

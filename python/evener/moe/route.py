@@ -12,11 +12,12 @@ ranks everything, and the host waits once per layer and step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from evener.moe import permute
 from evener.moe.permute import Positions
@@ -54,20 +55,45 @@ class Hop:
     sent: list[int]
     got: list[int]
 
-    def there(self, x: torch.Tensor, slots: int = 0) -> torch.Tensor:
-        """[tokens, width] > [rows here, width]; slots=1: x has a row per entry."""
-        at = Positions(self.at.rows.view(-1, 1), self.at.source, self.at.ends) if slots else self.at
-        rows = permute.gather(x, at)
+    def of_entries(self) -> Hop:
+        """The same way for what has a row per entry, not per token."""
+        at = Positions(self.at.rows.view(-1, 1), self.at.source, self.at.ends)
+        return replace(self, at=at)
+
+    def there(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, width] > [rows here, width]."""
+        rows = permute.gather(x, self.at)
         out = torch.empty(sum(self.got), x.shape[1], dtype=x.dtype, device=x.device)
         dist.all_to_all_single(out, rows, self.got, self.sent, group=self.group)
         return out
 
-    def back(self, y: torch.Tensor, slots: int = 0) -> torch.Tensor:
-        """[rows here, width] > [tokens, width]: the sum of each token's rows."""
-        at = Positions(self.at.rows.view(-1, 1), self.at.source, self.at.ends) if slots else self.at
+    def returned(self, y: torch.Tensor) -> torch.Tensor:
+        """[rows here, width] > [rows that left, width], each where it left."""
         rows = torch.empty(sum(self.sent), y.shape[1], dtype=y.dtype, device=y.device)
         dist.all_to_all_single(rows, y.contiguous(), self.sent, self.got, group=self.group)
-        return permute.combine(rows, at)
+        return rows
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """[rows here, width] > [tokens, width]: the sum of each token's rows."""
+        return permute.combine(self.returned(y), self.at)
+
+
+def pack(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Two tensors of as many rows > int32 [rows, words]: one collective in place of two."""
+    parts = []
+    for each in (x, more):
+        whole = each.contiguous().view(torch.uint8)
+        parts.append(functional.pad(whole, (0, -whole.shape[1] % 16)))
+    return torch.cat(parts, 1).view(torch.int32)
+
+
+def unpack(
+    rows: torch.Tensor, x: torch.Tensor, more: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pack` took, as views; `x` and `more` say widths and dtypes."""
+    start = -(-x.shape[1] * x.element_size() // 16) * 16 // more.element_size()
+    return (rows.view(x.dtype)[:, : x.shape[1]],
+            rows.view(more.dtype)[:, start : start + more.shape[1]])  # fmt: skip
 
 
 @dataclass
@@ -85,37 +111,45 @@ class Trip:
     at: Positions | None = None
     weights: torch.Tensor | None = None
 
-    def start(self, meta: torch.Tensor, owner: torch.Tensor, slot: torch.Tensor, held: int) -> None:
-        """Learn the way: send the choices and weights along it.
+    def start(
+        self, x: torch.Tensor, meta: torch.Tensor, owner: torch.Tensor, slot: torch.Tensor,
+        held: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Tokens go to their experts, choices and weights in their rows; the way is kept.
 
-        meta [tokens, 2k]: choices, then weights. owner, slot [experts + 1]: of each expert its rank
-        and its place there; -1 for none, which is the last entry.
+        x [tokens, width]; meta [tokens, 2k]: choices, then weights. owner, slot [experts + 1]: of
+        each expert its rank and its place there; -1 for none, which is the last entry.
         """
         ranks, counts, chunk = self.ranks, self.counts, self.chunk
         k = meta.shape[1] // 2
         to = owner[meta[:, :k].long()]
         if self.way == "pairs":
-            meta = torch.stack((meta[:, :k].reshape(-1), meta[:, k:].reshape(-1)), 1)
+            each = torch.stack((meta[:, :k].reshape(-1), meta[:, k:].reshape(-1)), 1)
             self._hop(to, ranks.size, ranks.group, *counts.pairs(chunk))
-            meta = self.hops[0].there(meta, slots=1)
-        elif self.way == "flat":
-            self._hop(_once(to, ranks.size), ranks.size, ranks.group, *counts.flat(chunk))
-            meta = self.hops[0].there(meta)
+            hop = self.hops[0]
+            come, meta = hop.there(x), hop.of_entries().there(each)
         else:
-            assert ranks.outer is not None and ranks.inner is not None
-            nodes = torch.where(to < 0, -1, to.div(ranks.each, rounding_mode="floor"))
-            self._hop(_once(nodes, ranks.nodes), ranks.nodes, ranks.outer, *counts.outer(chunk))
-            meta = self.hops[0].there(meta)
-            to = owner[meta[:, : meta.shape[1] // 2].long()]
-            here = (to >= 0) & (to.div(ranks.each, rounding_mode="floor") == ranks.node)
-            inside = torch.where(here, to % ranks.each, -1)
-            self._hop(_once(inside, ranks.each), ranks.each, ranks.inner, *counts.inner(chunk))
-            meta = self.hops[1].there(meta)
+            inner = ranks.inner if self.way == "two" else None
+            if inner is not None:
+                assert ranks.outer is not None
+                nodes = torch.where(to < 0, -1, to.div(ranks.each, rounding_mode="floor"))
+                self._hop(_once(nodes, ranks.nodes), ranks.nodes, ranks.outer, *counts.outer(chunk))
+            else:
+                self._hop(_once(to, ranks.size), ranks.size, ranks.group, *counts.flat(chunk))
+            rows = self.hops[0].there(pack(x, meta))
+            if inner is not None:
+                to = owner[unpack(rows, x, meta)[1][:, :k].long()]
+                here = (to >= 0) & (to.div(ranks.each, rounding_mode="floor") == ranks.node)
+                inside = torch.where(here, to % ranks.each, -1)
+                self._hop(_once(inside, ranks.each), ranks.each, inner, *counts.inner(chunk))
+                rows = self.hops[1].there(rows)
+            come, meta = unpack(rows, x, meta)
         chosen, weights = meta.chunk(2, 1)
         chosen = chosen.long()
         mine = torch.where(owner[chosen] == ranks.rank, slot[chosen], -1)
         self.at = permute.positions(mine, held).first(counts.here(chunk))
         self.weights = weights.contiguous()
+        return come
 
     def _hop(
         self, to: torch.Tensor, ends: int, group: dist.ProcessGroup, sent: list[int], got: list[int]
@@ -134,11 +168,20 @@ class Trip:
             y = hop.back(y)
         return y
 
-    def weights_back(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
-        """The weights' gradients: each is made on one rank, the others add zeros."""
-        if self.way != "pairs":
-            return self.back(gradient)
-        return self.hops[0].back(gradient, slots=1).view(-1, k)
+    def gradients_back(
+        self, y: torch.Tensor, weights: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of tokens and of weights [rows, k] > [tokens, width] and [tokens, k].
+
+        A weight's is made on one rank; the others add zeros.
+        """
+        if self.way == "pairs":
+            hop = self.hops[0]
+            return hop.back(y), hop.of_entries().back(weights).view(-1, k)
+        for hop in reversed(self.hops):
+            of_tokens, of_weights = unpack(hop.returned(pack(y, weights)), y, weights)
+            y, weights = permute.combine(of_tokens, hop.at), permute.combine(of_weights, hop.at)
+        return y, weights
 
 
 def _once(to: torch.Tensor, ends: int) -> torch.Tensor:

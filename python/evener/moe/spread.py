@@ -112,7 +112,11 @@ def _groups(ep: int, device: torch.device) -> tuple[Ranks, dist.ProcessGroup | N
     backend = "nccl" if device.type == "cuda" else "gloo"
 
     def made(members: Sequence[int]) -> Any:
-        return dist.new_group(list(members), backend=backend)
+        options = None
+        if backend == "nccl":
+            # First in line for multiprocessors: products take all of them at once.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        return dist.new_group(list(members), backend=backend, pg_options=options)
 
     mine: Any = None
     for start in range(0, world, ep):

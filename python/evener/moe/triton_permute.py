@@ -64,13 +64,15 @@ def _gather(x, source, out, width, stride, slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _combine(y, rows, out, width, SLOTS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(
+    y, rows, out, width, stride, SLOTS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], WIDE)
     for slot in tl.static_range(SLOTS):
         row = tl.load(rows + token * SLOTS + slot).to(tl.int64)
-        total += tl.load(y + row * width + at, (at < width) & (row >= 0), other=0.0).to(WIDE)
+        total += tl.load(y + row * stride + at, (at < width) & (row >= 0), other=0.0).to(WIDE)
     tl.store(out + token * width + at, total.to(out.dtype.element_ty), at < width)
 
 
@@ -118,13 +120,13 @@ def gather(x: torch.Tensor, source: torch.Tensor, slots: int) -> torch.Tensor:
 
 def combine(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """See `permute.combine`."""
-    y = y.contiguous()
+    y = y if y.stride(-1) == 1 else y.contiguous()
     tokens, slots = rows.shape
     out = torch.empty(tokens, y.shape[1], dtype=y.dtype, device=y.device)
     if out.numel():
         width, wide = y.shape[1], tl.float64 if y.dtype == torch.float64 else tl.float32
         block = min(1024, _block(width))
         _combine[(tokens, triton.cdiv(width, block))](
-            y, rows, out, width, slots, wide, block, num_warps=4
+            y, rows, out, width, y.stride(0), slots, wide, block, num_warps=4
         )
     return out
