@@ -11,6 +11,7 @@ before is gone only then.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Iterable
@@ -59,14 +60,41 @@ def save(
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (part / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         (part / _EXTRA).write_text(json.dumps(extra) + "\n", encoding="utf-8")
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        publish(part, folder)
     dist.barrier(group)
     return folder
+
+
+def publish(part: Path, folder: Path) -> None:
+    """`part` becomes `folder`. What was there is in a folder `.old` until that is done."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        if folder.exists():
+            folder.rename(old)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EXDEV):
+            raise
+        # A volume is mounted there, as containers and labs do: it stays, what is in it changes.
+        _publish_inside(part, folder)
+        return
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _publish_inside(part: Path, folder: Path) -> None:
+    new, old = folder / ".part", folder / ".old"
+    for each in (new, old):
+        shutil.rmtree(each, ignore_errors=True)
+    before = list(folder.iterdir())
+    shutil.copytree(part, new)
+    old.mkdir()
+    for each in before:
+        each.rename(old / each.name)
+    for each in list(new.iterdir()):
+        each.rename(folder / each.name)
+    for each in (new, old, part):
+        shutil.rmtree(each, ignore_errors=True)
 
 
 class State:
