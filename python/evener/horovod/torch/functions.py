@@ -70,14 +70,13 @@ def broadcast_optimizer_state(
     if empty:
         _zero_gradients(optimizer, model, anew=steps)
     root = rank() == root_rank
-    stepped = root and empty and steps
-    if stepped:
+    # Told before it is taken: a class of a library's own may wait for the other ranks in its step.
+    stepped = broadcast_object(empty and steps, root_rank)
+    if stepped and empty:
         _step_alone(optimizer)
     tensors: list[torch.Tensor] = []
-    content = (stepped, _taken_apart(optimizer.state_dict(), tensors)) if root else None
-    stepped, skeleton = broadcast_object(content, root_rank)
-    if stepped and empty and not root:
-        _step_alone(optimizer)
+    content = _taken_apart(optimizer.state_dict(), tensors) if root else None
+    skeleton = broadcast_object(content, root_rank)
     if stepped and not hasattr(optimizer, "_evener_base"):
         _note_zero_step(optimizer)
     device = next((p.device for g in optimizer.param_groups for p in g["params"]), None)
