@@ -30,6 +30,37 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
+def test_interfaces_are_those_that_the_settings_name() -> None:
+    """As Ray Train's Horovod trainer asks for them."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    from evener.horovod.ray.runner import MiniSettings
+    from evener.horovod.ray.utils import detect_nics, nics_to_env_var
+
+    named = detect_nics(MiniSettings(nics={"lo", "eth1"}), all_host_names=["a"], node_workers=[1])
+    variables = nics_to_env_var(named)
+    assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "eth1,lo"
+    assert nics_to_env_var(detect_nics(MiniSettings(), ["a", "b"])) == {}
+
+
+def test_hosts_that_come_and_go_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's TestDiscovery, which programs import."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    from evener.horovod.ray.elastic import TestDiscovery
+
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 2}, "NodeManagerAddress": f"host-{number}"}
+        for number in range(4)
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    discovery = TestDiscovery(min_hosts=2, max_hosts=3, change_frequency_s=0, verbose=False)
+    seen = [discovery.find_available_hosts_and_slots() for _ in range(200)]
+    assert {len(hosts) for hosts in seen} == {2, 3}
+    assert {host for hosts in seen for host in hosts} == {f"host-{number}" for number in range(4)}
+    assert all(slots == 2 for hosts in seen for slots in hosts.values())
+    with pytest.raises(ValueError, match="ray stop"):
+        TestDiscovery(1, 2, 1, _graceful=False)
+
+
 class Model:
     """Lives in a worker."""
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evener.horovod.ray import ray_logger
-from evener.horovod.ray.discovery import NodeDiscovery
+from evener.horovod.ray.discovery import ChangingHosts, NodeDiscovery
 from evener.horovod.ray.job import RayJob
 from evener.horovod.runner.common.util.timeout import Timeout
 from evener.horovod.runner.elastic.settings import ElasticSettings
 from evener.launch.discovery import Cooldown
 from evener.launch.elastic import Limits
+
+TestDiscovery = ChangingHosts  # upstream's name
 
 
 class RayHostDiscovery(NodeDiscovery):
