@@ -93,8 +93,13 @@ test-python: $(STAMPS)/native $(STAMPS)/plugin
 wild: $(STAMPS)/native ## programs of others, plain and under Evener: make wild ARGS="--only trainer"
 	$(BIN)/python -m tests.wild $(ARGS)
 
+# What some of upstream's tests import. Those of Ray want an older one, and say so.
+$(STAMPS)/upstream: $(STAMPS)/native
+	@$(UV) mock parameterized psutil
+	@touch $@
+
 # DIR is the user's own checkout of github.com/horovod/horovod; ARGS: see --help.
-upstream-horovod: $(STAMPS)/native ## upstream Horovod's own tests: make upstream-horovod DIR=CHECKOUT
+upstream-horovod: $(STAMPS)/upstream ## upstream Horovod's own tests: make upstream-horovod DIR=CHECKOUT
 	@test -n "$(DIR)" || { echo "error: DIR is not set"; echo "  fix: make upstream-horovod DIR=checkout-of-horovod"; exit 2; }
 	$(BIN)/python scripts/upstream_horovod.py $(DIR) $(ARGS)
 

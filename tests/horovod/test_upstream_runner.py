@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,26 @@ def test_each_kind_of_end(tmp_path: Path) -> None:
     assert "limit 18 s" in found["Tests.test_hangs"]["reason"]
     assert "in test_hangs" in (tmp_path / "logs" / "Tests.test_hangs.log").read_text()
     assert not list(tmp_path.rglob("__pycache__"))  # nothing is written into the tree
+
+
+def test_what_a_file_needs_is_named(tmp_path: Path) -> None:
+    """A fresh clone has not all that upstream's tests import: they are not run, and not failed."""
+    folder = tmp_path / "test" / "single"
+    folder.mkdir(parents=True)
+    (folder / "test_needs.py").write_text("import parameterized\n\ndef test_one(): pass\n")
+    command = [sys.executable, str(ROOT / "scripts" / "upstream_horovod.py"), str(tmp_path)]
+    code = "import sys; sys.modules['parameterized'] = None"  # whether it is installed or not
+    (tmp_path / "sitecustomize.py").write_text(code)
+    done = subprocess.run(
+        [*command, "--file", "test/single/test_needs.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"fix: pip install (mock )?parameterized", done.stdout), done.stdout
+    assert "not run" in done.stdout
 
 
 def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
