@@ -37,6 +37,7 @@ def main() -> int:
     if args.list:
         _list(cases)
         return 0
+    cases = [case for case in cases if _doors(case, doors)]
     # Ended from outside, it still ends what it started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.monotonic()
@@ -49,7 +50,7 @@ def main() -> int:
             why = problems[case.env]
             rows.append(Row(case.name, package, "", "all", result="not installed", why=why))
             continue
-        mine: list[Door] = [d for d in doors if not case.doors or d.name in case.doors]
+        mine = _doors(case, doors)
         version = versions[case.env].get(case.package.lower() or "torch", "")
         rows += runner.compare(
             case,
@@ -67,6 +68,11 @@ def main() -> int:
     seconds = time.monotonic() - started
     print(f"{len(rows)} runs of {len(cases)} programs in {seconds:.0f} s: {len(bad)} not equal")
     return 1 if bad else 0
+
+
+def _doors(case: Case, doors: list[Door]) -> list[Door]:
+    """Those of `doors` that `case` runs under."""
+    return [door for door in doors if (door.name in case.doors if case.doors else door.ddp)]
 
 
 def _arguments() -> argparse.Namespace:
@@ -88,7 +94,7 @@ def _list(cases: list[Case]) -> None:
     for door in (PLAIN, *DOORS):
         print(f"door {door.name}: {door.what}{f' ({door.reason})' if door.reason else ''}")
     for case in cases:
-        doors = ", ".join(case.doors) or "all"
+        doors = ", ".join(case.doors) or "all of DDP's"
         print(f"{case.name}: {case.package or 'a loop'}, {case.script}.py, doors: {doors}")
 
 

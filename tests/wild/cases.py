@@ -23,6 +23,7 @@ class Door:
     env: dict[str, str] = field(default_factory=dict)
     reason: str = ""  # why nothing runs under it yet
     close: float = 0.0
+    ddp: bool = True  # for DistributedDataParallel, and so for every case that names no doors
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ DOORS = (
         env={"EVENER_DDP": "auto", "EVENER_FLOOR": "int8"},
         close=0.5,
     ),
+    Door(
+        "horovod",
+        "the program's own use of Horovod, beside its DDP",
+        line="horovod",
+        # Upstream's first step with zeros, at broadcast_optimizer_state, is not DDP's.
+        env={"EVENER_HOROVOD_ZERO_STEP": "0"},
+        ddp=False,
+    ),
 )
 
 # What is installed, and what of a package's own limits is set aside (as the project's own torch).
@@ -76,6 +85,13 @@ ENVIRONMENTS = {
         "datasets",
     ),
     "composer": ("mosaicml>=0.30",),
+    # The last releases that know Horovod.
+    "horovod": (
+        "pytorch-lightning<2",
+        "torchmetrics<1",
+        "pytorch-ignite",
+        "setuptools<81",
+    ),
 }
 
 CASES = (
@@ -98,4 +114,6 @@ CASES = (
     Case("sentence-transformers", "sentence-transformers", "sentences"),
     Case("ultralytics", "ultralytics", "ultralytics_yolo"),
     Case("composer", "mosaicml", "composer_fit", env="composer"),
+    Case("lightning-1.9", "pytorch-lightning", "horovod_lightning", "horovod", doors=("horovod",)),
+    Case("ignite", "pytorch-ignite", "horovod_ignite", "horovod", doors=("horovod",)),
 )

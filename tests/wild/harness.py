@@ -25,6 +25,7 @@ STEPS = int(os.environ.get("WILD_STEPS", "50"))
 RANK = int(os.environ.get("RANK", "0"))
 OUT = Path(os.environ.get("WILD_OUT", "."))
 SCRATCH = OUT / f"scratch{RANK}"  # a folder of this rank, empty at the start
+HOROVOD = os.environ.get("WILD_LINE") == "horovod"  # the program uses Horovod, and not DDP
 
 _watched: list[torch.nn.Module] = []
 _start: dict[str, torch.Tensor] = {}
@@ -62,7 +63,7 @@ def watch(*models: torch.nn.Module) -> None:
 def line(model: Any, *optimizers: Any) -> None:
     """The place of a door's line. `model`: the DistributedDataParallel."""
     kind = os.environ.get("WILD_LINE", "")
-    if not kind:
+    if not kind or HOROVOD:
         return
     import evener.ddp
     import evener.log

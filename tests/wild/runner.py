@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from evener.door.enter import SITE
+from evener.launch.door import ALIAS
 from tests.wild.cases import PLAIN, Case, Door
 
 ROOT = Path(__file__).parent.parent.parent
@@ -140,7 +141,10 @@ def _environment(rank: int, port: int, door: Door, folder: Path, steps: int) -> 
         **kept,
         # The repository itself: the wild environment has no Evener, and no copy that could be old.
         # Its sitecustomize is what opens the door without a line, where a door's variables ask so.
-        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT), str(ROOT / "python")]),
+        # The Horovod door's folder makes `import horovod` give Evener's.
+        "PYTHONPATH": os.pathsep.join(
+            [str(ALIAS)] * (door.line == "horovod") + [str(SITE), str(ROOT), str(ROOT / "python")]
+        ),
         "PYTHONUNBUFFERED": "1",
         "RANK": str(rank),
         "WORLD_SIZE": str(RANKS),
