@@ -90,6 +90,9 @@ ENVIRONMENTS = {
         "pytorch-lightning<2",
         "torchmetrics<1",
         "pytorch-ignite",
+        "open_clip_torch==2.24.0",
+        "webdataset",
+        "pandas",
         "setuptools<81",
     ),
 }
@@ -116,4 +119,5 @@ CASES = (
     Case("composer", "mosaicml", "composer_fit", env="composer"),
     Case("lightning-1.9", "pytorch-lightning", "horovod_lightning", "horovod", doors=("horovod",)),
     Case("ignite", "pytorch-ignite", "horovod_ignite", "horovod", doors=("horovod",)),
+    Case("open-clip", "open_clip_torch", "horovod_open_clip", "horovod", doors=("horovod",)),
 )
