@@ -107,3 +107,24 @@ def test_own_keys() -> None:
     for key, value in (("checkpointing", "some"), ("balance", 1), ("loss", "short")):
         with pytest.raises(ConfigError, match=rf"evener\.{key} = .* is not known"):
             read({"evener": {key: value}})
+
+
+def test_sections_for_what_is_done_elsewhere_are_named_with_where() -> None:
+    config = read({
+        "tensorboard": {"enabled": True, "output_path": "logs"},
+        "wandb": {"enabled": True, "project": "x"},
+        "aio": {"block_size": 1048576, "queue_depth": 8},
+        "communication_data_type": "fp32",
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    })  # fmt: skip
+    said = "; ".join(config.ignored)
+    assert "aio (there is no SSD tier yet)" in said
+    assert "communication_data_type (ranks reduce gradients in data_types" in said
+    assert "tensorboard (curves" in said
+    assert "wandb (curves" in said
+    assert "activation_checkpointing.partition_activations" in said
+    assert config.checkpointing == "offload"
+    assert read({"activation_checkpointing": {}}).checkpointing is True
+    with pytest.raises(ConfigError, match="cpu_checkpoint") as found:
+        read({"activation_checkpointing": {"cpu_checkpoint": True}})
+    assert "cpu_checkpointing" in found.value.fix

@@ -91,6 +91,22 @@ _PASSED_OVER = {
     "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer",
     "prescale_gradients", "memory_breakdown", "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
+_ELSEWHERE = {
+    "tensorboard": "curves are written by your script",
+    "wandb": "curves are written by your script",
+    "comet": "curves are written by your script",
+    "csv_monitor": "curves are written by your script",
+    "aio": "there is no SSD tier yet",
+    "communication_data_type": "ranks reduce gradients in data_types.grad_accum_dtype",
+    "flops_profiler": "see zero.report",
+    "comms_logger": "see zero.report",
+    "gradient_predivide_factor": "gradients are averaged in one step",
+}
+"""Sections of DeepSpeed's that ask for what is done elsewhere, and where."""
+_CHECKPOINTS = {
+    "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+    "number_checkpoints", "synchronize_checkpoint_boundary", "profile",
+}  # fmt: skip
 _TOP = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization",
@@ -147,12 +163,16 @@ def _real(given: Mapping[str, Any], name: str, default: float, low: float = 0.0)
 
 
 def _choice(
-    given: Mapping[str, Any], name: str, allowed: tuple[bool | str, ...], default: bool | str
+    given: Mapping[str, Any],
+    name: str,
+    allowed: tuple[bool | str, ...],
+    default: bool | str,
+    where: str = "evener",
 ) -> bool | str:
     value: bool | str = given.get(name, default)
     if not any(value is known or (isinstance(known, str) and value == known) for known in allowed):
         words = ", ".join(json.dumps(known) for known in allowed)
-        raise ConfigError(f"evener.{name} = {value!r} is not known", f"give one of {words}")
+        raise ConfigError(f"{where}.{name} = {value!r} is not known", f"give one of {words}")
     return value
 
 
@@ -183,8 +203,9 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
             raise ConfigError(f"configuration {source}: {error}", "give a JSON file") from None
         if not isinstance(source, Mapping):
             raise ConfigError("the configuration is not an object", "give {...}")
-    _refuse("", source, _TOP | _PASSED_OVER)
+    _refuse("", source, _TOP | _PASSED_OVER | set(_ELSEWHERE))
     config = Config(ignored=sorted(set(source) & _PASSED_OVER))
+    config.ignored += [f"{key} ({why})" for key, why in _ELSEWHERE.items() if key in source]
     _read_zero(config, _section(source, "zero_optimization"))
     _read_precision(config, source)
     if "optimizer" in source:
@@ -216,9 +237,14 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.loss = str(_choice(own, "loss", ("auto", "plain", "chunked", "fused"), "auto"))
     if "activation_checkpointing" in source:
         section = _section(source, "activation_checkpointing")
-        config.ignored += [f"activation_checkpointing.{key}" for key in section]
+        _refuse("activation_checkpointing", section, _CHECKPOINTS)
+        away = bool(_choice(section, "cpu_checkpointing", (False, True), False,
+                            "activation_checkpointing"))  # fmt: skip
+        config.ignored += [
+            f"activation_checkpointing.{key}" for key in section if key != "cpu_checkpointing"
+        ]
         if "checkpointing" not in own:
-            config.checkpointing = True
+            config.checkpointing = "offload" if away else True
     return config
 
 
