@@ -175,12 +175,57 @@ def test_the_command(tmp_path: Path) -> None:
     shown = run("--gpu", "4GB", "--host", "4GB", "--json")
     assert shown.exit_code == 0, shown.output
     record = json.loads(shown.stdout)
-    assert record["plan"]["fits"] and record["probe"]["machine"]["host_adam"] > 0
+    machine = (record.get("probe") or record["assumed"])["machine"]
+    assert record["plan"]["fits"] and machine["host_adam"] > 0
     assert "4.00 GB" in run("--gpu", "4GB", "--host", "4GB").stdout, "what was given is shown"
     shown = run("--gpu", "1MB", "--host", "4GB")
     assert shown.exit_code == 1 and "does not fit" in shown.stdout
     shown = run("--batch", "many")
     assert isinstance(shown.exception, UsageError)
+
+
+def test_a_machine_that_is_not_here(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(plan_memory, list(arguments))
+
+    shown = run("7b", "--on", "a100-40gb,pcie4,ddr4-8ch", "--json")
+    assert shown.exit_code == 0, shown.output
+    record = json.loads(shown.stdout)
+    assert sum(place["numel"] for place in record["plan"]["places"]) == pytest.approx(
+        6.738e9, rel=1e-3
+    )
+    assert record["plan"]["budget"]["gpu"] == 40960 << 20
+    assert record["plan"]["gpu_bytes"] <= record["plan"]["budget"]["gpu"]
+    assert record["assumed"]["machine"]["h2d"] == pytest.approx(27.1e9, rel=0.01)
+    # 14 bytes a parameter, wherever they are.
+    whole = record["plan"]["host_bytes"] + record["plan"]["gpu_bytes"]
+    assert whole > 14 * 6.7e9
+    slow = json.loads(run("7b", "--on", "a100-40gb,pcie3,ddr4-2ch", "--json").stdout)
+    assert slow["plan"]["step_seconds"] > record["plan"]["step_seconds"]
+    shown = run("70b", "--on", "h200", "--host", "200GB")
+    assert shown.exit_code == 1 and "does not fit" in shown.stdout
+    same = "gpu=40960MiB,tflops=312,hbm=1555,pcie=31.5,dram=204.8"
+    assert (
+        json.loads(run("7b", "--on", same, "--json").stdout)["plan"]["step_seconds"]
+        == (record["plan"]["step_seconds"])
+    )
+    for wrong, word in (("a100-40g", "a100-40gb"), ("pcie4", "names no GPU"), ("h200,x=3", "x is"),
+                        ("h200,dram=0", "dram=0 is not")):  # fmt: skip
+        shown = run("7b", "--on", wrong)
+        assert isinstance(shown.exception, UsageError)
+        assert word in f"{shown.exception} {shown.exception.fix}"
+    shown = run("nowhere.json")
+    assert isinstance(shown.exception, UsageError) and "7b" in shown.exception.fix
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    shown = run(str(tmp_path))
+    assert isinstance(shown.exception, UsageError) and "nonesuch" in str(shown.exception)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_what_was_assumed() -> None:
+    shown = CliRunner().invoke(plan_memory, ["7b"])
+    assert shown.exit_code == 0
+    assert "no GPU is here: a100-40gb,pcie4,ddr4-8ch is assumed" in shown.stdout
 
 
 def test_plans_go_to_json() -> None:

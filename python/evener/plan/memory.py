@@ -12,9 +12,15 @@ import click
 
 
 @click.command("plan-memory")
-@click.argument("model", type=click.Path(exists=True))
+@click.argument("model")
 @click.option(
-    "--gpu", default="auto", help="Budget of each GPU, as 24GB or 24GiB. auto: what is free."
+    "--on",
+    metavar="MACHINE",
+    help="A machine that is not here, as a100-40gb,pcie4,ddr4-8ch; or by numbers: "
+    "gpu=40GB,tflops=312,hbm=1555,pcie=31.5,dram=205 (GB/s of the peaks).",
+)
+@click.option(
+    "--gpu", default="auto", help="Budget of each GPU, as 24GB or 24GiB. auto: all that is free."
 )
 @click.option("--host", default="auto", help="Budget of host memory, as 110GB. auto: what is free.")
 @click.option("--batch", default="1x1024", show_default=True, help="Micro-batch: rows x tokens.")
@@ -31,14 +37,22 @@ import click
     type=click.Choice(["auto", "none", "recompute", "offload"]),
     help="Of activations.",
 )
-@click.option("--loss", default="plain", show_default=True, type=click.Choice(["plain", "chunked"]))
+@click.option(
+    "--loss",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "plain", "chunked", "fused"]),
+    help="As evener.loss of the configuration.",
+)
 @click.option("--chunks", is_flag=True, help="List every chunk.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def plan_memory(**given: Any) -> None:
     """Whether MODEL fits, where it will live, and how long a step takes.
 
-    MODEL is Hugging Face's config.json of a Llama-shaped model, or its directory. This machine is
-    probed first (copies, the CPU optimizer, both at once). Exit status 1: it does not fit.
+    MODEL is 7b, 8b, 13b or 70b, or Hugging Face's config.json, or its directory. With transformers
+    installed its own model is traced, whatever its architecture; without, Llama-shaped ones are
+    planned from shapes. This machine is probed first (copies, the CPU optimizer, both at once),
+    or --on names one that is not here. GB are 10^9 bytes. Exit status 1: it does not fit.
     """
     from evener.zero import command
 

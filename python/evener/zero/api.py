@@ -80,7 +80,7 @@ def plan(
         restore = without_cache(model)
         try:
             call = _call(model, settings, batch, example)
-            units, profile = cut_and_trace(model, {}, settings, device, call, head)
+            units, profile = cut_and_trace(model, {}, settings, device, call, head, measured.cores)
         finally:
             restore()
             if head is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -13,27 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from evener.errors import UsageError
-from evener.zero import report, shapes
+from evener.zero import report
 from evener.zero.api import plan
 from evener.zero.config import Config
 from evener.zero.device import pick
+from evener.zero.machines import DEFAULT, imagine
+from evener.zero.named import configuration, model_of
 from evener.zero.planner import Plan
 from evener.zero.probe import probe
-from evener.zero.units import cut
+
+UNLIMITED = 1 << 50
+"""Bytes of host memory where nobody says how much there is."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def _model(given: str) -> dict[str, Any]:
-    path = Path(given)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}", "give a config.json, or its directory") from None
-    if not isinstance(read, dict):
-        raise UsageError(f"{path} is not a model's configuration", "give a config.json")
-    return read
 
 
 def _batch(text: str) -> tuple[int, int]:
@@ -63,7 +54,7 @@ def _show(made: Plan, console: Console) -> None:
             str(len(places)),
             f"{count / 1e6:,.1f} M",
             f"{total / 1e9:.2f} GB",
-            f"{limit / 1e9:.2f} GB",
+            f"{limit / 1e9:.2f} GB" if limit < UNLIMITED else "no limit",
         )
     console.print(where)
     times = Table(box=None)
@@ -77,12 +68,13 @@ def _show(made: Plan, console: Console) -> None:
     console.print(f"activations: {made.checkpointing}; optimizer on the host's states: {lanes}")
     console.print(
         f"{made.tokens_per_second:,.0f} tokens/s expected, bound by {made.bound} "
-        "(a prediction from the probe, not a measurement)"
+        "(a prediction, not a measurement)"
     )
 
 
 def run_plan(
     model: str,
+    on: str | None,
     gpu: str,
     host: str,
     batch: str,
@@ -95,8 +87,8 @@ def run_plan(
     chunks: bool,
     as_json: bool,
 ) -> None:
-    """Probe this machine, plan, and print what was planned. Exit(1): it does not fit."""
-    shape = _model(model)
+    """Probe this machine, or imagine one (`on`), plan, and print it. Exit(1): it does not fit."""
+    shape = model_of(configuration(model))
     config = Config(
         dtype=_DTYPES[dtype],
         moments=_DTYPES[moments],
@@ -104,25 +96,37 @@ def run_plan(
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
         loss=loss,
     )
-    found = probe(pick().device, config.dtype, config.moments)
-    limits = {name: text for name, text in (("gpu", gpu), ("host", host)) if text != "auto"}
+    limits: dict[str, str | int] = {
+        name: text for name, text in (("gpu", gpu), ("host", host)) if text != "auto"
+    }
+    found, lines, record = None, [], {}
+    if on is None and torch.cuda.is_available():
+        found = probe(pick().device, config.dtype, config.moments)
+        machine, lines, record = found.machine, found.lines(), {"probe": dataclasses.asdict(found)}
+    else:
+        imagined = imagine(on or DEFAULT)
+        machine, lines = imagined.machine, imagined.words
+        if on is None:
+            lines = [f"no GPU is here: {DEFAULT} is assumed (--on names another)", *lines]
+        limits.setdefault("gpu", imagined.memory)
+        limits.setdefault("host", UNLIMITED)
+        record = {"assumed": {"on": on or DEFAULT, "lines": lines,
+                              "machine": dataclasses.asdict(machine)}}  # fmt: skip
     made = plan(
         shape,
         config=config,
         budget=limits or "auto",
         batch=_batch(batch),
         ranks=ranks,
-        machine=found.machine,
+        machine=machine,
     )
     if as_json:
-        record = {"plan": made.to_dict(), "probe": dataclasses.asdict(found)}
-        click.echo(json.dumps(record, indent=2))
+        click.echo(json.dumps({"plan": made.to_dict(), **record}, indent=2))
     else:
         console = Console()
-        units = cut(shapes.llama(shape), small=config.small)
-        total = sum(unit.numel for unit in units)
+        total = sum(place.numel for place in made.places)
         console.print(f"[bold]{total / 1e9:.2f} B parameters[/] in {len(made.places)} chunks")
-        for line in found.lines():
+        for line in lines:
             console.print(f"  {line}", highlight=False)
         _show(made, console)
         if chunks:

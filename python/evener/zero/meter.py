@@ -41,7 +41,9 @@ def inside(func: Any, args: Any, cores: int) -> int:
         return first.nbytes
     if packet == "_safe_softmax":
         return first.numel()
-    if packet.startswith("_scaled_dot_product") and packet.endswith("attention_backward"):
+    if packet.startswith("_scaled_dot_product") and packet.endswith(
+        ("attention_backward", "attention_for_cpu_backward")
+    ):
         # The query's gradient in float32; keys' and values' for every head of the query.
         query, key = tensors[1], tensors[2]
         repeated = 2 * query.nbytes if query.shape[1] != key.shape[1] else 0

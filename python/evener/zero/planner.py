@@ -72,6 +72,8 @@ class Machine:
     """Bytes/s of the accelerator's own memory, read and written (0: not measured)."""
     launch: float = 0.0
     """Seconds that an operation takes at least, whatever its size."""
+    cores: int = 0
+    """Multiprocessors of a CUDA GPU that is not here; 0: what is here is asked."""
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def cut_and_trace(
     device: torch.device,
     call: Call,
     head: Head | None,
+    cores: int = 0,
 ) -> tuple[list[Unit], Profile | None]:
     """The units, and the profile of a step with the inputs `call`, where it can be traced."""
     stay: frozenset[str] = frozenset()
@@ -182,6 +183,7 @@ def cut_and_trace(
             dtype=config.dtype,
             chunked=config.loss == "chunked",
             head=head,
+            cores=cores,
         )
         if profile is None or not profile.strays - stay:
             break

@@ -88,7 +88,9 @@ class Llama(nn.Module):
             ) from None
         inner = int(config.get("intermediate_size") or 4 * width)
         heads = int(config.get("num_attention_heads") or max(1, width // 128))
-        keys = int(config.get("num_key_value_heads") or heads) * (width // heads)
+        each = int(config.get("head_dim") or width // heads)
+        keys = int(config.get("num_key_value_heads") or heads) * each
+        queries = heads * each
 
         def holder(*shapes: tuple[int, ...]) -> nn.Module:
             # Not nn.Linear: initialising even on the meta device takes seconds.
@@ -98,7 +100,7 @@ class Llama(nn.Module):
                 module.register_parameter(f"weight{number}", nn.Parameter(value))
             return module
 
-        attention = [(width, width), (keys, width), (keys, width), (width, width)]
+        attention = [(queries, width), (keys, width), (keys, width), (width, queries)]
         mlp = [(inner, width), (inner, width), (width, inner)]
         self.embed = holder((vocabulary, width))
         self.layers = nn.ModuleList(

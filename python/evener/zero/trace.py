@@ -198,14 +198,18 @@ def trace(
     dtype: torch.dtype,
     chunked: bool = False,
     head: Head | None = None,
+    cores: int = 0,
 ) -> Profile:
     """The profile of a training step with these inputs (real, fake or on the meta device: only
-    their shapes and dtypes are looked at). Raises TraceError."""
+    their shapes and dtypes are looked at). `cores`: multiprocessors of a CUDA GPU that is not here.
+    Raises TraceError."""
     repeated = frozenset(number for number, unit in enumerate(units) if unit.repeated)
     runs: list[tuple[tuple[Moment, ...], Work, Work, frozenset[str]]] = []
     for recompute in (frozenset(), repeated):
         if recompute or not runs:
-            runs.append(_run(model, units, args, kwargs, device, dtype, chunked, head, recompute))
+            runs.append(
+                _run(model, units, args, kwargs, device, dtype, chunked, head, recompute, cores)
+            )
     (plain, forward, backward, strays), (again, _, slow, more) = runs[0], runs[-1]
     leaves = [x for x in tree_leaves((list(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
     return Profile(
@@ -243,10 +247,10 @@ def _run(
     chunked: bool,
     head: Head | None,
     recompute: frozenset[int],
+    cores: int,
 ) -> tuple[tuple[Moment, ...], Work, Work, frozenset[str]]:
     ledger = Ledger()
-    cores = 0
-    if device.type == "cuda":
+    if not cores and device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
     meter = Meter(ledger, count_work=True, cores=cores)
     recorder = _Recorder(ledger)
