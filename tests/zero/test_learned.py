@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 from evener.zero import learned
 from evener.zero.budget import Budget
+from evener.zero.config import read
 from evener.zero.meter import PER_CORE, inside
-from evener.zero.planner import Machine, Part, Plan, Work, plan
+from evener.zero.planner import WORKSPACE, Machine, Part, Plan, Work, plan
+from evener.zero.planning import plan_units
 from evener.zero.profile import LARGE, Held, Moment, Profile, _Pool, outgoing, peaks
+from evener.zero.states import SLICE
 from evener.zero.store import Formats
+from evener.zero.units import Group, Unit
 
 
 def test_a_pool_grows_where_no_hole_is_large_enough() -> None:
@@ -123,3 +127,44 @@ def test_an_allocator_that_searches_wants_room_and_not_for_ever() -> None:
     assert asked[:5] == [False, False, True, True, False]
     assert sum(asked) <= learned.SEARCHING
     assert seen.over
+
+
+def test_only_what_does_not_fit_without_a_hole_is_refused() -> None:
+    """Two sizes of weights: with the hole 350 MB, without it 250."""
+    mb = 1_000_000
+
+    class _Module(torch.nn.Module):
+        def __init__(self, numel: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(numel, device="meta"))
+
+    def moments(*numbers: int) -> tuple[Moment, ...]:
+        return tuple(Moment(kind, u, 0, 0) for u in numbers for kind in ("enter", "leave"))
+
+    sizes = [0, 50 * mb, 50 * mb, 75 * mb]  # two bytes each
+    units = [
+        Unit(
+            f"u{n}",
+            _Module(size) if n else None,
+            [Group(f"g{n}", 0, [], size)] if n else [],
+            repeated=n in (1, 2),
+        )
+        for n, size in enumerate(sizes)
+    ]  # fmt: skip
+    profile = Profile(
+        plain=moments(1, 2, 3, 2, 1),
+        recomputed=moments(1, 2, 3, 2, 1),
+        repeated=frozenset({1, 2}),
+    )
+    config = read({"bf16": {"enabled": True}, "evener": {"depth": 1, "balance": False}})
+    machine = Machine(1e15, 1e10, 1e10, 1e9, 1e9, slack=0.12)
+
+    def planned(gpu: int) -> Plan:
+        return plan_units(units, config, machine, Budget(gpu, 1 << 40), 1, 1, profile)
+
+    least = WORKSPACE + 250 * mb + 6 * 4 * SLICE
+    easy = planned(2000 * mb)
+    assert easy.fits and easy.gpu_bytes < 2000 * mb
+    tight = planned(least + mb)
+    assert tight.fits and tight.gpu_bytes == least + mb
+    assert not planned(least - mb).fits

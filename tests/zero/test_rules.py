@@ -108,3 +108,14 @@ def test_a_rule_of_a_formula_alone_steps_on_host_and_device_alike() -> None:
     assert torch.equal(here.full(), w - gradient.float().sign() * 0.5)
     assert all(torch.equal(a, there.tensors()[name]) for name, a in here.tensors().items())
     assert here.first is not None and torch.equal(here.first, gradient)
+
+
+def test_what_is_not_elementwise_is_refused_with_the_reason() -> None:
+    from evener.zero import rules
+
+    with pytest.raises(UsageError, match="Adafactor has one number for each row and column"):
+        rules.configured("Adafactor", {})
+    parameter = torch.nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(UsageError, match="updated in slices") as found:
+        rules.of(torch.optim.Adafactor([parameter]))
+    assert "AdamW" in found.value.fix and "bf16" in found.value.fix

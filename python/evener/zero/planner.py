@@ -107,6 +107,9 @@ class Work:
     """Of a traced step; `activations` counts where there is none."""
     recompute: frozenset[int] = frozenset()
     """Of a profile's units, those that are recomputed."""
+    pools: bool = True
+    """Whether holes in the allocator's pools count. Without them an allocator that is at its limit
+    has to search: slower, and it fits all the same."""
 
 
 @dataclass(frozen=True)
@@ -204,14 +207,15 @@ def _need(
             depth=work.depth,
             offload=HELD if work.offloaded else 0,
             ranks=work.ranks,
-            pools=machine.slack > 0,
+            pools=machine.slack > 0 and work.pools,
         )
         if work.accumulation > 1:  # the sum so far comes back to be added to
             top = max((p.numel for p in parts if not p.stays), default=0)
             rest += top * formats.gradient.itemsize
         moving = weights + max(rest, scratch)
         # Traced to the byte: what is left to the allocator is how blocks fit together.
-        loss = int(moving * machine.slack / 2) + (WORKSPACE if machine.slack else 0)
+        loss = int(moving * machine.slack / 2) if work.pools else 0
+        loss += WORKSPACE if machine.slack else 0
         return machine.reserve + moving + loss + slots + stays
     sizes = [p.numel for p in parts if not p.stays]
     largest = sorted(sizes, reverse=True)[: work.depth + 1]

@@ -70,14 +70,19 @@ def plan_units(
         profile=profile,
     )
     ways = _estimated(units, config, base) if profile is None else _traced(config, base, profile)
-    found = [
-        pure_plan(parts, formats_of(config), replace(work, streaming=streaming), machine, budget)
-        for work in ways
-        for streaming in lanes
-    ]
+    ways = [replace(work, streaming=streaming) for work in ways for streaming in lanes]
+    found = [pure_plan(parts, formats_of(config), work, machine, budget) for work in ways]
     fitting = [plan for plan in found if plan.fits]
     if fitting:
         return min(fitting, key=lambda plan: plan.step_seconds)
+    if machine.slack and profile is not None:
+        # Only what does not fit without any hole is refused: an allocator at its limit closes them.
+        tight = [replace(work, pools=False) for work in ways]
+        found = [pure_plan(parts, formats_of(config), work, machine, budget) for work in tight]
+        fitting = [plan for plan in found if plan.fits]
+        if fitting:
+            best = min(fitting, key=lambda plan: plan.step_seconds)
+            return replace(best, gpu_bytes=budget.gpu)  # it takes what there is
     return min(found, key=lambda plan: plan.gpu_bytes)
 
 

@@ -20,6 +20,15 @@ from evener.zero.rules.sgd import SGD
 __all__ = ["RULES", "SGD", "Adam", "AdamW", "Lion", "Rule", "configured", "named", "of"]
 
 RULES: tuple[type[Rule], ...] = (AdamW, Adam, SGD, Lion)
+WHOLE = {
+    "adafactor": "has one number for each row and column of a parameter",
+    "lamb": "scales a step by the norm of the whole parameter",
+    "lars": "scales a step by the norm of the whole parameter",
+    "muon": "makes the whole matrix orthogonal",
+    "shampoo": "multiplies by matrices of the whole parameter",
+}
+"""Optimizers that are not elementwise, and why: what they do needs a parameter as a whole, and here
+it is updated in slices, on several ranks and by two lanes, none of which sees the others."""
 
 
 def named(name: str, **given: Any) -> Rule:
@@ -39,6 +48,7 @@ def of(optimizer: torch.optim.Optimizer) -> Rule:
     for rule in RULES:
         if rule.title == kind:
             return rule(**rule.read(kind, optimizer.defaults))
+    _refuse_whole(kind)
     raise UsageError(
         f"optimizer {kind} has no fused kernel",
         f"use {_choice('title')}, or name one in the configuration",
@@ -50,7 +60,16 @@ def configured(kind: str, params: Mapping[str, Any]) -> Rule:
     for rule in RULES:
         if (given := rule.from_deepspeed(kind.lower(), dict(params))) is not None:
             return rule(**given)
+    _refuse_whole(kind)
     raise UsageError(f"optimizer.type = {kind!r}", f"use {_choice('title')}")
+
+
+def _refuse_whole(kind: str) -> None:
+    if why := WHOLE.get(kind.lower()):
+        raise UsageError(
+            f"optimizer {kind} {why}, and parameters are updated in slices here",
+            f"use {_choice('title')}; bf16 moments (evener.moments) take half of AdamW's memory",
+        )
 
 
 def _choice(attribute: str) -> str:
