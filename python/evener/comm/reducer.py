@@ -119,6 +119,7 @@ class Reducer:
         self._step = Step()
         self._measuring = True
         self._failed = False
+        self._asked: Any = None  # about unused parameters, in the last step
         self._resting: list[tuple[torch.UntypedStorage, int]] = []
         self._choices: tuple[tuple[str, str], ...] | None = None
         self.arrivals = Arrivals(self.names, self, repeats=repeats)
@@ -532,9 +533,21 @@ class Reducer:
             self._records.step(self.steps, self.exchanges, verdicts)
 
     def _unused(self) -> frozenset[int]:
-        """Parameters that no rank used: those keep the gradient that they had."""
+        """Parameters that no rank used: those keep the gradient that they had.
+
+        A rank that used all has its answer: it takes part, and waits for nobody. So a model of
+        which all is used pays nothing for the question (transformers' Trainer always asks it).
+        """
+        if self._asked is not None:
+            self._asked.wait()
+            self._asked = None
         used = torch.tensor(self.arrivals.used, dtype=torch.int32)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.communicators.control.handle)
+        control = self.communicators.control.handle
+        work = dist.all_reduce(used, dist.ReduceOp.MAX, group=control, async_op=True)
+        if all(self.arrivals.used):
+            self._asked = work  # with its tensor, until the next one
+            return frozenset()
+        work.wait()
         return frozenset((used == 0).nonzero().flatten().tolist())
 
     def _guard(self) -> list[guard.Verdict]:
