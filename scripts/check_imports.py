@@ -28,7 +28,7 @@ LEVELS = [
             "horovod.ray",  # starts jobs too, on a Ray cluster
         },
     ),
-    ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own"}),
+    ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own", "integrations"}),
     ("pillar", {"comm", "zero", "net", "fabric", "embedding", "pipeline", "moe"}),
     (
         "base",
@@ -55,6 +55,8 @@ USES = {
     ("ddp", "accelerated"),  # the class that accelerate() gives a model
     ("accelerated", "own"),  # DDP's own reducer, where it is the fastest
     ("door", "ddp"),  # the door calls accelerate()
+    ("door", "integrations"),  # it adds the callbacks
+    ("integrations", "accelerated"),  # whose residuals they keep
 }
 
 KNOWN = {

@@ -35,6 +35,8 @@ logger = logging.getLogger("evener.ddp")
 
 # Those that are accelerated now.
 _LIVE: weakref.WeakSet[AcceleratedDataParallel] = weakref.WeakSet()
+# By model what its checkpoint held, where it is not accelerated yet; see `integrations.keep`.
+_KEPT: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 # What an accelerated model has besides DDP's own.
 _OWN = (
     "evener",
@@ -351,6 +353,11 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
 
     reducer.arrivals.on_backward_end = ended
     _LIVE.add(accelerated)
+    if (kept := _KEPT.pop(model.module, None)) is not None:
+        try:
+            reducer.load_state_dict(kept)
+        except UsageError as error:  # a checkpoint of another model
+            logger.warning("what was not sent yet is not taken over: %s", error.problem)
     _notice_others()
     return accelerated
 

@@ -5,7 +5,8 @@ comes here only where EVENER_DDP is set. `site/sitecustomize.py` does the same f
 Evener on its path without an installation, and is what `evener launch --ddp` uses.
 
 torch is not imported here: a process that never trains must not pay for it. A finder at the head of
-`sys.meta_path` waits for torch's module of DistributedDataParallel, and leaves when it came.
+`sys.meta_path` waits for torch's module of DistributedDataParallel, and leaves when it came; one
+more waits for transformers' Trainer, whose checkpoints are to hold what compression has not sent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -24,16 +25,20 @@ from evener.errors import UsageError
 VARIABLE = "EVENER_DDP"
 SITE = Path(__file__).parent / "site"
 _MODULE = "torch.nn.parallel.distributed"
+_TRAINER = "transformers.trainer"
 _OFF = ("", "off")
 
 
 class _Finder:
-    """Finds torch's module as everybody does, and has the door look at it when it was run."""
+    """Finds a module as everybody does, and has the door look at it when it was run."""
+
+    def __init__(self, name: str, look: Callable[[Any], None]) -> None:
+        self.name, self._look = name, look
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MODULE:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -43,7 +48,7 @@ class _Finder:
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _open(module)
+            self._look(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -55,11 +60,12 @@ def arm() -> None:
         return
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        _open(module)
-    else:
-        sys.meta_path.insert(0, _Finder())
+    for name, look in ((_MODULE, _open), (_TRAINER, _keep_residuals)):
+        module = sys.modules.get(name)
+        if module is not None:
+            look(module)
+        else:
+            sys.meta_path.insert(0, _Finder(name, look))
 
 
 def _open(module: Any) -> None:
@@ -78,6 +84,17 @@ def _open(module: Any) -> None:
         return kind.forward(self, *inputs, **kwargs)
 
     kind.forward = forward
+
+
+def _keep_residuals(module: Any) -> None:
+    """Give each Trainer a callback besides those that it has by default. Never raises."""
+    try:
+        from evener.integrations.transformers import KeepResiduals
+
+        if KeepResiduals not in module.DEFAULT_CALLBACKS:
+            module.DEFAULT_CALLBACKS.append(KeepResiduals)
+    except Exception as error:  # noqa: BLE001 - a program that never asked must run
+        sys.stderr.write(f"evener: the Trainer's checkpoints hold no residuals: {error}\n")
 
 
 def variables(env: Mapping[str, str], floor: str = "") -> dict[str, str]:

@@ -1,0 +1,57 @@
+"""transformers' Trainer: its checkpoints hold what compression has not sent yet, in `evener.pt`.
+
+    Trainer(..., callbacks=[KeepResiduals()])
+
+Under EVENER_DDP nobody writes that line: `evener.door` adds the class to those that each Trainer
+has by default.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from evener.integrations import keep
+
+logger = logging.getLogger("evener.integrations")
+
+_FILE = f"{keep.NAME}.pt"
+
+
+class KeepResiduals(TrainerCallback):  # type: ignore[misc]
+    """Saves with each checkpoint, and loads where a training resumes."""
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """On every rank, behind the Trainer's own saving; the ranks that save write."""
+        owed = None if model is None else keep.collect(model)
+        folder = _folder(args, state)
+        if owed is not None and args.should_save and folder.is_dir():
+            part = folder / f"{_FILE}.part"
+            torch.save(owed, part)
+            part.replace(folder / _FILE)
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        """On every rank, for a `train` that goes on with this model."""
+        if model is not None:
+            keep.remember(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        """A resumed training knows how many steps were taken, and so its checkpoint."""
+        path = _folder(args, state) / _FILE
+        if model is None or not state.global_step or not path.is_file():
+            return
+        keep.install(model, torch.load(path, map_location="cpu", weights_only=True))
+        if state.is_world_process_zero:
+            logger.info("what compression had not sent yet comes from %s", path)
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
