@@ -79,6 +79,25 @@ def test_outputs_and_gradients_are_the_plain_layers(shape: list[int], routes: li
     worlds.run(shape, same, routes, [1, 3])
 
 
+def tried(rank: int, size: int) -> int:
+    out, *_ = wanted(rank, size)
+    ours = moe.spread(layer(), size, chunks="auto")
+    x, _ = inputs(rank)
+    shared, seen = ours.experts.parallel.shared, []
+    while shared.trial is not None and len(seen) < 20:
+        given = ours(x)
+        torch.testing.assert_close(given, out)
+        given.sum().backward()
+        seen.append(shared.chunks)
+    assert seen[:6] == [1, 1, 2, 4, 1, 2] and len(seen) == 7, seen
+    return shared.chunks
+
+
+def test_the_number_of_chunks_is_tried_and_agreed() -> None:
+    one, other = worlds.run([1, 1], tried)
+    assert one == other and one in (1, 2, 4)
+
+
 def whole(rank: int, size: int) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(16, torch.float32)).double()
     before = {name: t.clone() for name, t in model.state_dict().items()}

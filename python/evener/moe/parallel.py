@@ -10,6 +10,7 @@ The ways were learnt in forward, so backward waits for no counts.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from evener.moe.layer import Experts
 
 logger = logging.getLogger("evener.moe")
+CHUNKS = (1, 2, 4)  # the numbers that `chunks="auto"` tries
 
 
 class MoEError(watch.RankError):
@@ -53,6 +55,28 @@ class Shared:
     watch: watch.Watch
     replicas: dist.ProcessGroup | None = None
     mean: bool = True
+    trial: Trial | None = None
+
+
+@dataclass
+class Trial:
+    """The first passes of one layer try numbers of chunks, in turns; the fastest stays."""
+
+    layer: str = ""
+    passes: int = -1  # the first one makes connections and chooses the way
+    seconds: list[float] = field(default_factory=lambda: [math.inf] * len(CHUNKS))
+
+    def chunks(self) -> int:
+        """Of the next pass."""
+        return CHUNKS[max(self.passes, 0) % len(CHUNKS)]
+
+    def note(self, seconds: float) -> bool:
+        """The time of a pass; whether that was the last one."""
+        if self.passes >= 0:
+            at = self.passes % len(CHUNKS)
+            self.seconds[at] = min(self.seconds[at], seconds)
+        self.passes += 1
+        return self.passes == 2 * len(CHUNKS)
 
 
 @dataclass
@@ -221,7 +245,29 @@ class Parallel:
                              "move the model first, then convert it")  # fmt: skip
         weights = weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         with shared.watch.step(name):
-            return self._pass(name, layer, x, experts, weights, limit)
+            trial = shared.trial
+            if trial is None or trial.layer not in ("", self.name):
+                return self._pass(name, layer, x, experts, weights, limit)
+            trial.layer, shared.chunks = self.name, trial.chunks()
+            begin = time.perf_counter()
+            out = self._pass(name, layer, x, experts, weights, limit)
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            if trial.note(time.perf_counter() - begin):
+                self._settle(trial)
+            return out
+
+    def _settle(self, trial: Trial) -> None:
+        """Keep the number of chunks that was the fastest, by the slowest rank. Collective."""
+        shared = self.shared
+        took = torch.tensor(trial.seconds, dtype=torch.float64, device=shared.lane.device)
+        ticket = shared.lane.submit(_slowest, shared.ranks, took)
+        ticket.hold()
+        slowest = ticket.wait().tolist()
+        shared.chunks, shared.trial = CHUNKS[slowest.index(min(slowest))], None
+        if shared.ranks.rank == 0:
+            said = ", ".join(f"{n}: {t * 1e3:.2f} ms" for n, t in zip(CHUNKS, slowest, strict=True))
+            logger.info("experts %s: %d chunks (%s)", self.name, shared.chunks, said)
 
     def _pass(
         self, name: str, layer: Experts, x: torch.Tensor, experts: torch.Tensor,

@@ -21,7 +21,7 @@ from evener.comm.world.topology import host_identity, nodes_of
 from evener.errors import UsageError
 from evener.moe.lane import Lane
 from evener.moe.layer import Experts
-from evener.moe.parallel import MoEError, Parallel, Shared
+from evener.moe.parallel import MoEError, Parallel, Shared, Trial
 from evener.moe.route import Ranks, Way
 from evener.moe.wire import Form, Wire
 
@@ -35,8 +35,8 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def spread(
-    model: nn.Module, ep: int, *, route: str = "auto", chunks: int = 2, dispatch: Form = "exact",
-    mean: bool = True,
+    model: nn.Module, ep: int, *, route: str = "auto", chunks: int | str = 2,
+    dispatch: Form = "exact", mean: bool = True,
 ) -> nn.Module:  # fmt: skip
     """Keep 1/ep of every layer's experts on each rank, in place; collective over all ranks.
 
@@ -47,7 +47,9 @@ def spread(
 
     route: `two` sends a token once to each node and spreads it inside, `flat` once to each rank,
     `pairs` once for each choice; `auto` tries the first two on the first batch. chunks: parts of a
-    batch that travel and are computed in turns. dispatch: `int8` or `fp8` sends tokens, and
+    batch that travel and are computed in turns; `auto` times 1, 2 and 4 in the first passes and
+    keeps the fastest (not with activation checkpointing, whose second forward pass must be as
+    the first). dispatch: `int8` or `fp8` sends tokens, and
     gradients of outputs, in 8 bits, unless a batch would lose over 5%. mean: gradients of experts
     are those of the mean of the ranks' losses, as DDP's are; False: of their sum.
 
@@ -71,8 +73,8 @@ def spread(
                              "choose a divisor")  # fmt: skip
     if route not in ("auto", "two", "flat", "pairs"):
         raise UsageError(f"route={route!r} is not known", "choose auto, two, flat or pairs")
-    if chunks < 1:
-        raise UsageError(f"chunks={chunks}", "give 1 or more")
+    if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
+        raise UsageError(f"chunks={chunks!r}", "give 1 or more, or auto")
     wire = Wire(dispatch)
     if ep == 1:
         return model
@@ -89,7 +91,9 @@ def spread(
         memory="give spread more chunks=, the layer a capacity=, or train with smaller batches",
     )  # fmt: skip
     weakref.finalize(model, look.close)
-    shared = Shared(ranks, Lane(device), way, chunks, wire, look, replicas, mean)
+    trial = Trial() if chunks == "auto" else None
+    first = chunks if isinstance(chunks, int) else 1
+    shared = Shared(ranks, Lane(device), way, first, wire, look, replicas, mean, trial)
     ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     for name, layer in found:
         layer.parallel = Parallel(shared, layer.num_experts, name)
