@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from evener import moe
 from evener.errors import UsageError
@@ -77,6 +78,23 @@ def same(rank: int, size: int, routes: list[str], chunks: list[int]) -> None:
 )
 def test_outputs_and_gradients_are_the_plain_layers(shape: list[int], routes: list[str]) -> None:
     worlds.run(shape, same, routes, [1, 3])
+
+
+def recomputed(rank: int, size: int) -> None:
+    out, to_x, of_experts = wanted(rank, size, 16)
+    ours = moe.spread(layer(16), size, mean=False)
+    x, seed = inputs(rank)
+    given = checkpoint(ours, x, use_reentrant=False)
+    torch.testing.assert_close(given, out)
+    (given * seed).sum().backward()
+    torch.testing.assert_close(x.grad, to_x)
+    mine = ours.experts.parallel.mine
+    for name, parameter in ours.experts.named_parameters():
+        torch.testing.assert_close(parameter.grad, of_experts[name][mine], msg=name)
+
+
+def test_activation_checkpointing_gives_the_same() -> None:
+    worlds.run([1, 1], recomputed)
 
 
 def tried(rank: int, size: int) -> int:

@@ -86,6 +86,8 @@ class Watch:
         except RankError:
             raise
         except Exception as error:
+            if type(error).__name__ == "_StopRecomputationError":
+                raise  # no error: how torch's checkpoint() ends a forward pass that it runs again
             raise self._judge(error, what) from error
         finally:
             self._running.clear()
