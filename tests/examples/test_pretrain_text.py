@@ -45,14 +45,14 @@ def test_as_a_plain_loop_and_resumed(
         said = capsys.readouterr().out
         return said, [float(x) for x in re.findall(r"loss (\S+)", said)]
 
-    _, plain = run(20, "--plain")
-    _, whole = run(20, "--folder", str(tmp_path / "a"))
+    _, plain = run(8, "--plain")
+    _, whole = run(8)
     assert whole == pytest.approx(plain, abs=2e-3)
-    assert whole[-1] < whole[0]
-    run(10, "--folder", str(tmp_path / "b"))
-    said, found = run(20, "--folder", str(tmp_path / "b"))
-    assert "resumed at step 10" in said and "tokens/s" in said
-    assert found == whole[1:]
+    assert whole[-1] < 5.9  # of 384 words that are as likely: 5.95
+    run(4, "--folder", str(tmp_path / "b"))
+    said, found = run(8, "--folder", str(tmp_path / "b"))
+    assert "resumed at step 4" in said and "tokens/s" in said
+    assert found == whole
 
 
 def test_nothing_of_a_text_is_lost_in_spans(example: ModuleType) -> None:
