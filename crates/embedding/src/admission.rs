@@ -3,9 +3,11 @@
 
 use crate::error::Result;
 use crate::hash;
+use crate::index::Pool;
 use crate::map::Map;
 use crate::options::Admission;
 use crate::philox;
+use std::sync::Arc;
 
 const GENERATION: u32 = 1 << 31;
 
@@ -46,11 +48,11 @@ impl Filter {
     ///
     /// # Errors
     /// Where the system has no memory.
-    pub fn new(admission: Admission, seed: u64, bits: u32) -> Result<Filter> {
+    pub fn new(admission: Admission, seed: u64, bits: u32, pool: &Arc<Pool>) -> Result<Filter> {
         Ok(match admission {
             Admission::None | Admission::Counter { count: ..=1 } => Filter::None,
             Admission::Counter { count } => Filter::Counter {
-                seen: Map::new(32, bits)?,
+                seen: Map::new(32, bits, pool)?,
                 count,
                 generation: 0,
             },
@@ -221,7 +223,7 @@ mod tests {
     use super::*;
 
     fn filter(admission: Admission) -> Filter {
-        Filter::new(admission, 7, 2).unwrap()
+        Filter::new(admission, 7, 2, &Arc::default()).unwrap()
     }
 
     fn admits(filter: &mut Filter, key: i64, times: u32) -> Vec<bool> {

@@ -2,18 +2,30 @@
 //!
 //! A bucket also counts how many entries did not fit in it and went on to the next: where the count is
 //! 0 a search ends, so nothing has to mark a place as deleted, and no key is reserved (a place is empty
-//! where its id is 0). At the highest load, 0.85, a search reads 1.1 lines on average.
+//! where its id is 0). At the highest load, 0.9, most searches read one line.
+//!
+//! The buckets of an index lie in segments of 64 KiB out of a [`Pool`] that all shards of a store share:
+//! huge pages serve many small indexes, and an index that is being emptied into a larger one gives its
+//! segments back as it goes, so that the two together take little more than one.
 
 use crate::arena::prefetch;
 use crate::error::{Result, io};
 use crate::hash;
 use memmap2::{Advice, MmapMut};
+use std::sync::{Arc, Mutex, PoisonError};
 
 const WIDTH: usize = 5;
+/// Buckets of a segment: 64 KiB.
+const SEGMENT: usize = 1 << 10;
+const SEGMENT_BYTES: usize = SEGMENT * size_of::<Bucket>();
+const FIRST_CHUNK: usize = 4 << 20;
+const CHUNK: usize = 32 << 20;
+const HUGE: usize = 2 << 20;
 
+/// Five entries and the count of those that went on.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
-struct Bucket {
+pub struct Bucket {
     keys: [i64; WIDTH],
     ids: [u32; WIDTH],
     passed: u32,
@@ -21,22 +33,107 @@ struct Bucket {
 
 impl Bucket {
     #[inline(always)]
-    fn find(&self, key: i64) -> Option<usize> {
+    fn place(&self, key: i64) -> Option<usize> {
         let mut hit = 0u32;
         for i in 0..WIDTH {
-            hit |= u32::from(self.keys[i] == key && self.ids[i] != 0) << i;
+            hit |= u32::from((self.keys[i] == key) & (self.ids[i] != 0)) << i;
         }
         (hit != 0).then(|| hit.trailing_zeros() as usize)
+    }
+
+    /// The id of a key, 0 if it is not in this bucket; and whether it may be in a later one.
+    #[inline(always)]
+    pub fn look(&self, key: i64) -> (u32, bool) {
+        let mut found = 0u32;
+        for i in 0..WIDTH {
+            found |= if self.keys[i] == key { self.ids[i] } else { 0 };
+        }
+        (found, self.passed != 0)
+    }
+}
+
+/// Segments for the indexes of one store.
+#[derive(Debug, Default)]
+pub struct Pool(Mutex<Chunks>);
+
+#[derive(Debug, Default)]
+struct Chunks {
+    maps: Vec<MmapMut>,
+    /// Offset and end of what was not handed out of the last map.
+    rest: (usize, usize),
+    free: Vec<Segment>,
+}
+
+/// 64 KiB that one index owns.
+#[derive(Debug)]
+struct Segment(*mut Bucket);
+
+// SAFETY: it is the address of memory with one owner, an index.
+unsafe impl Send for Segment {}
+// SAFETY: as above; it is read through `&Index` only, and written through `&mut Index`.
+unsafe impl Sync for Segment {}
+
+impl Pool {
+    /// A segment full of zeros.
+    fn take(&self) -> Result<Segment> {
+        let mut chunks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(segment) = chunks.free.pop() {
+            // SAFETY: whoever gave it back has no part in it any more; zeros are empty buckets.
+            unsafe { segment.0.write_bytes(0, SEGMENT) };
+            return Ok(segment);
+        }
+        if chunks.rest.0 == chunks.rest.1 {
+            // The first chunk stays with small pages, for models with many small tables.
+            let bytes = if chunks.maps.is_empty() {
+                FIRST_CHUNK
+            } else {
+                CHUNK
+            };
+            let map = MmapMut::map_anon(bytes + HUGE)
+                .map_err(io(format!("{bytes} bytes for the index of an embedding")))?;
+            if bytes == CHUNK {
+                // A wish: where huge pages are off, small ones do.
+                let _ = map.advise(Advice::HugePage);
+            }
+            let skip = map.as_ptr().align_offset(HUGE);
+            chunks.rest = (skip, skip + bytes);
+            chunks.maps.push(map);
+        }
+        let at = chunks.rest.0;
+        chunks.rest.0 += SEGMENT_BYTES;
+        match chunks.maps.last_mut() {
+            Some(map) => Ok(Segment(map[at..].as_mut_ptr().cast())),
+            None => unreachable!("a map was pushed"),
+        }
+    }
+
+    fn give(&self, segments: impl Iterator<Item = Segment>) {
+        let mut chunks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        chunks.free.extend(segments);
     }
 }
 
 /// The index of one shard.
 #[derive(Debug)]
 pub struct Index {
-    map: MmapMut,
+    /// Those of buckets below `gone` may have been given back: null.
+    segments: Vec<Segment>,
     buckets: usize,
     bits: u32,
     len: usize,
+    /// Buckets below this were drained and are not looked at.
+    gone: usize,
+    pool: Arc<Pool>,
+}
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        let left = self
+            .segments
+            .drain(..)
+            .filter(|segment| !segment.0.is_null());
+        self.pool.give(left);
+    }
 }
 
 impl Index {
@@ -44,38 +141,63 @@ impl Index {
     ///
     /// # Errors
     /// Where the system has no memory.
-    pub fn new(buckets: usize, bits: u32) -> Result<Index> {
+    pub fn new(buckets: usize, bits: u32, pool: &Arc<Pool>) -> Result<Index> {
         let buckets = buckets.max(2);
-        let bytes = buckets * size_of::<Bucket>();
-        let map = MmapMut::map_anon(bytes)
-            .map_err(io(format!("{bytes} bytes for the index of an embedding")))?;
-        if bytes >= 4 << 20 {
-            let _ = map.advise(Advice::HugePage);
-        }
-        Ok(Index {
-            map,
+        let mut index = Index {
+            segments: Vec::with_capacity(buckets.div_ceil(SEGMENT)),
             buckets,
             bits,
             len: 0,
-        })
+            gone: 0,
+            pool: pool.clone(),
+        };
+        for _ in 0..buckets.div_ceil(SEGMENT) {
+            index.segments.push(pool.take()?);
+        }
+        Ok(index)
+    }
+
+    /// The pool that its segments are from.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
     }
 
     #[inline(always)]
-    fn all(&self) -> &[Bucket] {
-        // SAFETY: the map has `buckets` times 64 bytes, begins on a page, and every bit pattern is a
-        // bucket.
-        unsafe { std::slice::from_raw_parts(self.map.as_ptr().cast(), self.buckets) }
+    fn at(&self, bucket: usize) -> *mut Bucket {
+        self.segments[bucket / SEGMENT]
+            .0
+            .wrapping_add(bucket % SEGMENT)
     }
 
     #[inline(always)]
-    fn all_mut(&mut self) -> &mut [Bucket] {
-        // SAFETY: as above, and the borrow is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().cast(), self.buckets) }
+    fn bucket(&self, bucket: usize) -> &Bucket {
+        debug_assert!((self.gone..self.buckets).contains(&bucket));
+        // SAFETY: buckets from `gone` on lie in segments that are this index's own, and `&mut self` is
+        // needed to write them.
+        unsafe { &*self.at(bucket) }
     }
 
+    #[inline(always)]
+    fn bucket_mut(&mut self, bucket: usize) -> &mut Bucket {
+        debug_assert!((self.gone..self.buckets).contains(&bucket));
+        // SAFETY: as above.
+        unsafe { &mut *self.at(bucket) }
+    }
+
+    /// Where a search begins: the bucket of the hash, or the first that was not drained, to which a key
+    /// of a drained bucket may have gone on.
     #[inline(always)]
     fn home(&self, hash: u64) -> usize {
-        hash::bucket(hash, self.bits, self.buckets)
+        hash::bucket(hash, self.bits, self.buckets).max(self.gone)
+    }
+
+    /// The bucket after one: from the last a search goes on to the first that was not drained.
+    #[inline(always)]
+    fn after(&self, bucket: usize) -> usize {
+        match bucket + 1 == self.buckets {
+            false => bucket + 1,
+            true => self.gone,
+        }
     }
 
     /// Entries.
@@ -88,131 +210,138 @@ impl Index {
         self.buckets
     }
 
-    /// Bytes.
+    /// Bytes that it keeps.
     pub fn bytes(&self) -> usize {
-        self.map.len()
+        match self.segments.len() {
+            // Of a segment that is not full, only the pages that are used count.
+            1 => (self.buckets * size_of::<Bucket>()).next_multiple_of(4096),
+            n => (n - self.gone / SEGMENT) * SEGMENT_BYTES,
+        }
     }
 
     /// How many entries it should hold at most.
     pub fn limit(&self) -> usize {
-        self.buckets * WIDTH * 85 / 100
+        self.buckets * WIDTH * 9 / 10
     }
 
-    /// Asks the processor for the line in which a key of this hash would be.
+    /// The bucket in which a search for this hash begins; asks the processor for it.
     #[inline(always)]
-    pub fn prefetch(&self, hash: u64) {
-        let line = self
-            .map
-            .as_ptr()
-            .wrapping_add(self.home(hash) * size_of::<Bucket>());
-        prefetch(line);
+    pub fn line(&self, hash: u64) -> Option<&Bucket> {
+        let home = self.home(hash);
+        if home >= self.buckets {
+            return None;
+        }
+        prefetch(self.at(home).cast());
+        Some(self.bucket(home))
+    }
+
+    fn search(&self, hash: u64, key: i64) -> Option<(usize, usize, usize)> {
+        let mut at = self.home(hash);
+        if at >= self.buckets {
+            return None;
+        }
+        for steps in 0..self.buckets {
+            let bucket = self.bucket(at);
+            if let Some(place) = bucket.place(key) {
+                return Some((at, place, steps));
+            }
+            if bucket.passed == 0 {
+                return None;
+            }
+            at = self.after(at);
+        }
+        None
     }
 
     /// The id of a key.
     #[inline(always)]
     pub fn find(&self, hash: u64, key: i64) -> Option<u32> {
-        let all = self.all();
-        let mut at = self.home(hash);
-        for _ in 0..all.len() {
-            let bucket = &all[at];
-            if let Some(place) = bucket.find(key) {
-                return Some(bucket.ids[place]);
-            }
-            if bucket.passed == 0 {
-                return None;
-            }
-            at = if at + 1 == all.len() { 0 } else { at + 1 };
+        let home = self.home(hash);
+        if home >= self.buckets {
+            return None;
         }
-        None
+        match self.bucket(home).look(key) {
+            (0, false) => None,
+            (0, true) => {
+                let (at, place, _) = self.search(hash, key)?;
+                Some(self.bucket(at).ids[place])
+            }
+            (id, _) => Some(id),
+        }
     }
 
     /// Puts another id in the place of a key that is there.
     pub fn replace(&mut self, hash: u64, key: i64, id: u32) -> Option<u32> {
-        let mut at = self.home(hash);
-        let all = self.all_mut();
-        for _ in 0..all.len() {
-            let count = all.len();
-            let bucket = &mut all[at];
-            if let Some(place) = bucket.find(key) {
-                return Some(std::mem::replace(&mut bucket.ids[place], id));
-            }
-            if bucket.passed == 0 {
-                return None;
-            }
-            at = if at + 1 == count { 0 } else { at + 1 };
-        }
-        None
+        let (at, place, _) = self.search(hash, key)?;
+        Some(std::mem::replace(&mut self.bucket_mut(at).ids[place], id))
     }
 
     /// Adds a key that is not there. The caller keeps [`Index::len`] below the number of places.
     pub fn insert(&mut self, hash: u64, key: i64, id: u32) {
-        debug_assert!(id != 0 && self.len < self.buckets * WIDTH);
+        debug_assert!(id != 0 && self.gone == 0 && self.len < self.buckets * WIDTH);
         let mut at = self.home(hash);
-        let all = self.all_mut();
         loop {
-            let count = all.len();
-            let bucket = &mut all[at];
+            let bucket = self.bucket_mut(at);
             if let Some(place) = bucket.ids.iter().position(|&id| id == 0) {
                 bucket.keys[place] = key;
                 bucket.ids[place] = id;
                 break;
             }
             bucket.passed += 1;
-            at = if at + 1 == count { 0 } else { at + 1 };
+            at = if at + 1 == self.buckets { 0 } else { at + 1 };
         }
         self.len += 1;
     }
 
     /// Takes a key out.
     pub fn remove(&mut self, hash: u64, key: i64) -> Option<u32> {
-        let home = self.home(hash);
-        let all = self.all_mut();
-        let count = all.len();
-        let mut at = home;
-        for steps in 0..count {
-            if let Some(place) = all[at].find(key) {
-                let id = std::mem::take(&mut all[at].ids[place]);
-                let mut back = home;
-                for _ in 0..steps {
-                    all[back].passed -= 1;
-                    back = if back + 1 == count { 0 } else { back + 1 };
-                }
-                self.len -= 1;
-                return Some(id);
+        let (at, place, steps) = self.search(hash, key)?;
+        let id = std::mem::take(&mut self.bucket_mut(at).ids[place]);
+        // In an index that is being emptied the counts may stay: a search reads a line more.
+        if self.gone == 0 {
+            let mut back = self.home(hash);
+            for _ in 0..steps {
+                self.bucket_mut(back).passed -= 1;
+                back = if back + 1 == self.buckets {
+                    0
+                } else {
+                    back + 1
+                };
             }
-            if all[at].passed == 0 {
-                return None;
-            }
-            at = if at + 1 == count { 0 } else { at + 1 };
         }
-        None
+        self.len -= 1;
+        Some(id)
     }
 
-    /// Takes out what lies in one bucket; the counts of other buckets stay, which costs a search in a
-    /// table that is being emptied a line more.
-    pub fn drain(&mut self, bucket: usize, mut each: impl FnMut(i64, u32)) {
-        let bucket = &mut self.all_mut()[bucket];
-        let mut gone = 0;
+    /// Takes out what lies in the first bucket that was not drained, and gives its segment back if it
+    /// was the last in it; false once there is none.
+    pub fn drain(&mut self, mut each: impl FnMut(i64, u32)) -> bool {
+        if self.gone == self.buckets {
+            return false;
+        }
+        let bucket = *self.bucket(self.gone);
         for place in 0..WIDTH {
-            let id = std::mem::take(&mut bucket.ids[place]);
-            if id != 0 {
-                each(bucket.keys[place], id);
-                gone += 1;
+            if bucket.ids[place] != 0 {
+                each(bucket.keys[place], bucket.ids[place]);
+                self.len -= 1;
             }
         }
-        self.len -= gone;
-    }
-
-    /// The entries of one bucket.
-    pub fn entries(&self, bucket: usize) -> impl Iterator<Item = (i64, u32)> + '_ {
-        let bucket = &self.all()[bucket];
-        (0..WIDTH)
-            .filter(|&place| bucket.ids[place] != 0)
-            .map(|place| (bucket.keys[place], bucket.ids[place]))
+        self.gone += 1;
+        if self.gone.is_multiple_of(SEGMENT) || self.gone == self.buckets {
+            let last = &mut self.segments[(self.gone - 1) / SEGMENT];
+            let segment = Segment(std::mem::replace(&mut last.0, std::ptr::null_mut()));
+            self.pool.give(std::iter::once(segment));
+        }
+        true
     }
 
     /// All entries.
     pub fn iter(&self) -> impl Iterator<Item = (i64, u32)> + '_ {
-        (0..self.buckets).flat_map(|bucket| self.entries(bucket))
+        (self.gone..self.buckets).flat_map(|at| {
+            let bucket = self.bucket(at);
+            (0..WIDTH)
+                .filter(|&place| bucket.ids[place] != 0)
+                .map(|place| (bucket.keys[place], bucket.ids[place]))
+        })
     }
 }

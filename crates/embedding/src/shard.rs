@@ -11,11 +11,13 @@ use crate::admission::Filter;
 use crate::arena::{Arena, Meta, RUN};
 use crate::error::Result;
 use crate::hash;
+use crate::index::Pool;
 use crate::map::Map;
 use crate::optimizer::Step;
 use crate::options::{Eviction, Missing, Options};
 use crate::philox;
 use crate::row::Layout;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// How many keys a batch looks ahead.
@@ -30,6 +32,8 @@ pub struct Core {
     pub layout: Layout,
     /// Their memory.
     pub arena: Arena,
+    /// Memory of the indexes.
+    pub pool: Arc<Pool>,
     /// `1 << bits` shards.
     pub bits: u32,
     /// What rows that change now are marked with; 1 to 255.
@@ -117,9 +121,9 @@ impl Shard {
     ///
     /// # Errors
     /// Where the system has no memory.
-    pub fn new(options: &Options, bits: u32, number: usize) -> Result<Shard> {
+    pub fn new(options: &Options, bits: u32, number: usize, pool: &Arc<Pool>) -> Result<Shard> {
         let rows = options.reserve as f64 / f64::from(1u32 << bits);
-        let least = (rows * 1.05 / 4.25).max(48.0);
+        let least = (rows * 1.05 / 4.5).max(48.0);
         let spread = 1.25f64.powf(number as f64 / f64::from(1u32 << bits));
         let buckets = if options.reserve > 0 {
             least
@@ -127,11 +131,11 @@ impl Shard {
             least * spread
         };
         Ok(Shard {
-            map: Map::new(buckets as usize, bits)?,
+            map: Map::new(buckets as usize, bits, pool)?,
             free: Vec::new(),
             next: 0,
             end: 0,
-            filter: Filter::new(options.admission, options.seed, bits)?,
+            filter: Filter::new(options.admission, options.seed, bits, pool)?,
             removed: Vec::new(),
             saving: None,
         })
@@ -161,6 +165,12 @@ impl Shard {
     #[inline(always)]
     pub fn prefetch(&self, hash: u64) {
         self.map.prefetch(hash);
+    }
+
+    /// Its index.
+    #[inline(always)]
+    pub fn map(&self) -> &Map {
+        &self.map
     }
 
     /// The row of a key.
@@ -284,7 +294,7 @@ impl Shard {
     /// # Errors
     /// Where the system has no memory; nothing has changed then.
     pub fn clear(&mut self, core: &Core, number: usize) -> Result<()> {
-        let empty = Shard::new(&core.options, core.bits, number)?;
+        let empty = Shard::new(&core.options, core.bits, number, &core.pool)?;
         if self.saving.is_some() || core.tracking.load(Ordering::Relaxed) {
             let all: Vec<(i64, u32)> = self.map.iter().collect();
             for (key, id) in all {

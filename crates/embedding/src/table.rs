@@ -10,6 +10,7 @@ use crate::arena::Arena;
 use crate::batch::{Parts, Rows};
 use crate::error::{Result, invalid};
 use crate::hash;
+use crate::index::Bucket;
 use crate::options::{Admission, Eviction, Keys, Optimizer, Options};
 use crate::pool::Threads;
 use crate::row::Layout;
@@ -19,14 +20,21 @@ use crate::strings::Strings;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Keys of a batch that one thread takes at a time, at least.
 const TASK: usize = 2048;
 /// Batches up to this size lock only the shards that they need.
 const SMALL: usize = 24;
-/// How many keys a lookup is ahead: index lines this far, rows half as far.
+/// How many keys a lookup is ahead with each of its stages.
 const AHEAD: usize = 32;
+
+/// Keys of a lookup on their way.
+struct Block<'a> {
+    hashes: [u64; AHEAD],
+    lines: [Option<&'a Bucket>; AHEAD],
+    ids: [u32; AHEAD],
+}
 
 /// What a store did, counted since it was made.
 #[derive(Debug, Default)]
@@ -150,14 +158,16 @@ impl Table {
         options.check()?;
         let bits = options.shards.trailing_zeros();
         let layout = Layout::of(&options);
+        let pool = Arc::default();
         let shards = (0..options.shards as usize)
-            .map(|number| Shard::new(&options, bits, number).map(RwLock::new))
+            .map(|number| Shard::new(&options, bits, number, &pool).map(RwLock::new))
             .collect::<Result<_>>()?;
         Ok(Table {
             threads: Threads::new(options.threads as usize),
             core: Core {
                 arena: Arena::new(layout.stride()),
                 layout,
+                pool,
                 bits,
                 options,
                 epoch: AtomicU8::new(1),
@@ -221,33 +231,44 @@ impl Table {
         let core = &self.core;
         let (dim, bits) = (core.layout.dim, core.bits);
         let bytes = core.layout.value_bytes();
-        // Two stages ahead of the copy: the line of the index, then the row that it names.
-        let mut ids = [0u32; AHEAD];
-        let n = keys.len();
-        for i in 0..n + AHEAD {
-            if i >= AHEAD {
-                let at = i - AHEAD;
-                let id = ids[at % AHEAD];
-                let row = &mut out[at * dim..(at + 1) * dim];
-                match id {
-                    0 => absent(at, row),
-                    id => shards[0].read(core, id, row),
+        // Three stages, a block of keys apart: the line of the index, the row that it names, the copy.
+        let mut ring = [(); 3].map(|()| Block {
+            hashes: [0; AHEAD],
+            lines: [None; AHEAD],
+            ids: [0; AHEAD],
+        });
+        let blocks = keys.len().div_ceil(AHEAD);
+        let part = |turn: usize| turn * AHEAD..keys.len().min((turn + 1) * AHEAD);
+        for turn in 0..blocks + 2 {
+            if turn < blocks {
+                let block = &mut ring[turn % 3];
+                for (i, &key) in keys[part(turn)].iter().enumerate() {
+                    let hash = hash::mix(key);
+                    block.hashes[i] = hash;
+                    block.lines[i] = shards[hash::shard(hash, bits)].map().line(hash);
                 }
             }
-            if i < n {
-                let hash = hash::mix(keys[i]);
-                shards[hash::shard(hash, bits)].prefetch(hash);
-            }
-            if i >= AHEAD / 2 && i - AHEAD / 2 < n {
-                let at = i - AHEAD / 2;
-                let hash = hash::mix(keys[at]);
-                let id = shards[hash::shard(hash, bits)]
-                    .find(hash, keys[at])
-                    .unwrap_or(0);
-                if id != 0 {
-                    core.arena.prefetch(id, bytes.min(1024));
+            if let Some(turn) = turn.checked_sub(1).filter(|&turn| turn < blocks) {
+                let block = &mut ring[turn % 3];
+                for (i, &key) in keys[part(turn)].iter().enumerate() {
+                    let hash = block.hashes[i];
+                    let map = shards[hash::shard(hash, bits)].map();
+                    let id = map.find_from(block.lines[i], hash, key);
+                    if id != 0 {
+                        core.arena.prefetch(id, bytes.min(1024));
+                    }
+                    block.ids[i] = id;
                 }
-                ids[at % AHEAD] = id;
+            }
+            if let Some(turn) = turn.checked_sub(2) {
+                let block = &ring[turn % 3];
+                for (i, at) in part(turn).enumerate() {
+                    let row = &mut out[at * dim..(at + 1) * dim];
+                    match block.ids[i] {
+                        0 => absent(at, row),
+                        id => shards[0].read(core, id, row),
+                    }
+                }
             }
         }
     }
