@@ -234,6 +234,26 @@ pub fn prefetch(address: *const u8) {
     let _ = address;
 }
 
+/// Copies the values of a row. The usual sizes are copied without a call.
+///
+/// # Panics
+/// Where lengths differ.
+#[inline(always)]
+pub fn copy_floats(bytes: &[u8], out: &mut [f32]) {
+    assert!(bytes.len() == size_of_val(out));
+    let (from, to) = (bytes.as_ptr(), out.as_mut_ptr().cast::<u8>());
+    // SAFETY: both have this length, and `out` is borrowed alone; every bit pattern is an f32.
+    unsafe {
+        match bytes.len() {
+            32 => to.copy_from_nonoverlapping(from, 32),
+            64 => to.copy_from_nonoverlapping(from, 64),
+            128 => to.copy_from_nonoverlapping(from, 128),
+            256 => to.copy_from_nonoverlapping(from, 256),
+            n => to.copy_from_nonoverlapping(from, n),
+        }
+    }
+}
+
 /// Bytes of a row as f32.
 ///
 /// # Panics

@@ -235,6 +235,15 @@ impl Index {
         Some(self.bucket(home))
     }
 
+    /// Asks the processor for the bucket after the one in which a search for this hash begins.
+    #[inline(always)]
+    pub fn prefetch_next(&self, hash: u64) {
+        let home = self.home(hash);
+        if home < self.buckets {
+            prefetch(self.at(self.after(home)).cast());
+        }
+    }
+
     fn search(&self, hash: u64, key: i64) -> Option<(usize, usize, usize)> {
         let mut at = self.home(hash);
         if at >= self.buckets {

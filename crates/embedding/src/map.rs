@@ -11,6 +11,9 @@ use std::sync::Arc;
 /// old one has buckets, so one would do; with more, a shard seldom has two indexes.
 const MOVED: usize = 8;
 
+/// Where [`Map::glance`] cannot say; no number is so large.
+pub const OPEN: u32 = u32::MAX;
+
 /// A key to a number that is not 0.
 #[derive(Debug)]
 pub struct Map {
@@ -65,12 +68,18 @@ impl Map {
         self.index.line(hash)
     }
 
-    /// [`Map::find`], where the first bucket is known; 0 for none.
+    /// [`Map::find`] as far as the first bucket says: 0 for none, [`OPEN`] where another has to be
+    /// read, which the processor is asked for.
     #[inline(always)]
-    pub fn find_from(&self, line: Option<&Bucket>, hash: u64, key: i64) -> u32 {
+    pub fn glance(&self, line: Option<&Bucket>, hash: u64, key: i64) -> u32 {
         match line.map_or((0, true), |line| line.look(key)) {
             (0, false) if self.old.is_none() => 0,
-            (0, _) => self.find(hash, key).unwrap_or(0),
+            (0, more) => {
+                if more {
+                    self.index.prefetch_next(hash);
+                }
+                OPEN
+            }
             (id, _) => id,
         }
     }

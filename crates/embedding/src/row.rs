@@ -1,7 +1,7 @@
 //! What lies where in a row: the values in their dtype, filled up to 4 bytes, then the optimizer's
 //! slots in f32, each as long as the row.
 
-use crate::arena::{floats, floats_mut};
+use crate::arena::{copy_floats, floats, floats_mut};
 use crate::options::{Dtype, Options};
 use evener_kernels::formats::{from_bf16, from_f16, to_bf16, to_f16};
 
@@ -49,7 +49,7 @@ impl Layout {
     pub fn read(self, row: &[u8], out: &mut [f32]) {
         let row = &row[..self.dim * self.dtype.bytes()];
         match self.dtype {
-            Dtype::F32 => out.copy_from_slice(floats(row)),
+            Dtype::F32 => copy_floats(row, out),
             Dtype::F16 => decode(row, out, from_f16),
             Dtype::Bf16 => decode(row, out, from_bf16),
         }

@@ -1,0 +1,136 @@
+//! Files and folders of snapshots: whole or not there, in their order, the old ones taken away.
+
+use super::{Kind, Saved, write};
+use crate::error::{Result, io};
+use crate::table::Table;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// The files of a folder in their order.
+pub fn files(folder: &Path) -> Result<Vec<(u64, Kind, PathBuf)>> {
+    let mut found = Vec::new();
+    let entries =
+        std::fs::read_dir(folder).map_err(io(format!("{} cannot be read", folder.display())))?;
+    for entry in entries {
+        let path = entry
+            .map_err(io(format!("{} cannot be read", folder.display())))?
+            .path();
+        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
+        let parsed = name.strip_suffix(".evs").and_then(|name| {
+            let (kind, number) = name.split_once('-')?;
+            let kind = match kind {
+                "full" => Kind::Full,
+                "delta" => Kind::Delta,
+                _ => return None,
+            };
+            Some((number.parse().ok()?, kind))
+        });
+        if let Some((number, kind)) = parsed {
+            found.push((number, kind, path));
+        }
+    }
+    found.sort_by_key(|(number, _, _)| *number);
+    Ok(found)
+}
+
+/// Takes away what processes that were killed left half written.
+fn sweep(folder: &Path) -> Result<()> {
+    let entries =
+        std::fs::read_dir(folder).map_err(io(format!("{} cannot be read", folder.display())))?;
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("");
+        let owner = name
+            .strip_prefix('.')
+            .and_then(|name| name.strip_suffix(".part"))
+            .and_then(|name| name.rsplit_once(".evs."))
+            .and_then(|(_, pid)| pid.parse::<u32>().ok());
+        if owner.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+            let _ = std::fs::remove_file(&path);
+        }
+    }
+    Ok(())
+}
+
+/// Writes the next file of a folder.
+///
+/// # Errors
+/// See [`crate::Store::snapshot`].
+pub fn into_folder(table: &Table, folder: &Path, kind: Kind) -> Result<Saved> {
+    std::fs::create_dir_all(folder).map_err(io(format!("{} cannot be made", folder.display())))?;
+    sweep(folder)?;
+    let before = files(folder)?;
+    let number = before.last().map_or(1, |(number, _, _)| number + 1);
+    let name = match kind {
+        Kind::Full => "full",
+        Kind::Delta => "delta",
+    };
+    let path = folder.join(format!("{name}-{number:06}.evs"));
+    let saved = into_file(table, &path, kind);
+    if saved.is_err() {
+        // Where only the folder could not be synced the file has its name, but is not in the chain.
+        let _ = std::fs::remove_file(&path);
+    }
+    let saved = saved?;
+    if kind == Kind::Full {
+        // The full snapshot before this one and its deltas stay; what is older goes.
+        let last = before.iter().rposition(|(_, kind, _)| *kind == Kind::Full);
+        for (_, _, old) in &before[..last.unwrap_or(0)] {
+            // It would be tidier without it, no more: it goes at the next snapshot.
+            let _ = std::fs::remove_file(old);
+        }
+    }
+    Ok(saved)
+}
+
+/// Writes a file that is whole or not there.
+///
+/// # Errors
+/// See [`crate::Store::save`].
+pub fn into_file(table: &Table, path: &Path, kind: Kind) -> Result<Saved> {
+    let what = || format!("{} cannot be written", path.display());
+    let name = path
+        .file_name()
+        .and_then(|n| n.to_str())
+        .unwrap_or("snapshot");
+    let part = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
+    let file = File::create(&part).map_err(io(what()))?;
+    let mut sink = Durable {
+        file: BufWriter::with_capacity(1 << 20, file),
+        part: part.clone(),
+        path: path.to_owned(),
+    };
+    let saved = write(table, kind, &mut sink, path);
+    if saved.is_err() {
+        let _ = std::fs::remove_file(&part);
+    }
+    saved
+}
+
+/// A file under another name, which takes its name when it is flushed: the last act of [`body`], so that
+/// a failure of the rename is a failure of the snapshot.
+struct Durable {
+    file: BufWriter<File>,
+    part: PathBuf,
+    path: PathBuf,
+}
+
+impl Write for Durable {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.file.flush()?;
+        self.file.get_ref().sync_all()?;
+        std::fs::rename(&self.part, &self.path)?;
+        if let Some(folder) = self.path.parent() {
+            let folder = match folder.as_os_str().is_empty() {
+                true => Path::new("."),
+                false => folder,
+            };
+            File::open(folder)?.sync_all()?;
+        }
+        Ok(())
+    }
+}
