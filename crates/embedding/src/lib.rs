@@ -21,7 +21,8 @@
 //! `row` says what lies where in a row, `optimizer` what a step does to it, `philox` how it begins,
 //! `admission` who gets one, `snapshot` how it outlives the process.
 //!
-//! Unsafe code is in `arena`, `index`, `batch`, `shard` and `abi`, and in single calls of `store` and `table`.
+//! Unsafe code is in `arena`, `index`, `batch`, `shard`, `pool` and `abi`, and in single calls of
+//! `store` and `table`.
 
 pub mod abi;
 mod admission;
