@@ -17,7 +17,7 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom tsan miri soak-net test-rust test-python lint format docs wheel image clean preflight \
+.PHONY: help setup demo test loom tsan miri soak-net soak-embedding test-rust test-python lint format docs wheel image clean preflight \
         constraints upstream-horovod wild
 
 help: ## this list
@@ -86,6 +86,10 @@ miri: $(STAMPS)/deps ## the engine's rings and parsers under Miri (nightly Rust)
 
 soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the plug-in, a fault every second
 	$(BIN)/python benchmarks/net_soak.py
+
+soak-embedding: ## 8 threads insert, step, look up, evict and save for 10 minutes against a model
+	EVENER_SOAK_SECONDS=$${EVENER_SOAK_SECONDS:-600} cargo test --locked -p evener-embedding --test snapshot \
+		threads_that_insert -- --nocapture
 
 test-python: $(STAMPS)/native $(STAMPS)/plugin
 	$(BIN)/python -m pytest
