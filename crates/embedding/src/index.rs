@@ -59,7 +59,9 @@ pub struct Pool(Mutex<Chunks>);
 #[derive(Debug, Default)]
 struct Chunks {
     maps: Vec<MmapMut>,
-    /// Offset and end of what was not handed out of the last map.
+    /// The last map: its address is taken once, because to take it again would be to claim all of it.
+    last: Segment,
+    /// Offset and end of what was not handed out of it.
     rest: (usize, usize),
     free: Vec<Segment>,
 }
@@ -67,6 +69,12 @@ struct Chunks {
 /// 64 KiB that one index owns.
 #[derive(Debug)]
 struct Segment(*mut Bucket);
+
+impl Default for Segment {
+    fn default() -> Segment {
+        Segment(std::ptr::null_mut())
+    }
+}
 
 // SAFETY: it is the address of memory with one owner, an index.
 unsafe impl Send for Segment {}
@@ -89,22 +97,20 @@ impl Pool {
             } else {
                 CHUNK
             };
-            let map = MmapMut::map_anon(bytes + HUGE)
+            let mut map = MmapMut::map_anon(bytes + HUGE)
                 .map_err(io(format!("{bytes} bytes for the index of an embedding")))?;
             if bytes == CHUNK {
                 // A wish: where huge pages are off, small ones do.
                 let _ = map.advise(Advice::HugePage);
             }
             let skip = map.as_ptr().align_offset(HUGE);
-            chunks.rest = (skip, skip + bytes);
+            chunks.last = Segment(map[skip..].as_mut_ptr().cast());
+            chunks.rest = (0, bytes);
             chunks.maps.push(map);
         }
         let at = chunks.rest.0;
         chunks.rest.0 += SEGMENT_BYTES;
-        match chunks.maps.last_mut() {
-            Some(map) => Ok(Segment(map[at..].as_mut_ptr().cast())),
-            None => unreachable!("a map was pushed"),
-        }
+        Ok(Segment(chunks.last.0.wrapping_byte_add(at)))
     }
 
     fn give(&self, segments: impl Iterator<Item = Segment>) {

@@ -27,6 +27,14 @@ from evener.errors import UsageError
 _DTYPES = {tf.float32: "f32", tf.float16: "f16", tf.bfloat16: "bf16"}
 # Looked up once: a lookup of one id takes 15 us in all.
 _eagerly = tf.executing_eagerly
+try:
+    from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty as _no_tape
+except ImportError:  # not part of TensorFlow's public names
+
+    def _no_tape() -> bool:
+        return False
+
+
 _INT64 = tf.int64
 _COMPOSITE = (tf.SparseTensor, tf.RaggedTensor)
 _KEYS = (tf.int64, tf.int32, tf.string)
@@ -193,6 +201,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         _set_table(self.anchor, self)
         inner = getattr(self.anchor, "value", None)
         self._watched = inner if isinstance(inner, tf.Variable) else self.anchor
+        self._still: Any = None  # what stands for the anchor where no tape records
         self._lookup_op = _library.ops().evener_embedding_lookup
         if checkpoint and graph_of_v1() is not None:
             for part in self.parts:
@@ -291,6 +300,11 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         if len(self.parts) == 1:
             part = self.parts[0]
             if part.device is None and _eagerly():
+                if _no_tape():
+                    # Nobody asks for a gradient: spare the reading of the variable.
+                    if self._still is None:
+                        self._still = tf.zeros([self.dim])
+                    anchor = self._still
                 rows = op(keys, anchor, insert=adds, name=name, **part.attributes)
             else:
                 with _on(part):
