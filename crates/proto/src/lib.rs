@@ -33,11 +33,13 @@
 //!
 //! # For packets
 //! Nothing here assumes that a path is ordered or reliable, except that a path's *loss* is reported
-//! by its death or suspicion. A packet engine adds loss recovery below [`Lane::transmit`].
+//! by its death or suspicion. [`packet`] is a protocol of its own for datagrams, with loss recovery,
+//! authentication and congestion control; no engine drives it in the plug-in yet.
 
 pub mod ahead;
 pub mod dial;
 pub mod lane;
+pub mod packet;
 pub mod path;
 pub mod ranges;
 pub mod receive;

@@ -1,0 +1,211 @@
+//! The packet protocol in virtual time, in a table: `cargo run --release -p evener-proto --example
+//! packet_table [FILE.json]`. docs/benchmarks/network-packets.md has it.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    missing_docs,
+    dead_code,
+    reason = "a bench may panic"
+)]
+
+#[path = "../tests/packet/cubic.rs"]
+mod cubic;
+#[path = "../tests/packet/host.rs"]
+mod host;
+#[path = "../tests/packet/model.rs"]
+mod model;
+#[path = "../tests/packet/scenario.rs"]
+mod scenario;
+
+use std::time::Duration;
+
+use evener_proto::packet::Config;
+use scenario::*;
+
+const GIGA: f64 = 1e9;
+
+struct Table(Vec<(String, f64, &'static str)>);
+
+impl Table {
+    fn row(&mut self, name: &str, value: f64, want: &'static str) {
+        println!("{name:58} {value:9.3}   {want}");
+        self.0.push((name.into(), value, want));
+    }
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+fn main() {
+    let config = Config::default();
+    let only: Option<String> = std::env::var("ONLY").ok();
+    let want = |name: &str| {
+        only.as_ref()
+            .is_none_or(|only| name.contains(only.as_str()))
+    };
+    let mut table = Table(Vec::new());
+    for rate in [1.0, 10.0] {
+        let bits = rate * GIGA;
+        let at = format!("{rate} Gb/s");
+        if want("clean") {
+            table.row(
+                &format!("{at}: clean"),
+                goodput(&[bits], 0.0, &config, 1, false),
+                ">= 0.95",
+            );
+            table.row(
+                &format!("{at}: clean, both ways"),
+                goodput(&[bits], 0.0, &config, 1, true),
+                ">= 0.95",
+            );
+            let one = Config {
+                used: 1,
+                paths: 1,
+                ..config.clone()
+            };
+            table.row(
+                &format!("{at}: clean, one source port"),
+                goodput(&[bits], 0.0, &one, 1, false),
+                "",
+            );
+        }
+        if want("four") {
+            for seed in 1..4 {
+                let four = [bits / 4.0; 4];
+                table.row(
+                    &format!("{at}: four equal, seed {seed}"),
+                    goodput(&four, 0.0, &config, seed, false),
+                    ">= 0.95",
+                );
+                let mut slow = four;
+                slow[2] /= 10.0;
+                table.row(
+                    &format!("{at}: four, one at a tenth, seed {seed}"),
+                    goodput(&slow, 0.0, &config, seed, false),
+                    ">= 0.95",
+                );
+            }
+        }
+        if want("loss") {
+            for loss in [0.001, 0.01, 0.03, 0.1] {
+                table.row(
+                    &format!("{at}: loss {loss}"),
+                    goodput(&[bits], loss, &config, 2, false),
+                    "0.1% >= 0.90, 1% >= 0.75",
+                );
+                table.row(
+                    &format!("{at}: loss {loss}: one TCP stream"),
+                    tcp(bits, loss, 2),
+                    "",
+                );
+            }
+        }
+        if want("p99") {
+            let (own, tcp) = behind_bulk(bits, &config, 3);
+            table.row(
+                &format!("{at}: p99 of 64 KiB behind bulk, ms"),
+                milliseconds(own),
+                "",
+            );
+            table.row(
+                &format!("{at}: p99 of 64 KiB behind bulk, TCP, ms"),
+                milliseconds(tcp),
+                "",
+            );
+            table.row(
+                &format!("{at}: p99, ratio"),
+                own.as_secs_f64() / tcp.as_secs_f64(),
+                "<= 0.25",
+            );
+        }
+        if want("hole") {
+            let all: Vec<_> = (0..8)
+                .map(|seed| black_hole(bits / 4.0, &config, seed))
+                .collect();
+            table.row(
+                &format!("{at}: one of four a black hole: longest message, ms"),
+                milliseconds(all.iter().map(|one| one.0).max().unwrap()),
+                "<= 50",
+            );
+            table.row(
+                &format!("{at}: one of four a black hole: longest gap, ms"),
+                milliseconds(all.iter().map(|one| one.1).max().unwrap()),
+                "<= 50",
+            );
+            let all = (0..8)
+                .map(|seed| outage(bits / 4.0, &config, seed, Duration::from_millis(300)))
+                .max();
+            table.row(
+                &format!("{at}: all dead for 300 ms: first byte after, ms"),
+                milliseconds(all.unwrap()),
+                "<= 50",
+            );
+        }
+        if want("incast") {
+            for senders in [8, 16] {
+                let (share, least, most, dropped) = incast(senders, bits, &config, 4);
+                table.row(&format!("{at}: incast {senders} to 1"), share, ">= 0.9");
+                table.row(
+                    &format!("{at}: incast {senders} to 1: least part x senders"),
+                    least * senders as f64,
+                    "",
+                );
+                table.row(
+                    &format!("{at}: incast {senders} to 1: largest part x senders"),
+                    most * senders as f64,
+                    "",
+                );
+                table.row(
+                    &format!("{at}: incast {senders} to 1: dropped"),
+                    dropped,
+                    "",
+                );
+            }
+        }
+        if want("jobs") {
+            for seed in 5..8 {
+                let (part, sum) = two_jobs(bits, &config, seed, Duration::from_millis(100));
+                table.row(
+                    &format!("{at}: two jobs, the first one's part, seed {seed}"),
+                    part,
+                    "0.45 to 0.55",
+                );
+                table.row(&format!("{at}: two jobs, sum, seed {seed}"), sum, "");
+            }
+        }
+        if want("cubic") {
+            for first in [false, true] {
+                let who = if first { "cubic" } else { "this" };
+                let (part, sum) = beside_cubic(bits, &config, 6, first);
+                table.row(
+                    &format!("{at}: beside cubic, {who} first: part"),
+                    part,
+                    "0.25 to 0.75",
+                );
+                table.row(&format!("{at}: beside cubic, {who} first: sum"), sum, "");
+            }
+        }
+    }
+    if let Some(file) = std::env::args().nth(1) {
+        let rows: Vec<String> = table
+            .0
+            .iter()
+            .map(|(name, value, want)| {
+                format!(
+                    "    {{\"name\": \"{name}\", \"value\": {value:.4}, \"required\": \"{want}\"}}"
+                )
+            })
+            .collect();
+        let note = "virtual time: MTU 1500, queues of 2 ms x rate, 50 us round trip; rates as shares of the payload limit";
+        std::fs::write(
+            file,
+            format!(
+                "{{\n  \"note\": \"{note}\",\n  \"rows\": [\n{}\n  ]\n}}\n",
+                rows.join(",\n")
+            ),
+        )
+        .unwrap();
+    }
+}

@@ -1,0 +1,567 @@
+//! How much may be in flight: one decision a connection, a window a path.
+//!
+//! # By delay
+//! What says that there is too much is how much longer packets take than they once did, in the
+//! sender's own direction. As in Swift (SIGCOMM 2020) there is a target for that. Below it the windows
+//! of all paths together grow by about one packet per round trip, whatever their number; a path whose
+//! delay is above it shrinks, once per round trip, to what would leave its queue empty. So the queue
+//! is a saw-tooth between nothing and the target: those who share it see it empty together, and agree
+//! on what "once" was (Copa, NSDI 2018, drains for the same reason). Where packets hardly wait at all
+//! (a quarter of the target) nobody is disturbed, and a window grows by a share of itself.
+//!
+//! A path that a hash put on a busy or slow route has a small window, and the others carry: that is
+//! the cap per path. The windows' sum bounds the connection; a path's window may be less than a packet,
+//! so that sixteen paths of sixteen senders fit into one queue (incast).
+//!
+//! Windows bound what is on its way *there*. What is unconfirmed has in part arrived, and its
+//! acknowledgement stands in the queue of the way back. If a window bounded both, the two queues of a
+//! pair that sends both ways would share it, now one would run dry and now the other, and a tenth of
+//! the network would be lost (Zhang, Shenker and Clark saw it in 1991). So the bound on what is
+//! unconfirmed is the window times the round trip in parts of the way there.
+//!
+//! # By loss
+//! A loss alone changes nothing: networks lose packets for other reasons too. Where more than
+//! [`HEAVY`] of a round trip's packets are lost the queue is shorter than the target, and windows
+//! shrink by half of what was lost and a tenth. A mark by a switch (ECN) counts as the target reached.
+//!
+//! # Drains
+//! Who starts in a full queue takes its wait for the shortest, and would then push the others aside.
+//! So every [`DRAIN_EVERY`] a connection sends for two round trips a little less than what needs no
+//! queue (BBR's probe of the round trip, but often and shallow: it costs a fifth of that time); who notices it
+//! joins. Whoever
+//! has more than its part has most of the queue, and sees how short the way is without it.
+//!
+//! # Beside TCP
+//! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. A path whose
+//! delay has stayed above twice the target for two epochs, though its window shrank, *competes*: it
+//! starts again from most of what it had, grows as Reno does and gives up three tenths per loss, as
+//! cubic does. If the delay goes during a drain, the queue was ours, and the contest is over (Copa asks
+//! in the same way whether the queue is ever empty).
+
+use std::time::Duration;
+
+use super::rtt::RoundTrip;
+
+/// A queue that is worth it: enough to keep a path busy while windows are set anew.
+pub const TARGET: Duration = Duration::from_micros(150);
+/// More for small windows: Swift's flow scaling.
+const SCALING: f64 = 2.0;
+/// Windows at the start hold so many packets together.
+const FIRST: f64 = 32.0;
+/// Least window of a path, in packets.
+const LEAST: f64 = 0.05;
+/// Share of packets whose loss means that queues are shorter than the target.
+pub const HEAVY: f64 = 0.05;
+/// Growth beside TCP: packets per round trip for a window of one packet; with its square root for others.
+const CONTEST: f64 = 0.1;
+/// What a path keeps of the target when it shrinks: acknowledgements wait on their way too, now more
+/// and now less, and an empty queue is a link that stands still.
+const LEAVE: f64 = 0.6;
+/// The most that is in flight, in windows, while acknowledgements wait on their way back.
+const MOST_BACK: f64 = 4.0;
+/// Who sees the wait fall to this part of what is usual, and gave up nothing, sees another's drain.
+const FELL: f64 = 0.55;
+const LOOK: Duration = Duration::from_millis(10);
+const DRAIN_EVERY: Duration = Duration::from_millis(100);
+/// What a drain leaves of what needs no queue.
+const DRAIN_TO: f64 = 0.8;
+/// The shortest delay is that of so long ago at most, twice.
+const MEMORY: Duration = Duration::from_secs(10);
+
+/// The least of a wrapping count of microseconds, of late.
+#[derive(Debug, Clone, Copy, Default)]
+struct Shortest {
+    present: Option<u32>,
+    before: Option<u32>,
+    since: Duration,
+}
+
+fn earlier(one: u32, other: u32) -> u32 {
+    // Two clocks have any difference, so the least is the one that is behind.
+    if (one.wrapping_sub(other) as i32) < 0 {
+        one
+    } else {
+        other
+    }
+}
+
+impl Shortest {
+    fn add(&mut self, value: u32, now: Duration) {
+        if now.saturating_sub(self.since) >= MEMORY {
+            (self.before, self.present, self.since) = (self.present, None, now);
+        }
+        self.present = Some(self.present.map_or(value, |least| earlier(least, value)));
+    }
+
+    fn get(&self) -> Option<u32> {
+        match (self.present, self.before) {
+            (Some(one), Some(other)) => Some(earlier(one, other)),
+            (one, other) => one.or(other),
+        }
+    }
+}
+
+/// The window of one path.
+#[derive(Debug, Clone, Copy)]
+struct Window {
+    bytes: f64,
+    shortest: Shortest,
+    /// Seconds that its newest packet waited.
+    waited: f64,
+    shrunk: Duration,
+    /// Until a packet has waited for the first time, it doubles.
+    starting: bool,
+    /// The least wait of the present epoch, when that began, and epochs in a row above the bound.
+    least: f64,
+    epoch: Duration,
+    long: u32,
+    competes: bool,
+    /// It is smaller for the time of a drain.
+    drained: bool,
+    /// Its window before a drain, and when the queue was last short.
+    saved: f64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Congestion {
+    windows: Vec<Window>,
+    /// The sum of those in use.
+    total: f64,
+    packet: f64,
+    /// All paths: what a new one is compared with.
+    shortest: Shortest,
+    /// Of the present round trip: packets that arrived and that were lost.
+    arrived: u32,
+    lost: u32,
+    round: Duration,
+    drain_until: Option<Duration>,
+    drain_next: Duration,
+    yielded: Duration,
+    most: f64,
+    /// Seconds that packets wait, on the average, and when a window was last made smaller.
+    usual: f64,
+    shrunk: Duration,
+    /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
+    back: f64,
+}
+
+impl Congestion {
+    /// For `count` paths of which `used` are in use; never more than `most` bytes in flight.
+    pub fn new(count: usize, used: usize, packet: usize, most: u64, now: Duration) -> Self {
+        let packet = packet as f64;
+        let window = Window {
+            bytes: FIRST * packet / used.max(1) as f64,
+            shortest: Shortest::default(),
+            waited: 0.0,
+            shrunk: Duration::ZERO,
+            starting: true,
+            least: f64::MAX,
+            epoch: Duration::ZERO,
+            long: 0,
+            competes: false,
+            drained: false,
+            saved: 0.0,
+        };
+        Congestion {
+            windows: vec![window; count],
+            total: FIRST * packet,
+            packet,
+            shortest: Shortest::default(),
+            arrived: 0,
+            lost: 0,
+            round: Duration::ZERO,
+            drain_until: None,
+            drain_next: now + DRAIN_EVERY / 4,
+            yielded: Duration::ZERO,
+            most: most as f64,
+            usual: 0.0,
+            shrunk: now,
+            back: 1.0,
+        }
+    }
+
+    /// Packets have another size.
+    pub fn set_packet(&mut self, bytes: usize) {
+        self.packet = bytes as f64;
+    }
+
+    /// Bytes that a path may have in flight.
+    pub fn window(&self, path: u8) -> f64 {
+        self.windows
+            .get(usize::from(path))
+            .map_or(0.0, |window| window.bytes * self.back)
+    }
+
+    /// Bytes that all may have in flight together.
+    pub fn total(&self) -> f64 {
+        (self.total * self.back).clamp(self.packet, self.most.max(self.packet))
+    }
+
+    /// How many of these paths compete with TCP.
+    pub fn competing(&self, used: &[u8]) -> usize {
+        used.iter()
+            .filter(|at| {
+                self.windows
+                    .get(usize::from(**at))
+                    .is_some_and(|w| w.competes)
+            })
+            .count()
+    }
+
+    /// The sum, after the paths in use or their windows changed.
+    pub fn sum(&mut self, used: &[u8]) {
+        let windows = used
+            .iter()
+            .filter_map(|at| self.windows.get(usize::from(*at)));
+        self.total = windows.map(|window| window.bytes).sum();
+    }
+
+    /// The wait that a connection of this size aims at, in seconds.
+    fn target(&self) -> f64 {
+        let packets = (self.total / self.packet).max(0.25);
+        let base = TARGET.as_secs_f64();
+        base + (base * SCALING / packets.sqrt()).min(base * SCALING)
+    }
+
+    /// A packet of this path took so long, by both clocks (their difference is not known).
+    pub fn delay(&mut self, path: u8, delay: u32, marked: bool, trip: &RoundTrip, now: Duration) {
+        self.shortest.add(delay, now);
+        let all = self.shortest.get().unwrap_or(delay);
+        let target = self.target();
+        let Some(window) = self.windows.get_mut(usize::from(path)) else {
+            return;
+        };
+        // A new path is judged by what the others know: it may start in a full queue.
+        if window.shortest.get().is_none() {
+            window.shortest.add(all, now);
+        }
+        window.shortest.add(delay, now);
+        let mut shortest = window.shortest.get().unwrap_or(delay);
+        // Paths of one length know together more than each alone.
+        if u128::from(shortest.wrapping_sub(all)) < TARGET.as_micros() {
+            shortest = all;
+        }
+        let one_way = f64::from(delay.wrapping_sub(shortest)) * 1e-6;
+        // If a clock jumped, the round trip knows better.
+        let least = trip.shortest().unwrap_or_default();
+        let around = trip
+            .latest()
+            .max(trip.smoothed())
+            .saturating_sub(least)
+            .as_secs_f64();
+        window.waited = one_way.min(around + TARGET.as_secs_f64() / 2.0);
+        window.least = window.least.min(window.waited);
+        if marked {
+            window.waited = window.waited.max(target);
+        }
+        if window.starting && window.waited > target / 2.0 {
+            window.starting = false;
+        }
+        let waited = window.waited;
+        self.usual += (waited - self.usual) / 32.0;
+        let there = least.as_secs_f64() + self.usual;
+        let ratio = trip.smoothed().as_secs_f64() / there.max(1e-6);
+        self.back = ratio.clamp(1.0, MOST_BACK);
+        // Another drains: if all do, all see how short the way is.
+        let quiet = now.saturating_sub(self.shrunk) > trip.smoothed() * 2;
+        let recent = now + DRAIN_EVERY / 4 * 3 < self.drain_next;
+        if quiet && !recent && self.usual > target / 3.0 && waited < self.usual * FELL {
+            self.drain_next = now;
+        }
+    }
+
+    /// Bytes of this path have arrived: when they were sent, and whether there was more to send then.
+    pub fn arrived(
+        &mut self,
+        path: u8,
+        bytes: u64,
+        (sent, limited): (Duration, bool),
+        trip: &RoundTrip,
+        now: Duration,
+    ) {
+        self.arrived += 1;
+        let (target, packet) = (self.target(), self.packet);
+        let total = self.total.max(packet);
+        let draining = self.drain_until.is_some();
+        let Some(window) = self.windows.get_mut(usize::from(path)) else {
+            return;
+        };
+        let before = window.bytes;
+        let smoothed = trip.smoothed();
+        let share = bytes as f64 / total;
+        let pace = ((total / packet).sqrt() * 0.25).max(1.0) * packet;
+        if draining {
+            return;
+        }
+        if window.competes {
+            if limited {
+                window.bytes += ((total / packet).sqrt() * CONTEST).max(1.0) * packet * share;
+            }
+        } else if window.waited >= target {
+            // What was sent before the last time says nothing about it.
+            if sent >= window.shrunk {
+                let base = trip.shortest().unwrap_or(smoothed).as_secs_f64();
+                let part = 1.0 - (window.waited - target * LEAVE) / (base + window.waited);
+                window.bytes *= part.clamp(0.5, 0.95);
+                window.shrunk = now;
+                self.shrunk = now;
+            }
+        } else if limited {
+            window.bytes += if window.starting {
+                bytes as f64
+            } else if window.waited < target / 4.0 {
+                (bytes as f64 / 8.0).max(pace * share)
+            } else {
+                pace * share
+            };
+        }
+        window.bytes = window.bytes.clamp(LEAST * packet, self.most);
+        self.total += window.bytes - before;
+        self.look(path, trip, now);
+    }
+
+    /// Whether a path's queue is somebody else's.
+    fn look(&mut self, path: u8, trip: &RoundTrip, now: Duration) {
+        let target = self.target();
+        let Some(window) = self.windows.get_mut(usize::from(path)) else {
+            return;
+        };
+        if now.saturating_sub(window.epoch) < LOOK.max(trip.smoothed() * 4) {
+            return;
+        }
+        if window.competes || window.least < 2.0 * target || window.least == f64::MAX {
+            window.long = 0;
+            window.saved = window.bytes;
+        } else {
+            window.long += 1;
+        }
+        (window.least, window.epoch) = (f64::MAX, now);
+        if window.long >= 2 {
+            window.competes = true;
+            window.starting = false;
+            // From most of what it had when the queue became long.
+            let before = window.bytes;
+            window.bytes = window.bytes.max(window.saved * 0.7);
+            self.total += window.bytes - before;
+        }
+    }
+
+    /// Packets of this path were lost, by order or age.
+    pub fn lost(&mut self, path: u8, packets: u32, used: &[u8], trip: &RoundTrip, now: Duration) {
+        self.lost += packets;
+        let seen = self.arrived + self.lost;
+        let target = self.target();
+        let heavy = seen >= 64 && f64::from(self.lost) > HEAVY * f64::from(seen);
+        if now.saturating_sub(self.round) > trip.smoothed() && seen >= 64 {
+            let share = f64::from(self.lost) / f64::from(seen);
+            (self.arrived, self.lost, self.round) = (0, 0, now);
+            if heavy {
+                for at in used {
+                    if let Some(window) = self.windows.get_mut(usize::from(*at)) {
+                        window.bytes *= (0.9 - share / 2.0).max(0.5);
+                        window.starting = false;
+                    }
+                }
+            }
+        }
+        let contest = self
+            .windows
+            .get(usize::from(path))
+            .is_some_and(|window| window.competes && window.waited > target);
+        // One loss event is one for the connection: it gives up as one flow does.
+        if contest
+            && self.drain_until.is_none()
+            && now.saturating_sub(self.yielded) > trip.smoothed() * 2
+        {
+            self.yielded = now;
+            for at in used {
+                if let Some(window) = self.windows.get_mut(usize::from(*at))
+                    && window.competes
+                {
+                    window.bytes *= 0.7;
+                }
+            }
+        }
+        self.sum(used);
+    }
+
+    /// A path was silent for too long: what it has is little, until it answers.
+    pub fn silent(&mut self, path: u8, used: &[u8]) {
+        if let Some(window) = self.windows.get_mut(usize::from(path)) {
+            window.bytes = (window.bytes / 2.0).max(LEAST * self.packet);
+            window.starting = false;
+        }
+        self.sum(used);
+    }
+
+    /// A path comes into use in place of another, whose window it takes, if that is not much.
+    pub fn replaced(&mut self, old: u8, new: u8, used: &[u8]) {
+        let fair = self.total / used.len().max(1) as f64;
+        let old = self.windows.get(usize::from(old));
+        let bytes = old.map_or(0.0, |old| old.bytes).max(fair / 2.0);
+        if let Some(window) = self.windows.get_mut(usize::from(new)) {
+            *window = Window {
+                bytes: bytes.max(LEAST * self.packet),
+                shortest: Shortest::default(),
+                waited: 0.0,
+                least: f64::MAX,
+                long: 0,
+                competes: false,
+                drained: false,
+                starting: false,
+                ..*window
+            };
+        }
+        self.sum(used);
+    }
+
+    /// Drains, on a clock.
+    pub fn on_time(&mut self, used: &[u8], trip: &RoundTrip, now: Duration) {
+        if let Some(until) = self.drain_until {
+            if now < until {
+                return;
+            }
+            self.drain_until = None;
+            let target = self.target();
+            for at in used {
+                if let Some(window) = self.windows.get_mut(usize::from(*at))
+                    && window.drained
+                {
+                    window.drained = false;
+                    if window.competes && window.least < 1.5 * target {
+                        (window.competes, window.long) = (false, 0);
+                    } else {
+                        window.bytes = window.saved;
+                    }
+                    (window.least, window.epoch) = (f64::MAX, now);
+                }
+            }
+            self.sum(used);
+            let contest = if self.competing(used) > 0 { 4 } else { 1 };
+            self.drain_next = now + (DRAIN_EVERY * contest).max(trip.smoothed() * 200);
+        } else if now >= self.drain_next {
+            self.drain_until = Some(now + trip.smoothed() * 2 + trip.smoothed() / 2);
+            for at in used {
+                if let Some(window) = self.windows.get_mut(usize::from(*at)) {
+                    (window.saved, window.drained) = (window.bytes, true);
+                    let base = trip.shortest().unwrap_or_default().as_secs_f64().max(1e-6);
+                    window.bytes *= (base / (base + window.waited)).max(0.02) * DRAIN_TO;
+                    window.least = f64::MAX;
+                }
+            }
+            self.sum(used);
+        }
+    }
+
+    /// When a drain begins or ends.
+    pub fn deadline(&self) -> Duration {
+        self.drain_until.unwrap_or(self.drain_next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trip(micros: u64) -> RoundTrip {
+        let mut trip = RoundTrip::default();
+        trip.sample(Duration::from_micros(100), Duration::ZERO);
+        for _ in 0..60 {
+            trip.sample(Duration::from_micros(micros), Duration::ZERO);
+        }
+        trip
+    }
+
+    fn ack(cc: &mut Congestion, path: u8, waited: u32, trip: &RoundTrip, now: Duration) {
+        cc.delay(path, 5000 + waited, false, trip, now);
+        cc.arrived(
+            path,
+            1400,
+            (now - Duration::from_millis(1), true),
+            trip,
+            now,
+        );
+    }
+
+    #[test]
+    fn it_grows_while_nothing_waits_and_shrinks_once_a_round_trip() {
+        let mut cc = Congestion::new(4, 4, 1400, 1 << 30, Duration::ZERO);
+        let first = cc.total();
+        let now = Duration::from_millis(1);
+        for _ in 0..32 {
+            ack(&mut cc, 0, 0, &trip(100), now);
+        }
+        assert!(cc.total() > 1.9 * first);
+        let full = cc.windows[0].bytes;
+        for _ in 0..32 {
+            ack(&mut cc, 0, 900, &trip(1000), now + Duration::from_millis(2));
+        }
+        assert!((0.49..0.51).contains(&(cc.windows[0].bytes / full)));
+        let sum: f64 = cc.windows.iter().map(|window| window.bytes).sum();
+        assert!((sum - cc.total).abs() < 1.0);
+    }
+
+    #[test]
+    fn a_few_losses_change_nothing_and_many_do() {
+        let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
+        let used = [0];
+        let mut now = Duration::from_millis(1);
+        let trip = trip(120);
+        for _ in 0..50 {
+            for _ in 0..99 {
+                cc.arrived(0, 1400, (now, false), &trip, now);
+            }
+            cc.lost(0, 1, &used, &trip, now);
+            now += Duration::from_millis(1);
+        }
+        let before = cc.total();
+        assert!((before - 32.0 * 1400.0).abs() < 1.0);
+        for _ in 0..50 {
+            for _ in 0..80 {
+                cc.arrived(0, 1400, (now, false), &trip, now);
+            }
+            cc.lost(0, 20, &used, &trip, now);
+            now += Duration::from_millis(1);
+        }
+        assert!(cc.total() < before / 4.0);
+    }
+
+    #[test]
+    fn a_queue_that_stays_whatever_is_given_up_is_another_s() {
+        let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
+        let (used, trip) = ([0], trip(1900));
+        let mut now = Duration::from_millis(1);
+        cc.delay(0, 5000, false, &trip, now);
+        for _ in 0..200 {
+            now += Duration::from_micros(500);
+            ack(&mut cc, 0, 1800, &trip, now);
+        }
+        assert_eq!(cc.competing(&used), 1);
+        let before = cc.total();
+        for _ in 0..100 {
+            ack(&mut cc, 0, 1800, &trip, now);
+        }
+        assert!(cc.total() > before);
+        // The queue goes while it drains: it was ours.
+        now += DRAIN_EVERY;
+        cc.on_time(&used, &trip, now);
+        assert!(cc.total() <= before);
+        ack(&mut cc, 0, 50, &trip, now);
+        cc.on_time(&used, &trip, now + Duration::from_millis(20));
+        assert_eq!(cc.competing(&used), 0);
+    }
+
+    #[test]
+    fn the_shortest_is_found_whatever_the_clocks_differ_by() {
+        let mut shortest = Shortest::default();
+        for value in [u32::MAX - 3, 10, u32::MAX - 7, 4] {
+            shortest.add(value, Duration::ZERO);
+        }
+        assert_eq!(shortest.get(), Some(u32::MAX - 7));
+        shortest.add(100, MEMORY);
+        assert_eq!(shortest.get(), Some(u32::MAX - 7));
+        shortest.add(101, MEMORY * 2);
+        assert_eq!(shortest.get(), Some(100));
+    }
+}

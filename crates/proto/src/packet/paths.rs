@@ -1,0 +1,235 @@
+//! Source ports as paths.
+//!
+//! A fabric hashes addresses and ports to choose one of its routes, so a source port *is* a path whose
+//! way nobody knows. A connection has up to 256 of them and uses some at a time. One that answers
+//! stays in use (REPS, arXiv 2407.21625, recycles what came back clean in the same way); one that is
+//! silent is *suspect*: it gets a probe and no bytes. Silent again, it is dropped for one that was not
+//! used for the longest time (as PLB, SIGCOMM 2022, re-rolls a flow's hash), and comes back into the
+//! pool behind all others.
+//!
+//! Which path is next: the one whose window is the least full. A path that a hash put beside many
+//! others, or on a slow link, has a small window ([`congestion`](super::congestion)), so bytes go where
+//! there is room. A few packets in a row take the same path: one call to the kernel carries them all.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Most paths of a connection: a packet has 8 bits for them.
+pub const MOST: usize = 256;
+/// Packets in a row over one path.
+const BURST: u32 = 8;
+
+/// Whether a path is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Takes packets.
+    Active,
+    /// Was silent for too long: a probe decides.
+    Suspect,
+    /// Not in use.
+    Spare,
+}
+
+/// One path.
+#[derive(Debug)]
+pub struct Path {
+    /// Whether it is used.
+    pub state: State,
+    /// Bytes that are unconfirmed.
+    pub flying: u64,
+    /// Packets that are unconfirmed, in the order in which they were sent. Acknowledged ones stay
+    /// until they are at the front.
+    pub order: VecDeque<u64>,
+    /// The newest acknowledged packet, and when it was sent.
+    pub newest: Option<(u64, Duration)>,
+    /// When its oldest packet is lost by its age.
+    pub due: Option<Duration>,
+    /// Times that its oldest packet was silent for too long, in a row.
+    pub silences: u32,
+    /// A probe is due.
+    pub probe: bool,
+}
+
+/// All paths of a connection, the peer's excepted.
+#[derive(Debug)]
+pub struct Paths {
+    all: Vec<Path>,
+    /// Places of those in use.
+    used: Vec<u8>,
+    /// Others, the one unused for the longest first.
+    spare: VecDeque<u8>,
+    current: u8,
+    burst: u32,
+    /// For what has no window: greetings, probes, acknowledgements.
+    turn: usize,
+}
+
+impl Paths {
+    /// `most` ports, `used` of them at a time.
+    pub fn new(used: usize, most: usize) -> Self {
+        let most = most.clamp(1, MOST);
+        let used = used.clamp(1, most);
+        let path = |at| Path {
+            state: if at < used {
+                State::Active
+            } else {
+                State::Spare
+            },
+            flying: 0,
+            order: VecDeque::new(),
+            newest: None,
+            due: None,
+            silences: 0,
+            probe: false,
+        };
+        Paths {
+            all: (0..most).map(path).collect(),
+            used: (0..used).map(|at| at as u8).collect(),
+            spare: (used..most).map(|at| at as u8).collect(),
+            current: 0,
+            burst: 0,
+            turn: 0,
+        }
+    }
+
+    /// The path at this place, if there is one.
+    pub fn get(&self, at: u8) -> Option<&Path> {
+        self.all.get(usize::from(at))
+    }
+
+    /// The same, to be changed.
+    pub fn get_mut(&mut self, at: u8) -> Option<&mut Path> {
+        self.all.get_mut(usize::from(at))
+    }
+
+    /// Those in use.
+    pub fn used(&self) -> &[u8] {
+        &self.used
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.all.len()
+    }
+
+    /// Whether any is in use and not suspect.
+    pub fn any_active(&self) -> bool {
+        self.used
+            .iter()
+            .any(|at| self.all[usize::from(*at)].state == State::Active)
+    }
+
+    /// The path for a packet of `size` bytes: one whose window, by `window`, has room.
+    pub fn choose(&mut self, size: u64, window: impl Fn(u8) -> f64) -> Option<u8> {
+        let suspects = !self.any_active();
+        let fill = |at: u8| {
+            let path = &self.all[usize::from(at)];
+            let usable = path.state == State::Active || suspects;
+            let most = window(at);
+            // An empty path takes one packet, however small its window is.
+            let room = path.flying == 0 || (path.flying + size) as f64 <= most;
+            (usable && room).then(|| (path.flying + size) as f64 / most.max(1.0))
+        };
+        if self.burst < BURST && fill(self.current).is_some() && self.used.contains(&self.current) {
+            self.burst += 1;
+            return Some(self.current);
+        }
+        // Equal ones in turn: start behind the last.
+        self.turn = (self.turn + 1) % self.used.len();
+        let (late, early) = (&self.used[self.turn..], &self.used[..self.turn]);
+        let filled = late
+            .iter()
+            .chain(early)
+            .filter_map(|at| Some((*at, fill(*at)?)));
+        let (best, _) = filled.min_by(|one, other| one.1.total_cmp(&other.1))?;
+        (self.current, self.burst) = (best, 1);
+        Some(best)
+    }
+
+    /// A path for what needs no window, in turn.
+    pub fn any(&mut self) -> u8 {
+        self.turn = (self.turn + 1) % self.used.len();
+        let active = |at: &&u8| self.all[usize::from(**at)].state == State::Active;
+        let (late, early) = (&self.used[self.turn..], &self.used[..self.turn]);
+        let found = late.iter().chain(early).find(active);
+        found.copied().unwrap_or(self.used[self.turn])
+    }
+
+    /// A packet of this path was acknowledged: it is sound.
+    pub fn answered(&mut self, at: u8) {
+        let Some(path) = self.get_mut(at) else {
+            return;
+        };
+        (path.silences, path.probe) = (0, false);
+        if path.state == State::Suspect {
+            path.state = State::Active;
+        }
+    }
+
+    /// Takes another in place of this one. The new one's place, or none if there is no spare.
+    pub fn replace(&mut self, at: u8) -> Option<u8> {
+        let place = self.used.iter().position(|used| *used == at)?;
+        let fresh = self.spare.pop_front()?;
+        self.used[place] = fresh;
+        self.spare.push_back(at);
+        if let Some(path) = self.get_mut(at) {
+            (path.state, path.probe, path.silences) = (State::Spare, false, 0);
+        }
+        if let Some(path) = self.get_mut(fresh) {
+            // What is not known to carry gets a probe first.
+            (path.state, path.probe, path.silences) = (State::Suspect, true, 0);
+        }
+        Some(fresh)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_emptiest_path_is_next_and_bursts_stay_together() {
+        let mut paths = Paths::new(4, 8);
+        let first = paths.choose(1000, |_| 1e6).unwrap();
+        for _ in 1..BURST {
+            assert_eq!(paths.choose(1000, |_| 1e6), Some(first));
+        }
+        paths.get_mut(first).unwrap().flying = 8000;
+        let second = paths.choose(1000, |_| 1e6).unwrap();
+        assert_ne!(second, first);
+        for at in 0..4 {
+            paths.get_mut(at).unwrap().flying = 8000;
+        }
+        assert_eq!(paths.choose(1000, |_| 8500.0), None);
+        assert_eq!(
+            paths.choose(1000, |at| if at == 3 { 1e5 } else { 1e3 }),
+            Some(3)
+        );
+    }
+
+    #[test]
+    fn a_dropped_path_comes_back_last() {
+        let mut paths = Paths::new(2, 4);
+        assert_eq!(paths.replace(1), Some(2));
+        assert_eq!(paths.used(), [0, 2]);
+        assert_eq!(paths.get(2).unwrap().state, State::Suspect);
+        paths.answered(2);
+        assert_eq!(paths.get(2).unwrap().state, State::Active);
+        assert_eq!(paths.replace(0), Some(3));
+        assert_eq!(paths.replace(3), Some(1));
+        assert_eq!(paths.replace(9), None);
+        assert_eq!(Paths::new(1, 1).replace(0), None);
+    }
+
+    #[test]
+    fn suspects_carry_only_if_there_is_nothing_else() {
+        let mut paths = Paths::new(2, 2);
+        paths.get_mut(0).unwrap().state = State::Suspect;
+        for _ in 0..20 {
+            assert_eq!(paths.choose(10, |_| 1e3), Some(1));
+            assert_eq!(paths.any(), 1);
+        }
+        paths.get_mut(1).unwrap().state = State::Suspect;
+        assert!(paths.choose(10, |_| 1e3).is_some());
+    }
+}

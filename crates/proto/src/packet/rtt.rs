@@ -1,0 +1,84 @@
+//! Round trips: smoothed, how far they vary, the shortest (RFC 9002, section 5), and how long silence
+//! may last before something is taken for lost.
+
+use std::time::Duration;
+
+use super::ack;
+
+/// Until something is known.
+const UNKNOWN: Duration = Duration::from_millis(5);
+/// The longest that is waited for an answer before the next attempt: a fabric that heals is used
+/// again within two of these.
+pub const LONGEST: Duration = Duration::from_millis(20);
+
+/// Of one connection.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RoundTrip {
+    smoothed: Option<Duration>,
+    varies: Duration,
+    shortest: Option<Duration>,
+    latest: Duration,
+}
+
+impl RoundTrip {
+    /// A packet was acknowledged; `held` is how long the receiver kept that back.
+    pub fn sample(&mut self, passed: Duration, held: Duration) {
+        let shortest = self.shortest.map_or(passed, |least| least.min(passed));
+        self.shortest = Some(shortest);
+        let sample = if passed >= shortest + held {
+            passed - held
+        } else {
+            passed
+        };
+        self.latest = sample;
+        match self.smoothed {
+            None => (self.smoothed, self.varies) = (Some(sample), sample / 2),
+            Some(smoothed) => {
+                self.varies = (self.varies * 3 + smoothed.abs_diff(sample)) / 4;
+                self.smoothed = Some((smoothed * 7 + sample) / 8);
+            }
+        }
+    }
+
+    /// The mean of late.
+    pub fn smoothed(&self) -> Duration {
+        self.smoothed.unwrap_or(UNKNOWN)
+    }
+
+    /// The shortest, if there was one.
+    pub fn shortest(&self) -> Option<Duration> {
+        self.shortest
+    }
+
+    /// The last one.
+    pub fn latest(&self) -> Duration {
+        self.latest
+    }
+
+    /// For how long a packet may be unconfirmed. TCP waits for 200 ms at least; `floor` is 1 to 5 ms.
+    pub fn patience(&self, floor: Duration) -> Duration {
+        let most = self.smoothed() + self.varies * 4 + ack::LONGEST;
+        most.max(floor)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patience_has_a_floor_and_follows_what_varies() {
+        let (floor, micro) = (Duration::from_millis(2), Duration::from_micros);
+        let mut trip = RoundTrip::default();
+        assert!(trip.patience(floor) > UNKNOWN);
+        for _ in 0..50 {
+            trip.sample(micro(100), micro(10));
+        }
+        assert_eq!(trip.patience(floor), floor);
+        assert_eq!(trip.shortest(), Some(micro(100)));
+        for step in 0..50 {
+            trip.sample(micro(2000 + 2000 * (step % 2)), micro(0));
+        }
+        assert!(trip.patience(floor) > micro(5000));
+    }
+}

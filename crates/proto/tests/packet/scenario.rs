@@ -1,0 +1,285 @@
+//! Networks and what is measured on them, for the tests and for the table.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use evener_proto::packet::Config;
+use evener_proto::packet::format::{CHUNK, HEADER};
+
+use super::cubic;
+use super::host::{Flow, Host};
+use super::model::{BELOW, Link, Net, Route, random};
+
+pub const MILLI: Duration = Duration::from_millis(1);
+const DELAY: Duration = Duration::from_micros(25);
+
+/// The share of a full packet that is payload.
+pub fn limit(datagram: usize) -> f64 {
+    (datagram - HEADER - CHUNK) as f64 / (datagram as f64 + BELOW as f64)
+}
+
+pub fn bulk(channel: u32, length: u64) -> Flow {
+    Flow {
+        channel,
+        length,
+        ahead: 4,
+        every: None,
+        left: u64::MAX,
+    }
+}
+
+/// Over which of these links (there), and these (back), a source port's packets go.
+fn hashed(links: Vec<usize>, seed: u64) -> impl Fn(u8) -> Route {
+    let routes: Vec<Route> = (0..256)
+        .map(|port| {
+            let mut seed = seed ^ (port << 8);
+            Rc::from([links[(random(&mut seed) % links.len() as u64) as usize]])
+        })
+        .collect();
+    move |port| routes[usize::from(port)].clone()
+}
+
+/// Two hosts with equal-cost paths of these rates between them, each way.
+pub fn pair(bits: &[f64], config: &Config, seed: u64) -> Net {
+    let count = bits.len();
+    let links = bits
+        .iter()
+        .chain(bits)
+        .map(|bits| Link::new(*bits, DELAY))
+        .collect();
+    let mut net = Net::new(links, seed);
+    let there = hashed((0..count).collect(), seed);
+    let back = hashed((count..2 * count).collect(), seed + 1);
+    net.add(Box::new(Host::new(
+        true,
+        config.clone(),
+        seed + 2,
+        1,
+        there,
+    )));
+    net.add(Box::new(Host::new(
+        false,
+        config.clone(),
+        seed + 3,
+        0,
+        back,
+    )));
+    net
+}
+
+pub fn flows(net: &mut Net, from: usize, to: usize, flow: Flow) {
+    net.end::<Host>(to).posts.push(flow.clone());
+    net.end::<Host>(from).sends.push(flow);
+}
+
+/// Bytes a second that arrive at an end of `Host` or `cubic::Receiver` after a warm-up.
+pub fn measure(net: &mut Net, ends: &[usize], warm: Duration, time: Duration) -> Vec<f64> {
+    let read = |net: &mut Net, end: &usize| match net.ends[*end].as_any().downcast_mut::<Host>() {
+        Some(host) => host.placed,
+        None => net.end::<cubic::Receiver>(*end).got,
+    };
+    let start = net.now;
+    net.run_until(start + warm);
+    let before: Vec<u64> = ends.iter().map(|end| read(net, end)).collect();
+    net.run_until(start + warm + time);
+    ends.iter()
+        .zip(before)
+        .map(|(end, before)| (read(net, end) - before) as f64 / time.as_secs_f64())
+        .collect()
+}
+
+/// The share of the payload limit that bulk gets over these paths.
+pub fn goodput(bits: &[f64], loss: f64, config: &Config, seed: u64, both: bool) -> f64 {
+    let mut net = pair(bits, config, seed);
+    for link in &mut net.links {
+        link.loss = loss;
+    }
+    flows(&mut net, 0, 1, bulk(1, 1 << 20));
+    if both {
+        flows(&mut net, 1, 0, bulk(1, 1 << 20));
+    }
+    let sum: f64 = bits.iter().sum::<f64>() / 8.0;
+    let rates = measure(&mut net, &[1, 0], 100 * MILLI, 400 * MILLI);
+    let rate = if both {
+        (rates[0] + rates[1]) / 2.0
+    } else {
+        rates[0]
+    };
+    rate / sum / limit(config.most_datagram)
+}
+
+/// The same for one TCP stream over one path.
+pub fn tcp(bits: f64, loss: f64, seed: u64) -> f64 {
+    let (mut net, ends) = (
+        Net::new(vec![Link::new(bits, DELAY), Link::new(bits, DELAY)], seed),
+        [0, 1],
+    );
+    for link in &mut net.links {
+        link.loss = loss;
+    }
+    net.add(Box::new(cubic::Sender::new(1, Rc::from([0]))));
+    net.add(Box::new(cubic::Receiver::new(0, Rc::from([1]))));
+    let rates = measure(&mut net, &ends[1..], 200 * MILLI, 2000 * MILLI);
+    rates[0] / (bits / 8.0) / (1448.0 / 1500.0)
+}
+
+fn percentile(mut all: Vec<Duration>, share: f64) -> Duration {
+    all.sort_unstable();
+    all[((all.len() - 1) as f64 * share) as usize]
+}
+
+/// The 99th percentile of 64 KB messages behind bulk: this protocol, and one TCP stream.
+pub fn behind_bulk(bits: f64, config: &Config, seed: u64) -> (Duration, Duration) {
+    let mut net = pair(&[bits], config, seed);
+    flows(&mut net, 0, 1, bulk(1, 1 << 20));
+    let every = Duration::from_micros(3700);
+    let small = Flow {
+        channel: 2,
+        length: 64 << 10,
+        ahead: 64,
+        every: Some(every),
+        left: u64::MAX,
+    };
+    flows(&mut net, 0, 1, small);
+    net.run_until(1500 * MILLI);
+    let took = &net.end::<Host>(0).took;
+    let own = took
+        .iter()
+        .filter(|(at, channel, _)| *channel == 2 && *at > 100 * MILLI);
+    let own = percentile(own.map(|(_, _, took)| *took).collect(), 0.99);
+    let mut net = Net::new(vec![Link::new(bits, DELAY), Link::new(bits, DELAY)], seed);
+    let mut sender = cubic::Sender::new(1, Rc::from([0]));
+    sender.every = Some((64 << 10, every));
+    net.add(Box::new(sender));
+    net.add(Box::new(cubic::Receiver::new(0, Rc::from([1]))));
+    net.run_until(3000 * MILLI);
+    let took = &net.end::<cubic::Sender>(0).took;
+    let took = took
+        .iter()
+        .filter(|(at, _)| *at > 500 * MILLI)
+        .map(|(_, took)| *took);
+    (own, percentile(took.collect(), 0.99))
+}
+
+/// One of four paths swallows everything from some time on: the longest that a 64 KB message takes
+/// after that, and the longest time without a byte.
+pub fn black_hole(bits: f64, config: &Config, seed: u64) -> (Duration, Duration) {
+    let mut net = pair(&[bits; 4], config, seed);
+    flows(&mut net, 0, 1, bulk(1, 64 << 10));
+    net.run_until(100 * MILLI);
+    let dead = (seed % 4) as usize;
+    (net.links[dead].dead, net.links[4 + dead].dead) = (true, true);
+    net.end::<Host>(1).longest_gap = Duration::ZERO;
+    net.run_until(400 * MILLI);
+    let gap = net.end::<Host>(1).longest_gap;
+    let took = net
+        .end::<Host>(0)
+        .took
+        .iter()
+        .filter(|(at, ..)| *at > 90 * MILLI);
+    (
+        took.map(|(_, _, took)| *took)
+            .max()
+            .unwrap_or(Duration::MAX),
+        gap,
+    )
+}
+
+/// All paths are dead for a while: how long after they heal the first byte comes.
+pub fn outage(bits: f64, config: &Config, seed: u64, dead: Duration) -> Duration {
+    let mut net = pair(&[bits; 4], config, seed);
+    flows(&mut net, 0, 1, bulk(1, 64 << 10));
+    net.run_until(100 * MILLI);
+    net.links.iter_mut().for_each(|link| link.dead = true);
+    net.run_until(100 * MILLI + dead);
+    net.links.iter_mut().for_each(|link| link.dead = false);
+    let before = net.end::<Host>(1).placed;
+    let healed = net.now;
+    while net.end::<Host>(1).placed == before && net.now < healed + 10 * dead {
+        net.run_until(net.now + MILLI / 4);
+    }
+    net.now - healed
+}
+
+/// Several senders to one receiver's link: the share of it that arrives, the least and the largest
+/// part of one sender, and the share of packets that were dropped.
+pub fn incast(senders: usize, bits: f64, config: &Config, seed: u64) -> (f64, f64, f64, f64) {
+    // Link 0 leads to the receiver, 1 away from it; each sender has its own besides.
+    let mut links = vec![Link::new(bits, DELAY), Link::new(bits, DELAY)];
+    links.extend((0..senders).map(|_| Link::new(bits, DELAY)));
+    let mut net = Net::new(links, seed);
+    for at in 0..senders {
+        let there: Route = Rc::from([2 + at, 0]);
+        let back: Route = Rc::from([1]);
+        let seed = seed + 10 * at as u64;
+        let send = Host::new(true, config.clone(), seed, 2 * at + 1, move |_| {
+            there.clone()
+        });
+        let take = Host::new(false, config.clone(), seed + 1, 2 * at, move |_| {
+            back.clone()
+        });
+        net.add(Box::new(send));
+        net.add(Box::new(take));
+        flows(&mut net, 2 * at, 2 * at + 1, bulk(1, 1 << 20));
+    }
+    let ends: Vec<usize> = (0..senders).map(|at| 2 * at + 1).collect();
+    let rates = measure(&mut net, &ends, 100 * MILLI, 500 * MILLI);
+    let sum: f64 = rates.iter().sum();
+    let least = rates.iter().copied().fold(f64::MAX, f64::min) / sum;
+    let most = rates.iter().copied().fold(0.0, f64::max) / sum;
+    let dropped = net.links[0].dropped as f64;
+    let packets = net.links[0].carried as f64 / 1500.0;
+    let share = sum / (bits / 8.0) / limit(config.most_datagram);
+    (share, least, most, dropped / (dropped + packets))
+}
+
+/// Two connections share a link, the second starts later: the first one's part.
+pub fn two_jobs(bits: f64, config: &Config, seed: u64, later: Duration) -> (f64, f64) {
+    let mut net = pair(&[bits], config, seed);
+    flows(&mut net, 0, 1, bulk(1, 1 << 20));
+    net.run_until(later);
+    let (there, back) = (|_| Rc::from([0]), |_| Rc::from([1]));
+    let mut second = Host::new(true, config.clone(), seed + 50, 3, there);
+    // Its clock is another.
+    second.clock = Duration::from_secs(1000);
+    net.add(Box::new(second));
+    net.add(Box::new(Host::new(
+        false,
+        config.clone(),
+        seed + 51,
+        2,
+        back,
+    )));
+    flows(&mut net, 2, 3, bulk(1, 1 << 20));
+    let rates = measure(&mut net, &[1, 3], 300 * MILLI, 1500 * MILLI);
+    let sum = rates[0] + rates[1];
+    (
+        rates[0] / sum,
+        sum / (bits / 8.0) / limit(config.most_datagram),
+    )
+}
+
+/// Beside one cubic stream on one link: this protocol's part, and the share of the link that both have.
+pub fn beside_cubic(bits: f64, config: &Config, seed: u64, cubic_first: bool) -> (f64, f64) {
+    let mut net = pair(&[bits], config, seed);
+    if !cubic_first {
+        flows(&mut net, 0, 1, bulk(1, 1 << 20));
+        net.run_until(200 * MILLI);
+    }
+    net.add(Box::new(cubic::Sender::new(3, Rc::from([0]))));
+    net.add(Box::new(cubic::Receiver::new(2, Rc::from([1]))));
+    if cubic_first {
+        net.run_until(500 * MILLI);
+        flows(&mut net, 0, 1, bulk(1, 1 << 20));
+        net.end::<Host>(0).again();
+        net.end::<Host>(1).again();
+        net.poke(1);
+        net.poke(0);
+    }
+    let rates = measure(&mut net, &[1, 3], 2000 * MILLI, 4000 * MILLI);
+    let sum = rates[0] + rates[1];
+    (
+        rates[0] / sum,
+        sum / (bits / 8.0) / limit(config.most_datagram),
+    )
+}
