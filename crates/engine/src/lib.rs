@@ -34,6 +34,7 @@ pub mod slots;
 pub mod stats;
 mod sync;
 pub mod sys;
+pub mod udp;
 pub mod worker;
 pub mod zerocopy;
 
