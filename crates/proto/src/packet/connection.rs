@@ -36,6 +36,8 @@ const PING_EVERY: u64 = 16;
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
 /// Times that a path is silent before it is dropped.
 const SILENCES: u32 = 2;
+/// The floor of patience grows to this if packets are late and not lost.
+const WIDEST_FLOOR: Duration = Duration::from_millis(5);
 /// Packets that say that the connection is over.
 const FAREWELLS: u8 = 3;
 
@@ -657,9 +659,9 @@ impl Connection {
         {
             self.outage = 0;
             let held = Duration::from_micros(u64::from(ack.held));
-            if newest.fate == Fate::Flying {
-                self.trip.sample(now.saturating_sub(newest.at), held);
-            }
+            // Of one that was taken for lost as well: numbers are never used twice, so it is exact, and
+            // it is what makes patience longer where processes wait for processors.
+            self.trip.sample(now.saturating_sub(newest.at), held);
         }
         for heard in ack.heard() {
             let marked = heard.marked > 0;
@@ -687,6 +689,8 @@ impl Connection {
             if before == Fate::Lost {
                 self.stats.late += 1;
                 self.reordering.was_late();
+                let wider = self.config.floor + self.config.floor / 8;
+                self.config.floor = wider.min(WIDEST_FLOOR.max(self.config.floor));
             } else {
                 self.congestion
                     .arrived(path, size, (at, limited), &self.trip, now);
