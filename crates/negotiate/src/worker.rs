@@ -188,9 +188,23 @@ impl Worker {
         if let Some(schedule) = &mut self.schedule {
             schedule.here += usize::from(new == Scheduled::InStep);
             schedule.thaw |= new == Scheduled::No;
+            if new == Scheduled::No {
+                self.withdraw();
+            }
             self.advance();
         }
         true
+    }
+
+    /// The step that waits to be launched was only the beginning of a burst, which is in no step as a
+    /// whole. The launch raises its flag then, and the whole burst is negotiated: two launches, where
+    /// the step, the flag after it and the rest of the burst were three.
+    fn withdraw(&mut self) {
+        for (_, action) in &mut self.actions {
+            if let Action::Frozen { real, .. } = action {
+                *real = false;
+            }
+        }
     }
 
     /// Where in the frozen schedule it belongs.

@@ -519,6 +519,22 @@ fn steady_bursts_are_frozen_and_their_submissions_may_come_in_any_order() {
     assert_eq!(world.logs[&0].len(), 100);
 }
 
+/// All ranks submit the frozen step first, and then what is in no step.
+#[test]
+fn a_burst_that_begins_with_a_frozen_step_is_one_launch() {
+    for seed in 0..20 {
+        let mut plan = steady(3, 10);
+        plan.rounds = vec![(vec![0], vec![0]); 10];
+        plan.rounds.push((vec![0, 1, 2], vec![seed]));
+        plan.bursts = true;
+        plan.seed = seed;
+        let mut world = World::new(plan);
+        assert!(world.run() >= 6);
+        let real = |ranks: &&BTreeMap<_, (_, bool)>| ranks.values().all(|(_, real)| *real);
+        assert_eq!(world.logs[&0].iter().filter(real).count(), 11);
+    }
+}
+
 /// Ranks 0 and 1 have a set of their own, and rank 2 ends out of a frozen schedule.
 #[test]
 fn a_set_goes_on_without_a_rank_that_is_not_in_it() {
