@@ -3,12 +3,13 @@
 //! Sans-IO: messages go in with [`Coordinator::receive`], time with [`Coordinator::tick`], and what
 //! is to be sent to *every* rank comes out of [`Coordinator::take`].
 //!
-//! Cached answers are numbered from 1 and a number is never used twice, so an announcement of one
-//! that was evicted is recognised: it is ignored, and its rank, which learns of the eviction in the
-//! stream of answers, announces in full. An answer is evicted only while no rank's announcement of
-//! its name is counted, so the second announcement cannot be counted twice.
+//! Beside it: the answers it remembers (`answers`), which of them are launched together (`fusion`), and
+//! when the last launches become a schedule (`history`).
 
+use crate::answers::{Answers, Key};
 use crate::check;
+use crate::fusion;
+use crate::history::History;
 use crate::wire::{Answer, Down, Kind, Part, Request, Up};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -48,10 +49,6 @@ impl Default for Policy {
 
 /// The name of the launch by which all ranks learn that a first one has joined.
 pub const JOINING: &str = "joining";
-/// The longest schedule, in steps.
-const LONGEST: usize = 16;
-/// The most repeats that are asked for, however often a schedule was left.
-const MOST_REPEATS: usize = 64;
 
 /// A moment of a negotiation, for the timeline.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,18 +76,11 @@ pub enum Moment {
     Cycle,
 }
 
-type Key = (u32, String);
-
 struct Entry {
     /// By member.
     requests: BTreeMap<u32, Arc<Request>>,
     since: u64,
     warned: bool,
-}
-
-struct Cached {
-    answer: Arc<Answer>,
-    used: u64,
 }
 
 /// See the module's text.
@@ -107,16 +97,8 @@ pub struct Coordinator {
     last_joined: u32,
     /// Ranks that have ended well. What needs them is an error; the rest goes on.
     left: BTreeSet<u32>,
-    /// To be evicted after the launches of this round; see the module's text.
-    evicting: Vec<u32>,
-    cache: HashMap<u32, Cached>,
-    numbers: HashMap<Key, u32>,
-    next_number: u32,
-    uses: u64,
-    /// The steps given out lately, as cached numbers; cleared by anything that cannot be repeated.
-    history: VecDeque<Vec<u32>>,
-    /// Repeats that are needed now: more after each thaw, so that a bad schedule costs little.
-    needed: usize,
+    answers: Answers,
+    history: History,
     out: Vec<Down>,
     events: Vec<Event>,
     warnings: Vec<String>,
@@ -132,7 +114,8 @@ impl Coordinator {
             all.insert(index as u32 + 1, ranks.clone());
         }
         Self {
-            needed: policy.repeats,
+            answers: Answers::new(policy.cache),
+            history: History::new(policy.repeats, policy.frozen_bytes),
             next_set: all.len() as u32,
             policy,
             size,
@@ -144,12 +127,6 @@ impl Coordinator {
             joined: BTreeSet::new(),
             last_joined: 0,
             left: BTreeSet::new(),
-            evicting: Vec::new(),
-            cache: HashMap::new(),
-            numbers: HashMap::new(),
-            next_number: 1,
-            uses: 0,
-            history: VecDeque::new(),
             out: Vec::new(),
             events: Vec::new(),
             warnings: Vec::new(),
@@ -219,7 +196,7 @@ impl Coordinator {
                 }
                 let known: Vec<_> = hits
                     .iter()
-                    .filter_map(|hit| self.cache.get(hit).map(|c| self.own(rank, &c.answer)))
+                    .filter_map(|hit| self.answers.get(*hit).map(|a| self.own(rank, a)))
                     .collect();
                 let new = requests.into_iter().map(Arc::new);
                 let mut ready = Vec::new();
@@ -301,8 +278,7 @@ impl Coordinator {
     fn thawed(&mut self, epoch: u32) {
         self.epoch = epoch;
         self.frozen = false;
-        self.history.clear();
-        self.needed = (self.needed * 2).min(MOST_REPEATS);
+        self.history.thawed();
     }
 
     /// What `rank` must have requested to get this answer.
@@ -417,15 +393,17 @@ impl Coordinator {
         }
         while let Some(first) = answers.pop_front() {
             let mut parts = vec![first];
-            self.fuse(&mut parts, &mut answers);
-            self.remember(&parts);
+            fusion::fuse(&mut parts, &mut answers, &self.answers, self.policy.fusion);
+            self.history.note(&parts, &self.answers);
             self.out.push(Down::Launch(parts));
         }
-        self.evict();
-        if !self.evicting.is_empty() {
+        if self.answers.evict(|key| self.table.contains_key(key)) {
+            self.history.clear();
+        }
+        let evicted = self.answers.take_evicted();
+        if !evicted.is_empty() {
             // After the launches: by then nobody waits for an answer under these numbers.
-            let numbers = std::mem::take(&mut self.evicting);
-            self.out.push(Down::Evict(numbers));
+            self.out.push(Down::Evict(evicted));
         }
         self.freeze();
     }
@@ -437,22 +415,18 @@ impl Coordinator {
         let kind = requests[0].kind;
         self.event(&key.1, kind, Moment::End);
         let partial = requests.len() < self.sets.get(&key.0)?.len();
-        let number = self.numbers.get(key).copied();
+        let number = self.answers.number(key);
         // All of them repeat what is cached?
         if let Some(number) = number
             && !partial
-            && let Some(cached) = self.cache.get(&number)
+            && let Some(answer) = self.answers.get(number).cloned()
         {
-            let answer = cached.answer.clone();
             let repeated = entry
                 .requests
                 .iter()
                 .all(|(rank, request)| *self.own(*rank, &answer) == **request);
             if repeated {
-                self.uses += 1;
-                if let Some(cached) = self.cache.get_mut(&number) {
-                    cached.used = self.uses;
-                }
+                self.answers.used(number);
                 return Some(Part::Known(number));
             }
         }
@@ -460,8 +434,10 @@ impl Coordinator {
         if answer.error.is_empty() {
             self.act(&mut answer);
         }
-        if let Some(number) = number {
-            self.forget(number);
+        if let Some(number) = number
+            && self.answers.forget(number)
+        {
+            self.history.clear();
         }
         let keeps = matches!(
             kind,
@@ -472,19 +448,12 @@ impl Coordinator {
                 | Kind::Broadcast
                 | Kind::Reducescatter
         );
-        let mut number = 0;
         let answer = Arc::new(answer);
-        if keeps && answer.error.is_empty() && !partial && self.policy.cache > 0 {
-            number = self.next_number;
-            self.next_number += 1;
-            self.uses += 1;
-            self.numbers.insert(key.clone(), number);
-            let cached = Cached {
-                answer: answer.clone(),
-                used: self.uses,
-            };
-            self.cache.insert(number, cached);
-        }
+        let number = if keeps && answer.error.is_empty() && !partial {
+            self.answers.keep(key, &answer)
+        } else {
+            0
+        };
         Some(Part::New(number, answer))
     }
 
@@ -512,134 +481,25 @@ impl Coordinator {
                     -1
                 };
                 self.table.retain(|key, _| key.0 != set || set == 0);
-                let gone: Vec<u32> = self
-                    .numbers
-                    .iter()
-                    .filter(|(key, _)| key.0 == set && set != 0)
-                    .map(|(_, number)| *number)
-                    .collect();
-                for number in gone {
-                    self.forget(number);
+                if set != 0 && self.answers.forget_set(set) {
+                    self.history.clear();
                 }
             }
             _ => {}
         }
     }
 
-    fn forget(&mut self, number: u32) {
-        if let Some(cached) = self.cache.remove(&number) {
-            let request = &cached.answer.request;
-            self.numbers.remove(&(request.set, request.name.clone()));
-            self.history.clear();
-            self.evicting.push(number);
-        }
-    }
-
-    /// Drops the least recently used answers that nobody has announced.
-    fn evict(&mut self) {
-        if self.cache.len() <= self.policy.cache {
-            return;
-        }
-        let mut by_use: Vec<(u64, u32)> = self.cache.iter().map(|(n, c)| (c.used, *n)).collect();
-        by_use.sort_unstable();
-        let mut excess = self.cache.len() - self.policy.cache;
-        for (_, number) in by_use {
-            if excess == 0 {
-                break;
-            }
-            let request = &self.cache[&number].answer.request;
-            if !self
-                .table
-                .contains_key(&(request.set, request.name.clone()))
-            {
-                self.forget(number);
-                excess -= 1;
-            }
-        }
-    }
-
-    fn answer_of(&self, part: &Part) -> Option<Arc<Answer>> {
-        match part {
-            Part::New(_, answer) => Some(answer.clone()),
-            Part::Known(number) => self.cache.get(number).map(|c| c.answer.clone()),
-        }
-    }
-
-    /// Moves from `others` to `parts` what can be launched together with its first. Others may be
-    /// passed over for it, up to the threshold.
-    fn fuse(&self, parts: &mut Vec<Part>, others: &mut VecDeque<Part>) {
-        let Some(first) = self.answer_of(&parts[0]) else {
-            return;
-        };
-        let Some(dtype) = fusible(&first) else {
-            return;
-        };
-        let mut bytes = bytes_of(&first.request);
-        let mut passed = 0;
-        let mut index = 0;
-        while index < others.len() && bytes + passed <= self.policy.fusion {
-            let Some(other) = self.answer_of(&others[index]) else {
-                return;
-            };
-            let (a, b) = (&first.request, &other.request);
-            let size = bytes_of(b);
-            let fits = fusible(&other) == Some(dtype)
-                && (a.set, a.op, a.gpu, a.factors) == (b.set, b.op, b.gpu, b.factors)
-                && bytes + size <= self.policy.fusion;
-            if fits {
-                bytes += size;
-                parts.extend(others.remove(index));
-            } else {
-                passed += size;
-                index += 1;
-            }
-        }
-    }
-
-    /// Notes what was given out, for the schedule.
-    fn remember(&mut self, parts: &[Part]) {
-        let mut step = Vec::with_capacity(parts.len());
-        let mut bytes = 0;
-        for part in parts {
-            match (part, self.answer_of(part)) {
-                (Part::Known(number), Some(answer))
-                    if answer.request.set == 0 && freezable(&answer) =>
-                {
-                    bytes += bytes_of(&answer.request);
-                    step.push(*number);
-                }
-                _ => return self.history.clear(),
-            }
-        }
-        if bytes > self.policy.frozen_bytes {
-            return self.history.clear();
-        }
-        // The order within a launch is the last announcement's, and means nothing.
-        step.sort_unstable();
-        self.history.push_back(step);
-        if self.history.len() > LONGEST * self.needed {
-            self.history.pop_front();
-        }
-    }
-
-    /// Freezes where the last steps are one sequence, often enough in a row.
+    /// Freezes where the last launches are one sequence.
     fn freeze(&mut self) {
-        if self.needed == 0 || self.frozen || !self.joined.is_empty() || !self.left.is_empty() {
+        if self.frozen || !self.joined.is_empty() || !self.left.is_empty() {
             return;
         }
-        let steps = self.history.make_contiguous();
-        for period in 1..=LONGEST.min(steps.len() / self.needed) {
-            let tail = &steps[steps.len() - period * self.needed..];
-            if tail[period..] == tail[..tail.len() - period] {
-                self.epoch += 1;
-                self.frozen = true;
-                // What was announced for the old epoch is announced again.
-                self.table.clear();
-                let schedule = tail[..period].to_vec();
-                self.history.clear();
-                self.out.push(Down::Freeze(self.epoch, schedule));
-                return;
-            }
+        if let Some(schedule) = self.history.schedule() {
+            self.epoch += 1;
+            self.frozen = true;
+            // What was announced for the old epoch is announced again.
+            self.table.clear();
+            self.out.push(Down::Freeze(self.epoch, schedule));
         }
     }
 
@@ -708,29 +568,4 @@ fn ranks_text(ranks: &[u32]) -> String {
         if ranks.len() == 1 { "" } else { "s" },
         list.join(", ")
     )
-}
-
-fn bytes_of(request: &Request) -> u64 {
-    let sizes = request.tensors.iter();
-    sizes
-        .map(|t| t.elements() * check::element_bytes(t.dtype))
-        .sum()
-}
-
-/// The dtype in which this answer can be launched together with others.
-fn fusible(answer: &Answer) -> Option<u8> {
-    let tensors = &answer.request.tensors;
-    let first = tensors.first()?;
-    (answer.request.kind == Kind::Allreduce
-        && answer.error.is_empty()
-        && tensors.iter().all(|t| t.dtype == first.dtype))
-    .then_some(first.dtype)
-}
-
-/// Whether a flag can travel with it: the sum of some flags must not wrap around to nothing.
-fn freezable(answer: &Answer) -> bool {
-    fusible(answer).is_some_and(|dtype| {
-        let name = check::DTYPES[usize::from(dtype)].0;
-        name.contains("float") || name == "int32" || name == "int64"
-    }) && answer.request.tensors.iter().any(|t| t.elements() > 0)
 }

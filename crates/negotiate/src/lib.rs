@@ -8,7 +8,8 @@
 //!
 //! - [`wire`]: what is said, and its bytes.
 //! - [`check`]: whether the ranks' requests fit together; the error text where they do not.
-//! - [`coordinator`]: counts announcements, answers, fuses, keeps the cache, decides to freeze.
+//! - [`coordinator`]: counts announcements and answers. It uses `answers` (those it remembers),
+//!   `fusion` (which are launched together) and `history` (when they become a schedule).
 //! - [`worker`]: one rank: what it has submitted, what it must launch, the frozen schedule.
 //! - [`link`]: threads and sockets that carry the messages. It alone does I/O, with `stream`.
 //! - `stream`: how a connection begins, and where a message on it ends.
@@ -26,17 +27,21 @@
 //! element, or where all ranks share a machine in its memory, just before it. A rank that wants
 //! anything else launches the next step of the schedule all the same, with zeros and the flag raised
 //! (a *dummy*; with shared memory nothing but the flag). All ranks see the flag in that one step,
-//! discard its result (or do not begin it), and announce what they have anew, in the next *epoch*. Safety: in a frozen epoch each
-//! rank launches steps of one agreed sequence, one at a time, and ends the epoch at the first step
-//! whose flag is up, which is the same step for all, as the flag is part of the reduction. Liveness:
-//! a rank that raises the flag says so to all through the coordinator, and a rank that has nothing
-//! to launch then launches a dummy too. An announcement carries its epoch; one of an ended epoch is
-//! dropped, and its rank makes it again in the new one.
+//! discard its result (or do not begin it), and announce what they have anew, in the next *epoch*.
+//!
+//! Safety: in a frozen epoch each rank launches steps of one agreed sequence, one at a time, and ends
+//! the epoch at the first step whose flag is up. That is the same step for all, because the flag is
+//! part of the reduction. Liveness: a rank that raises the flag says so to all through the
+//! coordinator, and a rank that has nothing to launch then launches a dummy too. An announcement
+//! carries its epoch; one of an ended epoch is dropped, and its rank makes it again in the new one.
 
+mod answers;
 pub mod check;
 pub mod coordinator;
+mod fusion;
 pub mod gate;
 pub mod gather;
+mod history;
 pub mod link;
 mod stream;
 mod sys;

@@ -7,7 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
-const MAGIC: [u8; 4] = *b"EvN1";
+const MAGIC: [u8; 4] = *b"EvN2";
 /// No message of a sane job is longer.
 const LONGEST_FRAME: usize = 64 << 20;
 

@@ -1,19 +1,26 @@
 //! What ranks and the coordinator say to each other, and its form as bytes.
 //!
-//! Numbers are LEB128 varints (signed ones zigzag), texts and lists carry their length first. A
-//! reader checks every length against what is left, so that no input makes it panic or allocate more
-//! than it was sent.
+//! The bytes are postcard's: varints, texts and lists behind their length. No input makes a reader
+//! panic, or allocate much more than it was sent.
 
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use thiserror::Error;
 
 /// Bytes that are no message.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("a message between ranks is malformed at byte {0}")]
-pub struct WireError(pub usize);
+pub enum WireError {
+    /// Its fields cannot be read.
+    #[error("a message between ranks is malformed: {0}")]
+    Malformed(#[from] postcard::Error),
+    /// Bytes follow it.
+    #[error("a message between ranks is malformed: {0} bytes follow its end")]
+    Rest(usize),
+}
 
 /// What a request wants done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Kind {
     /// Reduce over all ranks.
@@ -77,7 +84,7 @@ impl Kind {
 }
 
 /// One tensor of a request. `label` is its name where a request has several.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Meta {
     /// Index into [`crate::check::DTYPES`].
     pub dtype: u8,
@@ -96,7 +103,7 @@ impl Meta {
 }
 
 /// What one rank wants done: a group of tensors under one name.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Request {
     /// The same on all ranks; unique among what a rank has in flight in this process set.
     pub name: String,
@@ -119,7 +126,7 @@ pub struct Request {
 }
 
 /// What was agreed on a request. Equal on all ranks.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
     /// The request of the first member; where ranks may differ, `rows` and `splits` say how.
     pub request: Request,
@@ -133,7 +140,7 @@ pub struct Answer {
 }
 
 /// One answer of a fused launch, by number where the ranks have it already.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Part {
     /// The cached answer of that number.
     Known(u32),
@@ -142,7 +149,7 @@ pub enum Part {
 }
 
 /// From a rank to the coordinator.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Up {
     /// What the rank has submitted: cached numbers, and requests.
     Announce {
@@ -162,7 +169,7 @@ pub enum Up {
 }
 
 /// From the coordinator to every rank, in one order.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Down {
     /// Launch these together.
     Launch(Vec<Part>),
@@ -178,170 +185,15 @@ pub enum Down {
     Abort(String),
 }
 
-/// Appends values to a buffer.
-#[derive(Default)]
-struct Writer(Vec<u8>);
-
-impl Writer {
-    fn number(&mut self, mut value: u64) {
-        while value >= 0x80 {
-            self.0.push((value as u8) | 0x80);
-            value >>= 7;
-        }
-        self.0.push(value as u8);
-    }
-    fn signed(&mut self, value: i64) {
-        self.number(((value << 1) ^ (value >> 63)) as u64);
-    }
-    fn text(&mut self, text: &str) {
-        self.number(text.len() as u64);
-        self.0.extend_from_slice(text.as_bytes());
-    }
-    fn real(&mut self, value: f64) {
-        self.0.extend_from_slice(&value.to_bits().to_le_bytes());
-    }
-    fn list<T>(&mut self, items: &[T], mut each: impl FnMut(&mut Self, &T)) {
-        self.number(items.len() as u64);
-        for item in items {
-            each(self, item);
-        }
-    }
-    fn numbers(&mut self, items: &[u64]) {
-        self.list(items, |w, n| w.number(*n));
-    }
-    fn short(&mut self, items: &[u32]) {
-        self.list(items, |w, n| w.number(u64::from(*n)));
-    }
-    fn request(&mut self, r: &Request) {
-        self.text(&r.name);
-        self.number(u64::from(r.set));
-        self.0.push(r.kind as u8);
-        self.list(&r.tensors, |w, meta| {
-            w.0.push(meta.dtype);
-            w.numbers(&meta.shape);
-            w.text(&meta.label);
-        });
-        self.0.push(u8::from(r.gpu));
-        self.0.push(r.op);
-        self.number(u64::from(r.root));
-        self.real(r.factors.0);
-        self.real(r.factors.1);
-        self.numbers(&r.splits);
-    }
-    fn answer(&mut self, a: &Answer) {
-        self.request(&a.request);
-        self.list(&a.rows, |w, row| w.numbers(row));
-        self.signed(a.value);
-        self.text(&a.error);
-    }
+fn encode(message: &impl Serialize) -> Vec<u8> {
+    // A list knows its length and memory grows, so nothing is left that can fail.
+    postcard::to_allocvec(message).expect("memory grows")
 }
 
-/// Takes values from a buffer.
-struct Reader<'a> {
-    bytes: &'a [u8],
-    at: usize,
-}
-
-impl Reader<'_> {
-    fn bad<T>(&self) -> Result<T, WireError> {
-        Err(WireError(self.at))
-    }
-    fn byte(&mut self) -> Result<u8, WireError> {
-        let Some(&byte) = self.bytes.get(self.at) else {
-            return self.bad();
-        };
-        self.at += 1;
-        Ok(byte)
-    }
-    fn number(&mut self) -> Result<u64, WireError> {
-        let mut value = 0u64;
-        for shift in (0..64).step_by(7) {
-            let byte = self.byte()?;
-            value |= u64::from(byte & 0x7f) << shift;
-            if byte & 0x80 == 0 {
-                return Ok(value);
-            }
-        }
-        self.bad()
-    }
-    fn short(&mut self) -> Result<u32, WireError> {
-        u32::try_from(self.number()?).map_err(|_| WireError(self.at))
-    }
-    fn signed(&mut self) -> Result<i64, WireError> {
-        let value = self.number()?;
-        Ok((value >> 1) as i64 ^ -((value & 1) as i64))
-    }
-    fn slice(&mut self, length: usize) -> Result<&[u8], WireError> {
-        let end = self.at.checked_add(length).ok_or(WireError(self.at))?;
-        let Some(slice) = self.bytes.get(self.at..end) else {
-            return self.bad();
-        };
-        self.at = end;
-        Ok(slice)
-    }
-    fn text(&mut self) -> Result<String, WireError> {
-        let at = self.at;
-        let length = usize::try_from(self.number()?).map_err(|_| WireError(at))?;
-        String::from_utf8(self.slice(length)?.to_vec()).map_err(|_| WireError(at))
-    }
-    fn real(&mut self) -> Result<f64, WireError> {
-        let mut bits = [0; 8];
-        bits.copy_from_slice(self.slice(8)?);
-        Ok(f64::from_bits(u64::from_le_bytes(bits)))
-    }
-    fn list<T>(
-        &mut self,
-        mut each: impl FnMut(&mut Self) -> Result<T, WireError>,
-    ) -> Result<Vec<T>, WireError> {
-        let count = self.number()?;
-        // Every item takes a byte at least.
-        if count > (self.bytes.len() - self.at) as u64 {
-            return self.bad();
-        }
-        (0..count).map(|_| each(self)).collect()
-    }
-    fn numbers(&mut self) -> Result<Vec<u64>, WireError> {
-        self.list(Self::number)
-    }
-    fn shorts(&mut self) -> Result<Vec<u32>, WireError> {
-        self.list(Self::short)
-    }
-    fn request(&mut self) -> Result<Request, WireError> {
-        Ok(Request {
-            name: self.text()?,
-            set: self.short()?,
-            kind: {
-                let number = self.byte()?;
-                Kind::from_number(number).ok_or(WireError(self.at))?
-            },
-            tensors: self.list(|r| {
-                Ok(Meta {
-                    dtype: r.byte()?,
-                    shape: r.numbers()?,
-                    label: r.text()?,
-                })
-            })?,
-            gpu: self.byte()? != 0,
-            op: self.byte()?,
-            root: self.short()?,
-            factors: (self.real()?, self.real()?),
-            splits: self.numbers()?,
-        })
-    }
-    fn answer(&mut self) -> Result<Answer, WireError> {
-        Ok(Answer {
-            request: self.request()?,
-            rows: self.list(Self::numbers)?,
-            value: self.signed()?,
-            error: self.text()?,
-        })
-    }
-    fn end<T>(self, value: T) -> Result<T, WireError> {
-        if self.at == self.bytes.len() {
-            Ok(value)
-        } else {
-            self.bad()
-        }
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
+    match postcard::take_from_bytes(bytes)? {
+        (message, []) => Ok(message),
+        (_, rest) => Err(WireError::Rest(rest.len())),
     }
 }
 
@@ -349,32 +201,7 @@ impl Up {
     /// As bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut w = Writer::default();
-        match self {
-            Self::Announce {
-                epoch,
-                hits,
-                requests,
-            } => {
-                w.0.push(0);
-                w.number(u64::from(*epoch));
-                w.short(hits);
-                w.list(requests, Writer::request);
-            }
-            Self::Thaw(epoch) => {
-                w.0.push(1);
-                w.number(u64::from(*epoch));
-            }
-            Self::Shutdown(epoch) => {
-                w.0.push(2);
-                w.number(u64::from(*epoch));
-            }
-            Self::Failed(reason) => {
-                w.0.push(3);
-                w.text(reason);
-            }
-        }
-        w.0
+        encode(self)
     }
 
     /// From bytes.
@@ -382,19 +209,7 @@ impl Up {
     /// # Errors
     /// Where they are no such message.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
-        let mut r = Reader { bytes, at: 0 };
-        let message = match r.byte()? {
-            0 => Self::Announce {
-                epoch: r.short()?,
-                hits: r.shorts()?,
-                requests: r.list(Reader::request)?,
-            },
-            1 => Self::Thaw(r.short()?),
-            2 => Self::Shutdown(r.short()?),
-            3 => Self::Failed(r.text()?),
-            _ => return r.bad(),
-        };
-        r.end(message)
+        decode(bytes)
     }
 }
 
@@ -402,41 +217,7 @@ impl Down {
     /// As bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut w = Writer::default();
-        match self {
-            Self::Launch(parts) => {
-                w.0.push(0);
-                w.list(parts, |w, part| match part {
-                    Part::Known(number) => w.number(u64::from(*number) << 1),
-                    Part::New(number, answer) => {
-                        w.number(u64::from(*number) << 1 | 1);
-                        w.answer(answer);
-                    }
-                });
-            }
-            Self::Evict(numbers) => {
-                w.0.push(1);
-                w.short(numbers);
-            }
-            Self::Freeze(epoch, steps) => {
-                w.0.push(2);
-                w.number(u64::from(*epoch));
-                w.list(steps, |w, step| w.short(step));
-            }
-            Self::Thaw(epoch) => {
-                w.0.push(3);
-                w.number(u64::from(*epoch));
-            }
-            Self::Shutdown(rank) => {
-                w.0.push(4);
-                w.number(u64::from(*rank));
-            }
-            Self::Abort(reason) => {
-                w.0.push(5);
-                w.text(reason);
-            }
-        }
-        w.0
+        encode(self)
     }
 
     /// From bytes.
@@ -444,24 +225,98 @@ impl Down {
     /// # Errors
     /// Where they are no such message.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
-        let mut r = Reader { bytes, at: 0 };
-        let message = match r.byte()? {
-            0 => Self::Launch(r.list(|r| {
-                let number = r.number()?;
-                let id = u32::try_from(number >> 1).map_err(|_| WireError(r.at))?;
-                Ok(if number & 1 == 0 {
-                    Part::Known(id)
-                } else {
-                    Part::New(id, Arc::new(r.answer()?))
-                })
-            })?),
-            1 => Self::Evict(r.shorts()?),
-            2 => Self::Freeze(r.short()?, r.list(Reader::shorts)?),
-            3 => Self::Thaw(r.short()?),
-            4 => Self::Shutdown(r.short()?),
-            5 => Self::Abort(r.text()?),
-            _ => return r.bad(),
-        };
-        r.end(message)
+        decode(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn request() -> impl Strategy<Value = Request> {
+        let meta = (any::<u8>(), prop::collection::vec(any::<u64>(), 0..4), ".*");
+        let meta = meta.prop_map(|(dtype, shape, label)| Meta {
+            dtype,
+            shape,
+            label,
+        });
+        (
+            ".*",
+            any::<(u32, bool, u8, u32)>(),
+            0..Kind::ALL.len() as u8,
+            prop::collection::vec(meta, 0..4),
+            any::<(u64, u64)>(),
+            prop::collection::vec(any::<u64>(), 0..4),
+        )
+            .prop_map(
+                |(name, (set, gpu, op, root), kind, tensors, factors, splits)| Request {
+                    name,
+                    set,
+                    kind: Kind::from_number(kind).expect("a kind"),
+                    tensors,
+                    gpu,
+                    op,
+                    root,
+                    factors: (factors.0 as f64, 1.0 / (factors.1 as f64 + 0.5)),
+                    splits,
+                },
+            )
+    }
+
+    fn answer() -> impl Strategy<Value = Arc<Answer>> {
+        let rows = prop::collection::vec(prop::collection::vec(any::<u64>(), 0..4), 0..4);
+        (request(), rows, any::<i64>(), ".*").prop_map(|(request, rows, value, error)| {
+            Arc::new(Answer {
+                request,
+                rows,
+                value,
+                error,
+            })
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(
+            requests in prop::collection::vec(request(), 0..4),
+            answers in prop::collection::vec(answer(), 0..4),
+            hits in prop::collection::vec(any::<u32>(), 0..9),
+            epoch: u32,
+        ) {
+            let up = Up::Announce { epoch, hits: hits.clone(), requests };
+            prop_assert_eq!(Up::decode(&up.encode()), Ok(up));
+            let new = answers.into_iter().map(|answer| Part::New(epoch, answer));
+            let parts = hits.iter().map(|hit| Part::Known(*hit)).chain(new).collect();
+            let down = Down::Launch(parts);
+            prop_assert_eq!(Down::decode(&down.encode()), Ok(down));
+            let down = Down::Freeze(epoch, vec![hits; 2]);
+            prop_assert_eq!(Down::decode(&down.encode()), Ok(down));
+        }
+
+        /// Strangers may send anything: no panic, and nothing that is cut off or goes on is taken.
+        #[test]
+        fn other_bytes_are_refused(
+            bytes in prop::collection::vec(any::<u8>(), 0..64),
+            request in request(),
+            at: prop::sample::Index,
+            to: u8,
+        ) {
+            let _ = (Up::decode(&bytes), Down::decode(&bytes));
+            let good = Up::Announce { epoch: 1, hits: vec![], requests: vec![request] }.encode();
+            prop_assert!(Up::decode(&good[..at.index(good.len())]).is_err());
+            prop_assert!(Up::decode(&[&good[..], &[to]].concat()).is_err());
+            let mut other = good.clone();
+            other[at.index(good.len())] = to;
+            let _ = Up::decode(&other);
+        }
+    }
+
+    /// A length is believed only as far as bytes follow.
+    #[test]
+    fn a_length_alone_takes_no_memory() {
+        let mut bytes = vec![0, 1]; // Announce, epoch 1
+        bytes.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]); // 2^63 hits
+        assert!(Up::decode(&bytes).is_err());
     }
 }
