@@ -1,4 +1,4 @@
-"""What each form on the wire costs in accuracy: a small CNN on scikit-learn's digits, on a CPU.
+"""What each form costs in accuracy: a small CNN on scikit-learn's digits, on a CPU.
 
     python benchmarks/accuracy_digits.py [--seeds 5] [--epochs 25] [--only sgd:topk,adamw:int8] \
         [--ranks 2] [--guard-steps 0] [--json FILE]

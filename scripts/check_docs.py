@@ -4,8 +4,8 @@ Links and anchors lead somewhere, in Markdown and where code names a page, and t
 names are there. Every page of docs/ is
 reached from docs/README.md. No page is longer than 400 lines, README.md not longer than 120. Pages
 that say what to do have no sentence of more than 40 words. Words that a reader with English as a
-second language stumbles over, or that name twice what has a name, are not used, neither in pages
-nor in what the program says: help texts, messages, errors.
+second language stumbles over, or that name twice what has a name, are not used: not in pages, not
+in what the program says (help texts, messages, errors), not in comments and docstrings.
 
     python scripts/check_docs.py
 """
@@ -13,9 +13,11 @@ nor in what the program says: help texts, messages, errors.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +34,7 @@ FOR_DOING = (
     "docs/troubleshooting",
 )
 
-# "Two streams a communicator" is idiom; "two streams per communicator" is clear.
+# A rate is written "two streams per communicator".
 _COUNTED = (
     "bytes?|steps?|ranks?|streams?|cards?|slots?|rows?|buckets?|GPUs|processes|NICs?|threads?|lines?"
     "|[KMGkm]i?B|ms|us"
@@ -59,6 +61,8 @@ WORDS: dict[str, str] = {
     r"on the wire": "between nodes, or on the network",
     r"(images|samples|sequences|tokens)/s an? \w+": "per, as in: images/s per GPU",
     rf"({_COUNTED}) an? ({_EACH})": "per",
+    rf"or more an? ({_EACH})": "per",
+    r"([KMGkm]?i?B|[Bb]ytes|[Bb]its) an? second": "per",
     r"shall": "must, or the plain verb",
     r"whilst|thereof|thereby|therein|wherein|heretofore": "a plain word",
 }
@@ -186,10 +190,7 @@ def check_text(page: Path) -> Iterator[str]:
                         f"{sentence[:60].strip()}..."
                     )
     for number, line in prose(text):
-        plain = re.sub(r"`[^`]*`", "", line)
-        for pattern, better in WORDS.items():
-            if found := re.search(rf"\b(?:{pattern})\b", plain, re.IGNORECASE):
-                yield f"{page}:{number}: {found[0]!r}: write {better}"
+        yield from _words(page, number, re.sub(r"`[^`]*`", "", line))
 
 
 def said(source: str) -> Iterator[tuple[int, str]]:
@@ -215,9 +216,37 @@ def said(source: str) -> Iterator[tuple[int, str]]:
 def check_said(module: Path) -> Iterator[str]:
     """Words of help texts, messages and errors."""
     for number, text in said(module.read_text(encoding="utf-8")):
-        for pattern, better in WORDS.items():
-            if found := re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
-                yield f"{module}:{number}: {found[0]!r}: write {better}"
+        yield from _words(module, number, text)
+
+
+def comments(source: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of comments and docstrings, of Python and of Rust."""
+    text = source.read_text(encoding="utf-8")
+    if source.suffix == ".rs":
+        for number, line in enumerate(text.splitlines(), 1):
+            if found := re.search(r"(?:^|\s)//[/!]?\s?(.*)", line):
+                yield number, found[1]
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = ast.get_docstring(node, clean=False) or ""
+            for number, line in enumerate(words.splitlines(), node.body[0].lineno if words else 0):
+                yield number, line
+
+
+def check_comments(source: Path) -> Iterator[str]:
+    """Words of comments and docstrings."""
+    for number, text in comments(source):
+        yield from _words(source, number, re.sub(r"`[^`]*`", "", text))
+
+
+def _words(where: Path, number: int, text: str) -> Iterator[str]:
+    for pattern, better in WORDS.items():
+        if found := re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE):
+            yield f"{where}:{number}: {found[0]!r}: write {better}"
 
 
 def main() -> int:
@@ -227,6 +256,8 @@ def main() -> int:
         problems += check_text(page)
     for module in tracked("python/evener/**.py"):
         problems += check_said(module)
+    for source in tracked("*.py", "*.rs"):
+        problems += check_comments(source)
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:

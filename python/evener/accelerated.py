@@ -375,7 +375,7 @@ def _release(reducer: Reducer, steps: Steps, own: OwnReducer) -> None:
 def replace_older(parameters: list[torch.nn.Parameter]) -> None:
     """End what an earlier `accelerate` left on these: two reducers would both reduce.
 
-    The model of the earlier one may live on, unused, where somebody keeps it.
+    The model of the earlier one may live on, unused, where the user keeps it.
     """
     mine = {id(parameter) for parameter in parameters}
     for older in list(_LIVE):

@@ -78,9 +78,9 @@ def accelerate(
     are the same. Only for optimizers that are known to update each entry on its own; for others,
     and for models whose use of parameters cannot be noticed, the log says why it is not done.
 
-    For top-k: `warmup_steps`: come down to `ratio` from 25% within so many steps. `momentum`: of an
-    SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then the
-    velocity, so build the SGD without momentum, which is checked where `optimizer` is given.
+    For top-k: `warmup_steps`: come down to `ratio` from 25% within this many steps. `momentum`: of
+    an SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then
+    the velocity, so build the SGD without momentum, which is checked where `optimizer` is given.
     `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
     residuals must follow.
 

@@ -46,7 +46,7 @@ class _Stderr(logging.Handler):
 
 
 def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Whether this handler of the application's brings the record before somebody's eyes."""
+    """Whether this handler of the application's shows the record to a person."""
     hides = isinstance(handler, (logging.NullHandler, logging.FileHandler))
     return not hides and handler.level <= record.levelno
 

@@ -68,7 +68,7 @@ class OwnReducer:
         model.evener.rest()
         self._stand_in = model.__dict__["reducer"]
         helper = DistributedDataParallel._ddp_init_helper
-        # Not as a wrapper of its own parameters that somebody has made besides.
+        # Not as a wrapper of its own parameters that the user has made besides.
         helper = getattr(helper, "__wrapped__", helper)
         parameters, sparse = model._build_params_for_reducer()
         names = model._build_debug_param_to_name_mapping(parameters)

@@ -488,7 +488,7 @@ EVENER_NET = _choice(
     ("auto", "off", "on"),
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
     "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA "
-    "devices and with 16 processors or more a rank, for jobs of several nodes.",
+    "devices and with 16 processors or more per rank, for jobs of several nodes.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,

@@ -23,7 +23,7 @@ FORWARD, BACKWARD = 30.0, 60.0
 
 
 def step_of(sizes: list[float], rest: float = 0.0) -> StepProfile:
-    """Buckets of so many MB, evenly over backward, needed in the opposite order."""
+    """Buckets of this many MB, evenly over backward, needed in the opposite order."""
     n = len(sizes)
     return StepProfile(
         FORWARD,

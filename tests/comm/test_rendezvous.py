@@ -91,7 +91,7 @@ def test_master_addr_and_what_the_launcher_did_not_say_is_found_out() -> None:
 
 
 def test_a_process_may_end_right_after_a_collective() -> None:
-    # Python's lock is hardly ever let go, so that Gloo's thread still asks for it at the end.
+    # Python's lock is almost never let go, so that Gloo's thread still asks for it at the end.
     code = """
 import sys, torch, torch.distributed as dist
 from evener.comm.world.rendezvous import init_process_group

@@ -290,7 +290,7 @@ def measures(rank: int, size: int) -> None:
     failed = decide(10.0, 9.0, error="a peer has gone" if rank else "")
     assert (failed.name, failed.transport, ended()) == ("gloo", None, 1)
     assert failed.reason == "the measurement failed: rank 1: a peer has gone"
-    # And in earnest, whatever comes out; a rank whose operation fails still meets the others.
+    # And measured, whatever comes out; a rank whose operation fails still meets the others.
     transport._time = measured
     carrier = transport._decide(
         outer, control, device, Options(timeout=1800.0), ["", ""], lambda: control.handle

@@ -81,6 +81,23 @@ def test_words_that_the_program_says(source: str, words: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("name", "source", "line"),
+    [
+        ("a.py", "x = 1  # so many\n", 1),
+        ("a.py", 'def f():\n    """Good.\n\n    Of late.\n    """\n', 4),
+        ("a.py", 'def f():\n    """`of late` is a name."""\n    return "# of late"\n', 0),
+        ("a.rs", "/// One stream.\nfn f() {} // two bytes per step, one line a step\n", 2),
+        ("a.rs", 'fn f() -> &str { "x://hardly" }\n', 0),
+    ],
+)
+def test_words_of_comments(name: str, source: str, line: int, tmp_path: Path) -> None:
+    module = tmp_path / name
+    module.write_text(source)
+    problems = list(script("check_docs").check_comments(module))
+    assert [problem.split(":")[1] for problem in problems] == ([str(line)] if line else [])
+
+
+@pytest.mark.parametrize(
     ("files", "said"),
     [
         ({"comm/a.py": "from evener.errors import E\n"}, None),

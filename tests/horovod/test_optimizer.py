@@ -47,7 +47,7 @@ def same(model: nn.Module, want: nn.Module, tolerance: float) -> None:
 
 
 class Flat:
-    """A user's own: another dtype and another shape on the wire."""
+    """A user's own: another dtype and another shape are sent."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

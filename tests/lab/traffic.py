@@ -134,7 +134,7 @@ def sink(node: Node) -> Iterator[None]:
 
 
 def send(node: Node, to: str, ports: list[int], *, seconds: float, most: int) -> list[float]:
-    """Send from each of `ports` at once; bits a second that arrived, one a port."""
+    """Send from each of `ports` at once; bits per second that arrived, one a port."""
     flows = _flows(node, to, ports, seconds, most)
     return [total * 8 / max(last - first, 1e-9) for total, first, last in flows]
 

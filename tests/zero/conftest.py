@@ -1,4 +1,4 @@
-"""One thread a process: the models are tiny, and waiting threads of OpenMP spin."""
+"""One thread per process: the models are tiny, and waiting threads of OpenMP spin."""
 
 from __future__ import annotations
 

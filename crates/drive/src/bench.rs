@@ -2,7 +2,7 @@
 //! direction, some messages in flight, both directions at once (a ring sends and receives).
 //!
 //! The two agree over a control connection that is open before and after each run and silent
-//! within. *Steady*: first the round trip of one message at a time, then so many messages that the
+//! within. *Steady*: first the round trip of one message at a time, then as many messages as the
 //! run takes about the time asked for, which the first rank decides from a short trial. *Ring*: as
 //! many all-reduces ([`ring`](crate::ring)) as fit into that time, each timed by itself.
 
@@ -62,7 +62,7 @@ pub struct Run {
     pub messages: usize,
     /// How long they took, seconds.
     pub seconds: f64,
-    /// Bytes a second in each direction; of a ring, what is reduced in a second by the median.
+    /// Bytes per second in each direction; of a ring, what is reduced in a second by the median.
     pub bandwidth: f64,
     /// Microseconds, the median: half the round trip of one message, or one all-reduce.
     pub latency_us: f64,

@@ -181,7 +181,7 @@ fn teams(scenario: &Scenario, control: &mut Control) -> Result<Kind, DriveError>
     Ok(Kind::Teams([receiving, sending]))
 }
 
-/// So many connections for each direction: those that receive, and those that send.
+/// The number of connections for each direction: those that receive, and those that send.
 fn sockets(count: usize, control: &mut Control) -> Result<[Vec<TcpStream>; 2], DriveError> {
     let ours = control.0.local_addr()?.ip();
     let theirs = control.0.peer_addr()?.ip();

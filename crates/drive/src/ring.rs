@@ -27,7 +27,7 @@ const ALIGN: usize = 128;
 pub const DEPTH: usize = 4;
 /// What a slice costs the GPU besides its bytes: flags in host memory, seen across PCIe.
 const TOUCH: Duration = Duration::from_micros(5);
-/// Bytes a second that it moves between host memory and its own.
+/// Bytes per second that it moves between host memory and its own.
 const COPY: f64 = 40e9;
 
 /// What the GPU does with one slice of a channel.

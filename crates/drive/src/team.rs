@@ -164,7 +164,7 @@ fn carry(mut socket: TcpStream, sending: bool, work: &Receiver<Part>) -> std::io
     Ok(())
 }
 
-/// The socket is readable when so many bytes are there.
+/// The socket is readable when this many bytes are there.
 fn set_low_water(socket: &TcpStream, bytes: usize) -> std::io::Result<()> {
     let value = bytes as libc::c_int;
     // SAFETY: four bytes are read from `value`.

@@ -414,7 +414,7 @@ pub struct Options {
     /// Which rows go.
     #[serde(default)]
     pub eviction: Eviction,
-    /// Every so many steps eviction runs by itself; 0: only when asked.
+    /// Eviction runs by itself after this many steps; 0: only when asked.
     #[serde(default)]
     pub evict_every: u32,
     /// Of the initial values and of admission by probability.
@@ -432,7 +432,7 @@ pub struct Options {
     /// Rows to make room for at once.
     #[serde(default)]
     pub reserve: u64,
-    /// A file for cold rows: planned, and refused until then.
+    /// A file for cold rows: planned. It is refused today.
     #[serde(default)]
     pub tier: Option<Tier>,
 }

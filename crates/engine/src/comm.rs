@@ -79,7 +79,7 @@ pub struct Placement {
     pub gains: AtomicU64,
     /// Flows that were replaced by one from another port.
     pub rerolls: AtomicU64,
-    /// Most bytes a second that were sent to the peer within a tenth of a second.
+    /// Most bytes per second that were sent to the peer within a tenth of a second.
     pub best: AtomicU64,
 }
 

@@ -25,10 +25,10 @@ use crate::zerocopy::{Mode, ZeroCopy};
 const STAGING: usize = 8 << 10;
 /// And so much of it behind a chunk that is read in place: the next header, or some.
 const BEHIND: usize = 1 << 10;
-/// One in so many segments lost is a path that bursts are too much for. Fewer are cheaper sent again
+/// One of this many segments lost is a path that bursts are too much for. Fewer are cheaper sent again
 /// than paced: a timer for each packet is a quarter of what a connection costs.
 const LOSSY: u64 = 100;
-/// So many looks must say so: a start always loses some.
+/// This many looks must say so: a start always loses some.
 const LOSSY_LOOKS: u32 = 4;
 /// See [`Conn::is_stuck`].
 const STUCK: Duration = Duration::from_millis(10);
@@ -105,14 +105,14 @@ pub struct Conn {
     pub acknowledged: u64,
     /// Segments that were sent again at the last look.
     resent: u32,
-    /// Segments that were sent until then.
+    /// Segments that were sent up to that look.
     segments: u32,
-    /// How many looks of late saw more than a few of them lost.
+    /// How many of the last looks saw more than a few of them lost.
     lossy: u32,
     low_water: u32,
     /// When something arrived, or nothing was on its way, as of the last look.
     moved: Duration,
-    /// The shortest round trip of late; zero where unknown.
+    /// The shortest of the last round trips; zero where unknown.
     pub least_rtt: Duration,
     /// When the kernel was last asked about it.
     pub asked: Duration,

@@ -30,7 +30,7 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..at + N)?.try_into().ok()
 }
 
-/// What a listener gives to whoever shall connect to it.
+/// What a listener gives to whoever will connect to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Handle {
     /// The listening process.
@@ -72,7 +72,7 @@ impl Handle {
         bytes
     }
 
-    /// From bytes; `None` where they are no handle.
+    /// From bytes; `None` where they are not a handle.
     pub fn parse(bytes: &[u8; HANDLE]) -> Option<Handle> {
         if bytes[0..4] != HANDLE_MAGIC || bytes[4] != 2 {
             return None;
@@ -182,7 +182,7 @@ impl Greeting {
         (start[..8] == MAGIC && count <= MOST_ADDRESSES).then_some(GREETING + count * ADDRESS)
     }
 
-    /// From bytes; `None` where they are no greeting.
+    /// From bytes; `None` where they are not a greeting.
     pub fn parse(bytes: &[u8]) -> Option<Greeting> {
         if bytes.len() != Greeting::length(&array(bytes, 0)?)? {
             return None;
@@ -225,7 +225,7 @@ impl Answer {
         (start[..8] == MAGIC && count <= MOST_ADDRESSES).then_some(ANSWER + count * ADDRESS)
     }
 
-    /// From bytes; `None` where they are no answer.
+    /// From bytes; `None` where they are not an answer.
     pub fn parse(bytes: &[u8]) -> Option<Answer> {
         if bytes.len() != Answer::length(&array(bytes, 0)?)? {
             return None;

@@ -413,7 +413,7 @@ impl Engine {
         self.shared.log(level, text);
     }
 
-    /// A listener, and the handle for those who shall connect to it.
+    /// A listener, and the handle for those who will connect to it.
     pub fn listen(&self) -> (Listener, [u8; HANDLE]) {
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());

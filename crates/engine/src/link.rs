@@ -1,6 +1,6 @@
 //! What all workers share about one peer: the protocol's state, and which memory is in use.
 //!
-//! # Why one state and not one a worker
+//! # Why one state and not one per worker
 //! Whatever is dealt out in advance waits for the slowest part: with messages assigned to workers,
 //! each with connections of its own, four hidden paths gave two thirds of their sum. So all paths to
 //! a peer pull from one queue. Its lock is held for the bookkeeping of a chunk (well under a

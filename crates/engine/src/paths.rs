@@ -12,7 +12,7 @@ use evener_proto::PathId;
 
 use crate::stats::{PathReport, PathStats};
 
-/// Flows are tried out and dropped for as long as a job runs: so many are told of by themselves.
+/// Flows are tried out and dropped for as long as a job runs: this many are told of by themselves.
 const KEPT: usize = 64;
 
 /// A path that is no more.

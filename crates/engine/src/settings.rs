@@ -73,7 +73,7 @@ pub enum Devices {
     Nic,
 }
 
-/// What NCCL shall see, beside the engine's own configuration.
+/// What NCCL is to see, beside the engine's own configuration.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The engine's.

@@ -11,7 +11,7 @@ pub struct Setting {
     pub allowed: &'static str,
 }
 
-/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA devices and with 16 processors or more a rank, for jobs of several nodes.
+/// Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA devices and with 16 processors or more per rank, for jobs of several nodes.
 pub const NET: Setting = Setting {
     name: "EVENER_NET",
     default: "auto",

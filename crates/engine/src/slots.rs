@@ -40,7 +40,7 @@ fn word(number: u64, phase: u64) -> u64 {
 pub enum Status {
     /// Not finished.
     Pending,
-    /// So many bytes were moved. The slot is free again.
+    /// This many bytes were moved. The slot is free again.
     Done(usize),
     /// The comm failed, with the code that the worker gave.
     Failed(usize),

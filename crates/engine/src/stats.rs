@@ -41,7 +41,7 @@ pub struct PathReport {
     pub sent: u64,
     /// Bytes read, headers included.
     pub received: u64,
-    /// The kernel's delivery rate, bytes a second.
+    /// The kernel's delivery rate, bytes per second.
     pub rate: u64,
     /// Smoothed round trip, microseconds.
     pub rtt_us: u64,
@@ -51,7 +51,7 @@ pub struct PathReport {
     pub busy_us: u64,
     /// Bytes that it may have on its way.
     pub window: u64,
-    /// How long its chunks waited of late, microseconds.
+    /// How long its last chunks waited, microseconds.
     pub wait_us: u64,
     /// Nothing is confirmed for too long.
     pub suspect: bool,

@@ -34,7 +34,7 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// A piece of memory that somebody else owns.
+/// A piece of memory that the caller owns.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
     /// Its first byte.

@@ -51,9 +51,9 @@ const SPIN_WAITED: Duration = Duration::from_micros(300);
 const FULL_LOOK: Duration = Duration::from_millis(1);
 /// With fewer processors than this nobody looks on for long: others need them.
 const ROOMY: usize = 8;
-/// So many bytes being sent are worth a wake, and keep a network busy for longer than it takes.
+/// This many bytes being sent are worth a wake, and keep a network busy for longer than it takes.
 const BULK: u64 = 2 << 20;
-/// A turn that moved less, where the network is the limit, was hardly worth it ...
+/// A turn that moved less, where the network is the limit, was not worth it ...
 const LIGHT: usize = 128 << 10;
 /// ... and there will be more to move after a nap of this, or as long as so much takes to come: the
 /// longer, the slower the network. What is on its way ([`evener_proto::ahead`]) lasts for several.
@@ -93,9 +93,9 @@ pub enum Task {
     Drop(Arc<Peer>, PathId, &'static str),
     /// A path is suspect: see [`Chore::Reclaim`].
     Reclaim(Arc<Peer>, PathId),
-    /// Messages are over of which connections may have something queued.
+    /// Messages have ended, and connections may have parts of them queued.
     Detach(Arc<Peer>),
-    /// Half of this worker's connections to a peer shall be another's: for tests.
+    /// Half of this worker's connections to a peer are to be another's: for tests.
     Give(Arc<Peer>, usize),
     /// An interface lost its carrier.
     InterfaceDown(u32),
@@ -284,7 +284,7 @@ impl Worker {
                     mine.dirty = true;
                 }
             }
-            // Requests first: what they put on the wire travels while the rest is looked at.
+            // Requests first: what they send travels while the rest is looked at.
             moved += self.pump_dirty();
             let before = std::mem::replace(&mut polled, self.now());
             if self.epoll.wait(&mut ready, Some(Duration::ZERO)).is_ok() {

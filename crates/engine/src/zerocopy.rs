@@ -84,7 +84,7 @@ struct Flight {
     /// Number of the first call.
     first: u32,
     calls: u32,
-    /// Calls of which a notice came.
+    /// Calls for which a notice came.
     over: u32,
 }
 
@@ -110,7 +110,7 @@ impl ZeroCopy {
         }
     }
 
-    /// Whether a piece with so many bytes left goes without a copy.
+    /// Whether a piece with this many bytes left goes without a copy.
     pub fn wants(&self, left: usize) -> bool {
         let tries = match self.verdict {
             Verdict::Untried => self.mode != Mode::Off,

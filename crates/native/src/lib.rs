@@ -83,7 +83,7 @@ fn topk_with_feedback(
 }
 
 /// One side of a network measurement; see `evener_drive::bench`. For each size the fields of its
-/// `Run`: (bytes, messages, seconds, bytes a second, microseconds, processor seconds, longest stall
+/// `Run`: (bytes, messages, seconds, bytes per second, microseconds, processor seconds, longest stall
 /// in seconds, fairness). `pattern`: "steady" or "ring". An empty `plugin` measures plain TCP
 /// streams, `streams` a comm.
 #[pyfunction]

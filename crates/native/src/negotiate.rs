@@ -191,7 +191,7 @@ impl Negotiator {
         self.node.use_gate();
     }
 
-    /// Bytes that the gate's file must have for so many ranks.
+    /// Bytes that the gate's file must have for this many ranks.
     #[staticmethod]
     fn gate_bytes(size: usize) -> usize {
         evener_negotiate::gate::Gate::bytes(size)
@@ -240,7 +240,7 @@ impl Negotiator {
         })
     }
 
-    /// Announce what is submitted: somebody waits. `drives`: and calls `next` itself from now on,
+    /// Announce what is submitted: a caller waits. `drives`: and calls `next` itself from now on,
     /// until `undrive`.
     fn flush(&self, py: Python<'_>, drives: bool) {
         py.detach(|| self.node.flush(drives));

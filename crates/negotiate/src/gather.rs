@@ -2,7 +2,7 @@
 //! then waits for them) is announced, and launched, as a whole.
 //!
 //! Three clocks, in microseconds: `first`, when the oldest thing that waits was there; `last`, when
-//! somebody submitted something; and the *cycle*, which the user chose. A caller who begins to wait
+//! a caller submitted something; and the *cycle*, which the user chose. A caller who begins to wait
 //! ends the gathering by himself; what is here is for when nobody does.
 
 /// So soon after a submission the next one of a burst comes.

@@ -53,7 +53,7 @@ struct Core {
     closed: bool,
     /// Since when something is submitted and not announced. Times are the node's microseconds.
     waiting: Option<u64>,
-    /// When something was submitted last by somebody who did not wait for it at once.
+    /// When something was submitted last by a caller who did not wait for it at once.
     submitted: u64,
     /// When the clock looks next.
     alarm: u64,
@@ -109,7 +109,7 @@ pub struct Node {
 
 impl Node {
     /// `sets`: process sets from the start. `cycle`: how long submissions are gathered before they
-    /// are announced, unless somebody waits. `timeout`: bounds connecting, and writing to a peer.
+    /// are announced, unless a caller waits. `timeout`: bounds connecting, and writing to a peer.
     ///
     /// # Errors
     /// Where rank 0 cannot listen.
@@ -271,7 +271,7 @@ impl Node {
         }
     }
 
-    /// See [`Worker::submit`]. `urgent`: somebody waits for it; announce at once. `drives`: the
+    /// See [`Worker::submit`]. `urgent`: a caller waits for it; announce at once. `drives`: the
     /// caller calls [`Node::next`] itself, until [`Node::undrive`].
     #[must_use]
     pub fn submit(&self, request: Request, urgent: bool, drives: bool) -> bool {
@@ -393,7 +393,7 @@ impl Node {
         None
     }
 
-    /// Announce what is submitted: somebody waits. `drives`: and calls [`Node::next`] himself from
+    /// Announce what is submitted: a caller waits. `drives`: and calls [`Node::next`] himself from
     /// now on.
     pub fn flush(&self, drives: bool) {
         let mut core = lock(&self.shared);

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Bytes that are no message.
+/// Bytes that are not a message.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum WireError {
     /// Its fields cannot be read.
@@ -130,7 +130,7 @@ pub struct Request {
 pub struct Answer {
     /// The request of the first member; where ranks may differ, `rows` and `splits` say how.
     pub request: Request,
-    /// `Allgather`: first dimensions, a list a member, an entry a tensor. `Alltoall`: the splits of
+    /// `Allgather`: first dimensions, a list per member, an entry per tensor. `Alltoall`: the splits of
     /// each member.
     pub rows: Vec<Vec<u64>>,
     /// `Join`: the last rank. `AddSet`: the new set's number, or -1 where it exists already.

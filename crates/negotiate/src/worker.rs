@@ -241,7 +241,7 @@ impl Worker {
             deviates |= waited > self.patience && !schedule.launched;
             here += usize::from(found == Scheduled::InStep);
         }
-        // A step of which another rank has submitted nothing for long: it may be elsewhere.
+        // Another rank has submitted nothing of the step for long: it may be elsewhere.
         deviates |= schedule.launched
             && self.now.saturating_sub(schedule.since) > self.patience.max(1_000_000);
         if let Some(schedule) = &mut self.schedule {
@@ -305,7 +305,7 @@ impl Worker {
         }
     }
 
-    /// This rank submits nothing more, and the others shall know.
+    /// This rank submits nothing more; the others are told.
     pub fn shutdown(&mut self, now: u64) {
         self.now = now;
         self.ending = true;
@@ -314,7 +314,7 @@ impl Worker {
         self.flush();
     }
 
-    /// This rank cannot go on, and the others shall not wait for it.
+    /// This rank cannot go on; the others are told, so that they do not wait for it.
     pub fn fail(&mut self, reason: &str, now: u64) {
         self.now = now;
         if self.ended.is_none() {
@@ -364,7 +364,7 @@ impl Worker {
             Down::Shutdown(rank) if rank == self.rank => {
                 self.end(format!("rank {rank} called shutdown"));
             }
-            // That another one ended is no concern here: the coordinator refuses what would need it.
+            // That another one ended does not matter here: the coordinator refuses what would need it.
             Down::Shutdown(_) => {}
             Down::Abort(reason) => self.end(reason),
         }

@@ -18,11 +18,11 @@ struct Plan {
     repeats: usize,
     cache: usize,
     fusion: u64,
-    /// Ranks that join after so many rounds.
+    /// Ranks, and the number of rounds after which each joins.
     leaves: Vec<(u32, usize)>,
     /// A rank that changes a shape in a round, so that all get an error there.
     wrong: Option<(u32, usize)>,
-    /// Ranks that end after so many rounds, while the others go on. Where there are any, all ranks end
+    /// Ranks, and the number of rounds after which each ends, while the others go on. Where there are any, all ranks end
     /// by saying so.
     finishes: Vec<(u32, usize)>,
     /// Whether a rank submits all of a round at once and then waits; else anything may come between.

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 /// At most this much is on its way, in time of what is delivered, and two round trips more ...
 const AHEAD: Duration = Duration::from_micros(1500);
-/// ... or so many bytes, shared by all who send to the peer: a few chunks for each of a few paths ...
+/// ... or this many bytes, shared by all who send to the peer: a few chunks for each of a few paths ...
 const LEAST: u64 = 512 << 10;
 /// ... and for each of them at least two chunks.
 const LEAST_EACH: u64 = 128 << 10;
@@ -30,12 +30,12 @@ pub struct Ahead {
     /// Bytes that arrived since `since`.
     delivered: u64,
     since: Duration,
-    /// Bytes a second, the best of late.
+    /// Bytes per second, the best lately.
     rate: f64,
 }
 
 impl Ahead {
-    /// So many bytes have arrived.
+    /// This many bytes have arrived.
     pub fn count(&mut self, delivered: u64, now: Duration) {
         self.delivered += delivered;
         let passed = now.saturating_sub(self.since);
@@ -47,7 +47,7 @@ impl Ahead {
     }
 
     /// Bytes that may be on their way over paths whose round trip, unloaded, is this (where it is
-    /// known), where so many senders share the peer.
+    /// known), where this many senders share the peer.
     pub fn limit(&self, round_trip: Option<Duration>, senders: usize) -> u64 {
         let round_trip = round_trip.unwrap_or(UNKNOWN_TRIP);
         let bytes = self.rate * (AHEAD + round_trip * 2).as_secs_f64();

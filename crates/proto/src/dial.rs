@@ -18,7 +18,7 @@
 //! direction, and only its sender sees whether it is busy. While what it sends keeps nearly all
 //! flows busy,
 //! - half as many again are opened; if the sum has not grown by [`WORTH`] after a while, they are
-//!   closed, and the next attempt waits, longer each time in vain;
+//!   closed, and the next attempt waits, longer after each failure;
 //! - when there are as many as there may be, one that delivers much less than the median shares its
 //!   path with many: it is *re-rolled* (others are opened first, so nothing is lost if none of them
 //!   is better).
@@ -146,7 +146,7 @@ pub struct Dialer {
 pub struct Delivered {
     /// Which.
     pub path: PathId,
-    /// Bytes a second.
+    /// Bytes per second.
     pub rate: f64,
     /// The share of the time in which something was in flight.
     pub busy: f64,

@@ -75,13 +75,13 @@ pub struct Lane {
     /// Since when no path has been there.
     pathless: Option<Duration>,
     backlog: u64,
-    /// Bytes that all paths delivered since then, and in a second, the best of late.
+    /// Bytes that all paths delivered since then, and per second, the best lately.
     delivered: (u64, Duration),
     rate: f64,
     late: u64,
-    /// The least time of late that a chunk took to come here, by the two clocks.
+    /// The least time that a chunk took lately to come here, by the two clocks.
     quickest: Quickest,
-    /// How long chunks wait of late, over all paths, microseconds.
+    /// How long chunks wait lately, over all paths, microseconds.
     wait: f64,
 }
 
@@ -285,7 +285,7 @@ impl Lane {
         }
     }
 
-    /// What a path may have on its way, and how long its chunks waited of late.
+    /// What a path may have on its way, and how long its chunks waited lately.
     pub fn window(&self, id: PathId) -> (u64, Duration) {
         self.paths.get(&id).map_or((0, Duration::ZERO), |path| {
             (path.window.bytes() as u64, path.window.wait())
@@ -450,7 +450,7 @@ impl Lane {
         }
     }
 
-    /// Messages of which something came late and went again.
+    /// Messages of which a part came late and was sent again.
     pub fn late(&self) -> u64 {
         self.late
     }

@@ -33,7 +33,7 @@ pub struct Report {
     pub advanced: bool,
     /// Smoothed round trip, where known.
     pub rtt: Option<Duration>,
-    /// Delivered bytes a second while there was something to deliver, where known.
+    /// Delivered bytes per second while there was something to deliver, where known.
     pub rate: Option<f64>,
 }
 
@@ -54,10 +54,10 @@ const TELL: Duration = Duration::from_micros(500);
 /// Of a chunk that came while the driver did not look for so long, nothing is known, but if it waited
 /// too long in any case.
 const BLIND: Duration = Duration::from_micros(500);
-/// In a frame of its own when so many bytes have come: chunks that go the other way say it as well.
+/// In a frame of its own when this many bytes have come: chunks that go the other way say it as well.
 const UNTOLD: u64 = 128 << 10;
 
-/// Unsent bytes under which a path has room for more, by its rate in bytes a second: enough to keep
+/// Unsent bytes under which a path has room for more, by its rate in bytes per second: enough to keep
 /// it busy until its driver comes again.
 pub fn unsent_room(rate: u64) -> u32 {
     (rate / 2000).clamp(16 << 10, 512 << 10) as u32
@@ -77,7 +77,7 @@ pub(crate) struct Path {
     pub confirmed: u64,
     /// When that grew last.
     pub moved: Duration,
-    /// Bytes a second that it delivers while it has something to deliver; 0 where unknown.
+    /// Bytes per second that it delivers while it has something to deliver; 0 where unknown.
     pub rate: f64,
     /// Frames that belong to this path and no other.
     pub own: VecDeque<Frame>,
@@ -125,7 +125,7 @@ impl Path {
         }
     }
 
-    /// A frame is handed to the path: as it shall be sent.
+    /// A frame is handed to the path: as it is to be sent.
     pub fn on_sent(&mut self, frame: Frame, now: Duration) -> Frame {
         self.given += HEADER as u64 + u64::from(frame.payload());
         match frame {
@@ -194,7 +194,7 @@ impl Path {
             quickest = earlier(quickest, of_all.get().unwrap_or(took));
         }
         // It may have come at any time since the driver looked for it before: that it was not looked
-        // for is no wait of the network's.
+        // for is not a wait of the network's.
         let wait = |came: Duration| {
             let took = microseconds(came).wrapping_sub(stamp);
             (took.wrapping_sub(quickest) as i32).max(0) as u32
@@ -212,7 +212,7 @@ impl Path {
         }
     }
 
-    /// When a piece of so many bytes, given now, would be late.
+    /// When a piece of this many bytes, given now, would be late.
     pub fn due(&self, bytes: u32, now: Duration) -> Duration {
         let ahead = self.given.saturating_sub(self.confirmed) + u64::from(bytes);
         let expected = if self.rate > 0.0 {

@@ -279,7 +279,7 @@ mod tests {
     use super::*;
     use crate::wire::{HEADER, PACKET};
 
-    /// The lengths of the pieces of a message, cut by a limit of so many packets.
+    /// The lengths of the pieces of a message, cut by a limit of this many packets.
     fn pieces(total: u64, packets: u32) -> Vec<u32> {
         let mut message = Outgoing::new(total);
         message.granted = true;

@@ -18,7 +18,7 @@
 //! delay of one way likewise, and Swift, SIGCOMM 2020, by the round trip; both towards a fixed target.)
 //!
 //! The clocks of the two sides differ: what counts is how much longer a chunk took than the quickest
-//! of late. NCCL empties all queues between two steps every now and then.
+//! lately. NCCL empties all queues between two steps every now and then.
 
 use std::time::Duration;
 
@@ -28,11 +28,11 @@ use crate::wire::PACKET;
 pub(crate) const TARGET: f64 = 150e-6;
 /// Longer than this none should, whatever the others do ...
 const TARGET_MOST: f64 = 350e-6;
-/// ... or than the network takes for so many bytes: a slow one is busy with a chunk for long.
+/// ... or than the network takes for this many bytes: a slow one is busy with a chunk for long.
 const FEW: f64 = 4.0 * PACKET as f64;
 /// A window grows by a factor of e in this time where nothing waits.
 const PACE: f64 = 20e-3;
-/// It shrinks so many times as quickly at most.
+/// It shrinks this many times as quickly at most.
 const HASTE: f64 = 3.0;
 /// It grows as quickly while it lacks more than this part of the target.
 const NEAR: f64 = 0.8;
@@ -53,11 +53,11 @@ const CHUNK_MOST: f64 = 4.0 * PACKET as f64;
 const HARDLY: f64 = 0.25;
 /// So is one whose chunks wait less than this, seconds.
 const SHORT: f64 = 80e-6;
-/// The quickest of late is that of this time, at least. Longer, and two clocks that differ by 100
+/// The quickest is looked for in at least this much time. Longer, and two clocks that differ by 100
 /// millionths would be wrong by a tenth of a millisecond.
 pub(crate) const PERIOD: Duration = Duration::from_millis(500);
 
-/// The smallest of late, of times that go round and round.
+/// The smallest of the last times, from a clock that wraps around.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Quickest {
     before: Option<u32>,
@@ -105,7 +105,7 @@ pub(crate) struct Window {
     /// There was something for it, and it had no room.
     waited: bool,
     steered: Duration,
-    /// How long chunks waited of late, microseconds.
+    /// How long chunks waited lately, microseconds.
     wait: f64,
 }
 
@@ -124,7 +124,7 @@ impl Window {
         self.bytes
     }
 
-    /// Bytes of a chunk, of at least so many.
+    /// Bytes of a chunk, of at least this many.
     pub fn chunk(&self, least: f64) -> u32 {
         let bytes = (self.bytes / PART).min(CHUNK_MOST).max(least) as u32;
         (bytes / PACKET).max(1) * PACKET
@@ -144,7 +144,7 @@ impl Window {
         (queued + chunk) / (self.bytes + chunk)
     }
 
-    /// How long chunks waited of late.
+    /// How long chunks waited lately.
     pub fn wait(&self) -> Duration {
         Duration::from_secs_f64(self.wait * 1e-6)
     }
@@ -154,8 +154,8 @@ impl Window {
         self.waited = true;
     }
 
-    /// Chunks waited for so many microseconds; `of_all`: those of all paths, on the average of late,
-    /// which carry `rate` bytes a second together (0: that is not known yet, and nothing is too long).
+    /// Chunks waited for this many microseconds; `of_all`: those of all paths, on the average lately,
+    /// which carry `rate` bytes per second together (0: that is not known yet, and nothing is too long).
     pub fn heard(&mut self, wait: u32, of_all: f64, rate: f64, now: Duration) {
         self.wait += (f64::from(wait) - self.wait) / 8.0;
         let passed = now.saturating_sub(self.steered).min(LATELY);
@@ -182,11 +182,11 @@ mod tests {
     use super::*;
 
     const LEAST_PIECE: f64 = PACKET as f64;
-    /// Bytes a second.
+    /// Bytes per second.
     const QUICK: f64 = 3e9;
     const SLOW: f64 = 0.125e9;
 
-    /// A window after some milliseconds in which chunks wait for so many microseconds; `full`: it has
+    /// A window after some milliseconds in which chunks wait for this many microseconds; `full`: it has
     /// no room all the time.
     fn after(mut window: Window, milliseconds: u64, wait: u32, full: bool) -> Window {
         let start = window.steered;

@@ -14,7 +14,7 @@
 //! | 44..48 | how long chunks waited that came the other way, or zero |
 //! | 48..52 | check of the 48 bytes before |
 //!
-//! The check is no cryptography: it finds a peer that lost its place in the stream, before its bytes
+//! The check is not cryptography: it finds a peer that lost its place in the stream, before its bytes
 //! are taken for lengths. [`Frame::parse`] checks everything that can be checked without state, so
 //! the rest of the crate works on values that make sense.
 
@@ -91,7 +91,7 @@ pub enum Frame {
     },
     /// Receiver: how long chunks waited on their way over this path.
     Heard {
-        /// Microseconds more than the quickest of late took, and one: the longest since this was said
+        /// Microseconds more than the quickest lately took, and one: the longest since this was said
         /// before.
         heard: u32,
     },

@@ -30,11 +30,11 @@ struct Flow {
     rate: f64,
     /// When it last took a chunk.
     turn: u64,
-    /// A tail was lost: nothing moves until then.
+    /// A tail was lost: nothing moves until that time.
     stuck_until: Duration,
 }
 
-/// What the flows are hashed over. Rates in bytes a second.
+/// What the flows are hashed over. Rates in bytes per second.
 #[derive(Clone, Copy)]
 struct Network {
     paths: usize,

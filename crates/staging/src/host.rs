@@ -15,8 +15,8 @@ impl Exchange {
     /// [`Error::Failed`].
     ///
     /// # Safety
-    /// The two are addresses of so much live memory, which do not overlap but for that, and which
-    /// nobody else uses until this returns.
+    /// The two are addresses of this much live memory. They do not overlap, except as said above, and
+    /// nobody else uses them until this returns.
     pub unsafe fn run_on_host(
         &self,
         kind: Kind,

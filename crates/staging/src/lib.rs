@@ -46,7 +46,7 @@ const LINE: usize = 64;
 pub const PASSED: u32 = 1 << 30;
 /// Bytes of the smallest piece: below, calls cost more than they hide.
 const LEAST_PIECE: usize = 1 << 20;
-/// Into so many pieces a message is cut, where they are not too small or too large, so that the
+/// A message is cut into this many pieces, where they are not too small or too large, so that the
 /// copies at both ends overlap the network. A piece costs a host's thread, the one that computes
 /// gradients, five calls of the driver; the copies are much faster than the network.
 const PIECES: usize = 4;
@@ -257,7 +257,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct Exchange {
     inner: Arc<Inner>,
     engine: Arc<Engine>,
-    /// One for each rank that shall connect, and its handle.
+    /// One for each rank that will connect, and its handle.
     listeners: Vec<Listener>,
     handle: Vec<u8>,
     order: Mutex<Order>,

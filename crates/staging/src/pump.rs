@@ -25,7 +25,7 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
     let (mut leaving, mut coming) = (Flights::new(), Flights::new());
     let (mut posted, mut sent) = (0u32, 0u32);
     let (mut awaited, mut arrived) = (0u32, 0u32);
-    // A piece for all of which some have no request yet.
+    // A piece where some ranks have no request yet.
     let mut begun: Vec<&Slot> = Vec::new();
     let mut moved_at = Instant::now();
     let mut stopped: Option<Instant> = None;

@@ -30,7 +30,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def gigabytes(value: float) -> str:
-    """Bytes a second as `48.2 GB/s`."""
+    """Bytes per second as `48.2 GB/s`."""
     return f"{value / 1e9:.4g} GB/s"
 
 

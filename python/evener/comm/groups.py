@@ -37,7 +37,7 @@ from evener.comm.world.topology import Levels, host_identity, levels
 logger = logging.getLogger("evener.comm")
 _CAPTURED: list[bool] = []  # that it was said
 
-# A sum over a transport is taken in pieces of so many bytes, so that its scratch memory stays
+# A sum over a transport is taken in pieces of this many bytes, so that its scratch memory stays
 # within twice that on each lane.
 PIECE = 128 << 20
 

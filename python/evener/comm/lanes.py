@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 Stage = Callable[[], None]
-# So many exchanges between nodes are under way at once: one that is encoded, one that crosses the
+# This many exchanges between nodes are under way at once: one that is encoded, one that crosses the
 # network, one that is decoded.
 OUTER_STREAMS = 3
 _OUTER = tuple(f"outer {place}" for place in range(OUTER_STREAMS))

@@ -103,7 +103,7 @@ def by_rows(module: nn.Module) -> bool:
 
 
 def compiled_in_place(module: nn.Module) -> bool:
-    """Whether somebody has called its `compile()`."""
+    """Whether the user has called its `compile()`."""
     return module.__dict__.get("_compiled_call_impl") is not None
 
 

@@ -1,4 +1,4 @@
-"""What a reduction may do: algorithm, form on the wire, sizes.
+"""What a reduction may do: algorithm, form, sizes.
 
 The default is lossless. Whatever changes the arithmetic is asked for, by an argument of the front
 door or by LightCC's variables (`evener.settings`). A LIGHT_* variable that is set wins over the

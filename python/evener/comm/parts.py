@@ -10,14 +10,14 @@ Of a parameter that is looked up (`lookups`) the gradient takes two ways, and th
 Each rank may put anything on either way, for a sum is a sum: an accumulated gradient goes with what
 the layers bring. Without layers the parameter's own buckets are empty, and not sent, unless some
 rank has something dense. What ranks must agree on is how many rows there are at most, and whether
-somebody has something dense: one small reduction on the CPU, begun with the first gradient, when
+a rank has something dense: one small reduction on the CPU, begun with the first gradient, when
 the network is idle, and waited for at the end of backward. (Begun there, it would wait in line
 behind all that is on its way.)
 
-The first step leaves everything whole. It shows how many rows a step looks up, so what is worth it,
-and whether the parameter has uses that nobody watches (`F.linear(x, embedding.weight)`); then it
-stays whole. Where such a use comes up later, its gradient may find that the parameter's buckets
-have left: it is kept, and is part of the next step's gradient, once; then all is left whole.
+The first step leaves everything whole. It shows how many rows are looked up per step, so what is
+worth it, and whether the parameter has uses that nobody watches (`F.linear(x, embedding.weight)`);
+then it stays whole. Where such a use comes up later, its gradient may find that the parameter's
+buckets have left: it is kept, and is part of the next step's gradient, once; then all stays whole.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _WORTH = 0.5
 
 @dataclass
 class Part:
-    """One parameter that is taken apart. `expected`: rows a step, as the first one had.
+    """One parameter that is taken apart. `expected`: rows per step, as the first one had.
 
     `whole`: it is not any more.
     """
@@ -232,7 +232,7 @@ class Parts:
         return True
 
     def _hooked(self, index: int) -> bool:
-        """Whether somebody else has hooks on this gradient, who should see all of it."""
+        """Whether another has hooks on this gradient, which should see all of it."""
         parameter = self.reducer.parameters[index]
         own = self.reducer.own_hooks
         return len(parameter._backward_hooks or ()) > own or bool(
@@ -491,7 +491,7 @@ class Parts:
 
 
 def worth(rows: int, ranks: int, limit: int) -> bool:
-    """Whether so many rows of each rank, of `limit` in all, are to be sent as rows."""
+    """Whether this many rows of each rank, of `limit` in all, are to be sent as rows."""
     return _equivalent(rows, ranks) <= _WORTH * limit
 
 
@@ -504,7 +504,7 @@ def _total(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor
 
 
 def _equivalent(rows: int, ranks: int) -> int:
-    """The all-reduce of so many rows crosses the network with as many bytes as all ranks' rows."""
+    """The all-reduce of this many rows sends as many bytes between nodes as all ranks' rows."""
     return -(-rows * ranks // 2)
 
 

@@ -50,7 +50,7 @@ class BucketProfile:
         return self.numel * self.itemsize
 
     def summed(self, ranks: int) -> int:
-        """An all-reduce of so many bytes crosses the network with as many as this bucket does."""
+        """An all-reduce of this many bytes crosses the network with as many as this bucket does."""
         return -(-self.bytes * ranks // 2) if self.by_rows else self.bytes
 
 

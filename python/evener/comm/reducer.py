@@ -639,7 +639,7 @@ class Reducer:
     # --- what it is doing ---
 
     def describe(self) -> str:
-        """One line: ranks, levels and why, buckets, forms on the wire."""
+        """One line: ranks, levels and why, buckets, forms."""
         route = self.communicators.route
         kind = "2-D" if route.levels.two_level else "flat"
         forms = [self._form(e.bucket, e.route) for e in self.exchanges]

@@ -2,7 +2,7 @@
 
 Residuals must follow the loss scale, and a script that turns top-k on by a variable never names its
 scaler to Evener (`LIGHT_TOPK_ALLREDUCE=1`, Horovod's own interface has no place for one). But every
-scaler is given the optimizer, in `step` or before it in `unscale_`: while somebody watches, those
+scaler is given the optimizer, in `step` or before it in `unscale_`: while it is watched, those
 two methods of torch's class say so first. Nothing of what they do is changed, and when all who
 watch have found theirs, the methods are torch's own again.
 """

@@ -40,8 +40,8 @@ PREFERENCE = 1.15
 MEASURED_BYTES = 16 << 20
 _WARM, _TIMED = 2, 3
 # New connections take up to ten exchanges to come to their rate: after the first best of `_TIMED`
-# the own transport may still look half as fast as it is. So the library is taken only after so many
-# rounds, or once they have taken so long.
+# the own transport may still look half as fast as it is. So the library is taken only after this
+# many rounds, or once they have taken so long.
 _ROUNDS, _MOST_MS = 4, 2000.0
 
 

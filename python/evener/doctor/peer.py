@@ -77,7 +77,7 @@ def _drain(connection: socket.socket) -> None:
 
 
 def rate(host: str, port: int, flows: int, seconds: float = _SECONDS) -> float:
-    """Bytes a second that `flows` connections at once send to a Server. Raises OSError."""
+    """Bytes per second that `flows` connections at once send to a Server. Raises OSError."""
     connections = [socket.create_connection((host, port), timeout=5) for _ in range(flows)]
     sent = [0] * flows
     block = bytes(_CHUNK)
@@ -145,7 +145,7 @@ def flows(host: str, port: int) -> Iterator[Line]:
 
 
 def per_flow_cap(rates: dict[int, float]) -> float:
-    """Bytes a second that one flow cannot pass; 0 where rates do not rise with the flows' number.
+    """Bytes per second that one flow cannot pass; 0 where rates do not rise with the flows' number.
 
     Flows that a hash spreads over paths also gain together, but not in step: some share a path.
     """

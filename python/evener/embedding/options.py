@@ -238,7 +238,7 @@ class L2(Eviction):
 
 @dataclass(frozen=True)
 class SsdTier:
-    """Rows on disk. Planned: a store refuses it by name until then."""
+    """Rows on disk. Planned: a store refuses it by name today."""
 
     path: str
     rows: int
@@ -250,7 +250,7 @@ class Options:
 
     `dim`: values per row. `dtype`: how values are kept ("f32", "f16", "bf16"); slots are f32, and
     so is all that comes in and goes out. `shards`: parts that are locked and grown by themselves, a
-    power of two. `evict_every`: eviction runs by itself every so many steps; 0: only when asked.
+    power of two. `evict_every`: eviction runs by itself after this many steps; 0: only when asked.
     `seed`: of initial values and of draws. `keys`: "int" or "string". `missing`: what a lookup
     gives for a key that has no row and gets none, "initial" values or "zeros". `threads`: of a
     batch, 0 for all CPUs. `reserve`: rows to make room for at once. `tier`: planned.

@@ -1,6 +1,6 @@
 """What traffic puts on cards and inter-switch links, and the bus bandwidth that leaves.
 
-A ring of n ranks moves busbw bytes a second over each of its edges, shared out over the channels:
+A ring of n ranks moves busbw bytes per second over each of its edges, shared out over the channels:
 an edge that k of the C channels use carries busbw * k / C. (busbw = algbw * 2(n-1)/n is what a ring
 all-reduce sends over one edge.) So a resource of capacity c that is crossed by x channel-edges
 allows busbw = c * C / x, and the least of these is the bound of the whole.
@@ -34,14 +34,14 @@ class Use:
 
     name: str
     speed: float
-    """Bytes a second of one link."""
+    """Bytes per second of one link."""
     count: int = 1
     weight: float = 0.0
     """Shares of busbw that cross it."""
 
     @property
     def bound(self) -> float:
-        """busbw at which all links are full when evenly used, bytes a second."""
+        """busbw at which all links are full when evenly used, bytes per second."""
         return self.speed * self.count / self.weight if self.weight else float("inf")
 
     @property
@@ -72,7 +72,7 @@ class Load:
 
     @property
     def bound(self) -> float:
-        """busbw that cards and evenly used links allow, bytes a second; infinite without load."""
+        """busbw that cards and evenly used links allow, bytes per second; infinite without load."""
         uses = [*self.cards.values(), *self.links.values()]
         return min((use.bound for use in uses), default=float("inf"))
 

@@ -13,8 +13,8 @@
       - {between: [leaf0, leaf1], speed: 400G, count: 4}
 
 Nothing is taken on trust: an unknown key is refused by name with the nearest known one, so a typing
-error cannot silently remove a switch from the picture. Speeds are bits a second with a factor of
-1000 (10G, 400G, 2.5G, 100M); inside, bytes a second.
+error cannot silently remove a switch from the picture. Speeds are bits per second with a factor of
+1000 (10G, 400G, 2.5G, 100M); inside, bytes per second.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Card:
     host: str
     name: str
     speed: float
-    """Bytes a second, each way."""
+    """Bytes per second, each way."""
     switch: str
     rail: int
     """Cards of equal rail belong together across hosts; by default their order in the host."""
@@ -78,7 +78,7 @@ class LinkGroup:
 
     ends: tuple[str, str]
     speed: float
-    """Bytes a second of one link, each way."""
+    """Bytes per second of one link, each way."""
     count: int
 
     @property
@@ -255,7 +255,7 @@ class _Checker:
         value = float(found[1]) * _FACTOR[found[2].upper()] / 8 if found else 0.0
         if not 0 < value < 1e15:
             raise self.fail(
-                place, f"{raw!r} is not a speed", "write 10G, 100G, 400G (bits a second)"
+                place, f"{raw!r} is not a speed", "write 10G, 100G, 400G (bits per second)"
             )
         return value
 

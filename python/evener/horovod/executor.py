@@ -51,7 +51,7 @@ _OPTIONS: dict[int, Any] = {}
 # Broadcasts of many tensors are packed into messages of this size.
 _PACKED = 32 << 20
 
-# Fusion buffers of up to so many bytes are kept, 16 at most.
+# Fusion buffers of up to this many bytes are kept, 16 at most.
 _KEPT = 1 << 20
 
 

@@ -27,7 +27,7 @@ from evener.errors import EvenerError
 
 JOINING = "joining"
 _PREFIX = "step "
-# Ranks run ahead of each other by a few steps at most; so many are remembered.
+# Ranks run ahead of each other by a few steps at most; this many are remembered.
 _KEPT = 4096
 
 

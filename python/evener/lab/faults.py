@@ -62,7 +62,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Action:
-    """What happens. `value`: bits a second for rate, a share for loss, nanoseconds for flap."""
+    """What happens. `value`: bits per second for rate, a share for loss, nanoseconds for flap."""
 
     kind: str
     value: float = 0.0

@@ -28,7 +28,7 @@ SEGMENTING_BURST = 15000
 
 @dataclass(frozen=True)
 class Shape:
-    """What one end of a cable lets out: tbf's three numbers. Bits a second and bytes."""
+    """What one end of a cable lets out: tbf's three numbers. Bits per second and bytes."""
 
     rate: int
     burst: int

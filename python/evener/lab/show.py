@@ -12,7 +12,7 @@ _MANY = 8  # up to this number of nodes or paths, each gets its own line
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """For machines: rates in bits a second, queues in bytes, times in nanoseconds."""
+    """For machines: rates in bits per second, queues in bytes, times in nanoseconds."""
     spec, shape = plan.spec, plan.shape
     return {
         "spec": dataclasses.asdict(spec),

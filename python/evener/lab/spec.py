@@ -82,7 +82,7 @@ class Spec:
             )
         if self.path_rate is not None and self.path_rate < 10**6:
             raise UsageError(
-                f"a path of {self.path_rate} bits a second is too slow to build",
+                f"a path of {self.path_rate} bits per second is too slow to build",
                 "give each path 1mbit at least",
             )
         if self.flow_cap is not None and parse_rate(self.flow_cap) < 10**6:
@@ -97,17 +97,17 @@ class Spec:
 
     @property
     def link_rate(self) -> int | None:
-        """Bits a second of a NIC, None where unshaped."""
+        """Bits per second of a NIC, None where unshaped."""
         return None if self.link is None else parse_rate(self.link)
 
     @property
     def path_rate(self) -> int | None:
-        """Bits a second of one path of one NIC, None where unshaped."""
+        """Bits per second of one path of one NIC, None where unshaped."""
         return None if self.link_rate is None else self.link_rate // self.paths
 
     @property
     def flow_rate(self) -> int | None:
-        """Bits a second that one flow cannot pass, None where flows are not capped."""
+        """Bits per second that one flow cannot pass, None where flows are not capped."""
         return None if self.flow_cap is None else parse_rate(self.flow_cap)
 
     @property

@@ -38,12 +38,12 @@ def _attribute(kind: int, payload: bytes) -> bytes:
 
 
 def _ratespec(rate: int) -> bytes:
-    """`rate` in bytes a second; those above 2^32 - 1 need a RATE64 attribute besides."""
+    """`rate` in bytes per second; those above 2^32 - 1 need a RATE64 attribute besides."""
     return struct.pack("=BBHhHI", 0, _ETHERNET, 0, -1, 0, min(rate, 0xFFFFFFFF))
 
 
 def _ticks(size: int, rate: int) -> int:
-    """The time that `size` bytes take at `rate` bytes a second, in the scheduler's 64 ns."""
+    """The time that `size` bytes take at `rate` bytes per second, in the scheduler's 64 ns."""
     return min(size * 10**9 // rate // 64, 0xFFFFFFFF)
 
 
@@ -64,7 +64,7 @@ class TrafficControl:
         self._send([self._tbf(device, shape)])
 
     def cap_flows(self, device: int, shape: Shape | None, cap: int, queue_ns: int) -> None:
-        """Let out no more than `cap` bits a second of a flow, and no more than `shape` in all.
+        """Let out no more than `cap` bits per second of a flow, and no more than `shape` in all.
 
         htb with 64 classes; a flow's class is (source port xor destination port) / 2 modulo 64,
         because the kernel's connect() hands out even ports, and in one of a connection's two

@@ -342,7 +342,7 @@ def _is_op(node: fx.Node) -> bool:
 
 
 def _eliminate(graph: fx.Graph) -> None:
-    """Dead code goes; what writes in place stays only where somebody reads what it writes to."""
+    """Dead code goes; what writes in place stays only where something reads what it writes to."""
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         for written in written_by(node):

@@ -78,7 +78,7 @@ def rank_of(kind: Kind, stage: int, ranks: int) -> int:
 
 
 def check(kind: Kind, ranks: int, microbatches: int) -> str:
-    """Why a schedule cannot run so many microbatches; "" where it can."""
+    """Why a schedule cannot run this many microbatches; "" where it can."""
     if kind.name in ("1F1B", "Eager1F1B") and microbatches < ranks:
         return f"{kind.name} wants at least as many microbatches as stages ({ranks})"
     if kind.local != 1 and not kind.v:

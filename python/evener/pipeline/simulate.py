@@ -27,7 +27,7 @@ class Link:
     latency: float
 
     def seconds(self, size: float) -> float:
-        """Time on the wire of `size` bytes, without the latency."""
+        """Time that `size` bytes take on the link, without the latency."""
         return size / self.bandwidth if size else 0.0
 
 

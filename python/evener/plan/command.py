@@ -12,7 +12,7 @@ import click
 
 from evener.comm import forms
 
-# What TCP over IPv4 carries of a frame of 1500 bytes: 1448 of 1538 on the wire.
+# What TCP over IPv4 carries of a frame of 1500 bytes: 1448 of 1538 on Ethernet.
 _GOODPUT = 0.94
 
 

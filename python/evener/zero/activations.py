@@ -76,10 +76,10 @@ class Offload:
             home.copy_(tensor.detach().reshape(-1), non_blocking=True)
         saved = _Saved(home, tensor.shape, self.device.record("d2h"))
         # When autograd lets go of it its room is free: the next copy into it waits for all that
-        # computed until then, so for what still reads it.
+        # computed before that, so for what still reads it.
         weakref.finalize(saved, self._free.setdefault((home.numel(), home.dtype), []).append, home)
         self._order.append(weakref.ref(saved))
-        # The tensor's memory must not be reused before it has left: hold it until then.
+        # The tensor's memory must not be reused before it has left: hold it until it has.
         self._leaving.append((saved.out, tensor.detach()))
         while self._leaving and (self._leaving[0][0].query() or len(self._leaving) > HELD - 2):
             self._leaving.pop(0)[0].synchronize()

@@ -190,9 +190,9 @@ class _Edge(torch.autograd.Function):
 
 
 class Boundary:
-    """Stands in for `model.forward`. `check`: sees a pass's arguments before it runs; `room`: makes
-    room for so many bytes and says whether it could; `retry`: whether a pass may run again for want
-    of memory (several ranks would wait for each other)."""
+    """Stands in for `model.forward`. `check`: sees a pass's arguments before it runs; `room`:
+    makes room for this many bytes and says whether it could; `retry`: whether a pass may run again
+    for want of memory (several ranks would wait for each other)."""
 
     def __init__(
         self,

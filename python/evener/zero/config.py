@@ -29,7 +29,7 @@ class Config:
     """What `initialize` takes. Sizes of batches are in samples, as in DeepSpeed.
 
     moments: float32, or bfloat16 rounded stochastically. depth: chunks fetched ahead. small: units
-    of at most so many elements stay on the accelerator. checkpointing: False, True (blocks are
+    of at most this many elements stay on the accelerator. checkpointing: False, True (blocks are
     recomputed), "offload" (and their inputs wait on the host), or "auto": what the plan finds
     fastest. loss: "auto" (the last layer of a model of transformers and its loss in parts of the
     vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or "plain".

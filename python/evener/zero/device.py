@@ -72,7 +72,7 @@ class Device(Protocol):
         """A chunk's weights take `size` bytes, below 0 give them back: no operation shows it."""
 
     def release(self, size: int) -> None:
-        """So many of the bytes that were held when training began are given back."""
+        """This part of the bytes that were held when training began are given back."""
 
     def elsewhere(self) -> contextlib.AbstractContextManager[None]:
         """What is made inside is in host memory."""

@@ -68,11 +68,11 @@ class Profile:
         return pairs[0] == pairs[1]
 
     def scaled(self, rows: int) -> Profile:
-        """About the same with so many rows: activations grow with them."""
+        """About the same with this many rows: activations grow with them."""
         return replace(self.times(rows / self.rows), rows=rows)
 
     def times(self, factor: float) -> Profile:
-        """The same with everything so many times as large."""
+        """The same with everything this many times as large."""
 
         def less(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
             return tuple(

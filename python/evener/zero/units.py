@@ -94,7 +94,7 @@ def cut(
     stay: Set[str] = frozenset(),
 ) -> list[Unit]:
     """The units of `model`; the first is the one that stays. `groups`: optimizer group by
-    parameter (default: all in group 0). `small`: units of at most so many elements stay. `stay`:
+    parameter (default: all in group 0). `small`: units of at most this many elements stay. `stay`:
     names of parameters that do."""
     group_of = groups or {}
     owners: dict[nn.Parameter, set[str]] = {}

@@ -52,7 +52,7 @@ pub unsafe fn send_more(fd: RawFd, from: Memory) -> io::Result<usize> {
 /// and [`notice`] tells when the kernel has done with it.
 ///
 /// # Safety
-/// The memory may be read, and what is read is what shall be sent, until the notice has come or
+/// The memory may be read, and what is read is what is to be sent, until the notice has come or
 /// [`disconnect`] has returned.
 pub unsafe fn send_zero_copy(fd: RawFd, from: Memory) -> io::Result<usize> {
     // SAFETY: the caller's promise.
@@ -251,11 +251,11 @@ pub struct TcpInfo {
     pub bytes_acknowledged: u64,
     /// Bytes that were written and not sent.
     pub unsent: u32,
-    /// Measured delivery, bytes a second.
+    /// Measured delivery, bytes per second.
     pub delivery_rate: u64,
     /// Microseconds in which something was in flight.
     pub busy_us: u64,
-    /// The shortest round trip of late, microseconds; 0 where the kernel does not tell.
+    /// The shortest of the last round trips, microseconds; 0 where the kernel does not tell.
     pub least_rtt_us: u32,
 }
 

@@ -28,17 +28,17 @@ const EVERY: Duration = Duration::from_millis(2);
 const FULL: f64 = 0.9;
 /// and above this where it is not: then NCCL waits for workers, and for a busy one longer ...
 const BUSY: f64 = 0.6;
-/// The network is the limit if it was for this part of the time, of so many looks: between two
+/// The network is the limit if it was for this part of the time, of this many looks: between two
 /// all-reduces it never is.
 const LIMITED: f64 = 0.3;
 const LIMITED_LOOKS: f64 = 8.0;
 /// ... and one that is less busy than this part of it can take more.
 const SPARE: f64 = 0.5;
-/// So many looks in a row must say that a worker is full.
+/// This many looks in a row must say that a worker is full.
 const FULL_LOOKS: u32 = 2;
 /// What two workers have to do is enough for one if it is less than this part of the most.
 const TOGETHER: f64 = 0.75;
-/// So many looks in a row must say so.
+/// This many looks in a row must say so.
 const CALM_LOOKS: u32 = 8;
 /// What a worker has said of itself is not true any more after this.
 const STALE: Duration = Duration::from_millis(20);
@@ -109,9 +109,9 @@ impl Load {
 struct Member {
     /// How much of its time it works.
     busy: f64,
-    /// For which part of that time the network was the limit, of late.
+    /// For which part of the last looks' time the network was the limit.
     limited: f64,
-    /// Bytes a second that it moves while it is awake.
+    /// Bytes per second that it moves while it is awake.
     moves: f64,
     at: Duration,
     full: u32,
@@ -141,7 +141,7 @@ pub struct Crew {
 }
 
 impl Crew {
-    /// So many workers.
+    /// The number of workers.
     pub fn new(workers: usize) -> Crew {
         Crew {
             members: vec![Member::default(); workers],
@@ -341,7 +341,7 @@ mod tests {
         }
     }
 
-    /// Lets so many bytes a second be shared by the connections that each worker has, for a while:
+    /// Lets this many bytes per second be shared by the connections that each worker has, for a while:
     /// how many have any in the end, and how often some moved.
     fn settle(
         crew: &mut Crew,

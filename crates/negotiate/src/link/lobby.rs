@@ -13,7 +13,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-/// So many may wait beside the job's own ranks.
+/// This many may wait beside the job's own ranks.
 pub(super) const STRANGERS: usize = 64;
 
 type Greeted = Option<(u32, TcpStream)>;

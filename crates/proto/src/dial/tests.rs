@@ -266,7 +266,7 @@ impl Fabric {
     }
 }
 
-/// The share of the fabric that is used after so many tenths of a second of traffic.
+/// The share of the fabric that is used after this many tenths of a second of traffic.
 fn used(first: usize, paths: usize, cap: f64, seed: u64, steps: u32) -> f64 {
     let mut fabric = Fabric {
         paths,

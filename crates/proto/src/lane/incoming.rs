@@ -167,7 +167,7 @@ impl Lane {
         if let Some(path) = self.paths.get_mut(&id)
             && heard != 0
         {
-            // The mean of what is heard of late, over all paths.
+            // The mean of what is heard lately, over all paths.
             self.wait += (f64::from(heard - 1) - self.wait) / 64.0;
             path.window.heard(heard - 1, self.wait, self.rate, now);
         }

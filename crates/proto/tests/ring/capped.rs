@@ -78,7 +78,7 @@ impl Capped {
         Duration::from_secs_f64((class.queued() / share).max(capped).max(0.0))
     }
 
-    /// What the link carries in so many seconds.
+    /// What the link carries in this many seconds.
     pub fn carry(&mut self, seconds: f64) -> Vec<Segment> {
         let Network { rate, cap, .. } = self.network;
         self.tokens = (self.tokens + rate * seconds).min(BURST);

@@ -25,7 +25,7 @@ pub fn random(seed: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What is between the ranks. Rates in bytes a second.
+/// What is between the ranks. Rates in bytes per second.
 #[derive(Clone, Copy)]
 pub struct Network {
     pub paths: usize,
@@ -88,7 +88,7 @@ impl Flow {
         }
     }
 
-    /// The kernel's acknowledgement of so many bytes.
+    /// The kernel's acknowledgement of this many bytes.
     fn confirm(&mut self, bytes: f64) {
         if self.flying >= self.window - SEGMENT {
             // What limits it is its window.

@@ -12,7 +12,7 @@ use super::nccl::Channel;
 
 /// Between two all-reduces.
 const PAUSE: Duration = Duration::from_micros(200);
-/// Bytes a second that a worker copies.
+/// Bytes per second that a worker copies.
 const COPY: f64 = 6e9;
 /// As the engine does.
 const LOOK: Duration = Duration::from_micros(50);
@@ -97,7 +97,7 @@ impl Ring {
         }
     }
 
-    /// One all-reduce: bytes a second.
+    /// One all-reduce: bytes per second.
     pub fn all_reduce(&mut self, bytes: u64) -> f64 {
         let began = self.now;
         let share = bytes / self.network.channels as u64;

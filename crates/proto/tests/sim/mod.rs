@@ -23,7 +23,7 @@ pub fn byte(comm: u64, message: u64, offset: u64) -> u8 {
 
 pub struct Wire {
     pub latency: Duration,
-    /// Bytes a second.
+    /// Bytes per second.
     pub rate: f64,
     pub black: bool,
     /// For each direction: frames with the time of their arrival, and when the wire is free.
@@ -282,7 +282,7 @@ impl World {
                 let ids: Vec<PathId> = self.wires.keys().copied().collect();
                 for id in ids {
                     let wire = self.wires.get_mut(&id).unwrap();
-                    // Room: what is queued would be on the wire within 100 us.
+                    // Room: what is queued would be sent within 100 us.
                     if !wire.open[end] || wire.free[end] > self.now + Duration::from_micros(100) {
                         continue;
                     }

@@ -230,7 +230,7 @@ class _Log:
                         sink_hop(by, record, where)
                         continue
                 elif message.find(b": opCount ", 0, 40) > 0:
-                    continue  # one line a call of a collective: the many of subsystem COLL
+                    continue  # one line per call of a collective: the many of subsystem COLL
                 self.info(by, message, where)
         sink.lines(where - self.base, nccl + self.old)
 

@@ -1,7 +1,7 @@
 """The JSON of `evener analyze --json`. Fields are documented in docs/reference/analyze.md and stay.
 
 VERSION grows when a field changes its meaning or goes; new fields do not change it. Bandwidths are
-GB/s (10^9 bytes a second) of bus bandwidth, sizes bytes.
+GB/s (10^9 bytes per second) of bus bandwidth, sizes bytes.
 """
 
 from __future__ import annotations

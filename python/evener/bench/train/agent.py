@@ -102,7 +102,7 @@ class Agent:
             self.store.set(f"outcome{run.index}/{self.given.rank}", json.dumps(outcome))
             if self.given.rank == 0:
                 for rank in range(self.given.world):
-                    # A line a rank: who reads them need not take lines of megabytes.
+                    # A line per rank: who reads them need not take lines of megabytes.
                     part = json.loads(self.store.get(f"outcome{run.index}/{rank}"))
                     _say({"run": run.index, "outcome": part})
                 seconds = round(time.monotonic() - began, 3)

@@ -48,7 +48,7 @@ BINS = 256
 # Programs of the passes over notes: a few waves on any GPU. A power of two.
 PROGRAMS = 512
 SAMPLES, SAMPLES_EACH = 16384, 512
-# Up to so many entries equal to the threshold are sorted out by one program.
+# Up to this many entries equal to the threshold are sorted out by one program.
 TIES = 4096
 
 # The words of `state`, zero at first.
@@ -395,7 +395,7 @@ def _add_entries(out, values, indices, scale, n, k, BLOCK: tl.constexpr):
 
 
 def notes(n: int, k: int) -> tuple[int, int]:
-    """How many samples shall reach the guess, and how many entries may then be noted.
+    """How many samples are to reach the guess, and how many entries may then be noted.
 
     The number of samples that reach a magnitude which a share p of all entries reaches is binomial,
     of a variance below SAMPLES * p. Six standard deviations each way, and 16 for small numbers.

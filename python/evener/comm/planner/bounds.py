@@ -2,7 +2,7 @@
 
 A probe of a few calls is noisy, above all for tensors of a few KB, where a call is all latency and
 one form's is as long as another's. A form's exchange is one of its payload, and encoding and
-decoding besides: it takes at least as long as an exact exchange of so many bytes. Held to that, a
+decoding besides: it takes at least as long as an exact exchange of this many bytes. Held to that, a
 form saves what its bytes save, and where latency is all there is, nothing.
 """
 

@@ -63,7 +63,7 @@ class Traced:
         return cls(model, *_shares(model, given))
 
     def rows(self, ranks: int, *, shared: bool) -> dict[int, int]:
-        """Parameters worth taking apart among so many ranks, by id: rows a step, at most.
+        """Parameters worth taking apart among this many ranks, by id: rows per step, at most.
 
         `shared`: also those that a layer uses too.
         """

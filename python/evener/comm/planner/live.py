@@ -55,7 +55,7 @@ DRIFT = 1.5
 _STRIKES = 2
 # Steps in a row whose times are looked at, every `WATCH_EVERY`.
 _WATCHED = 8
-# Of the profiled steps, in so many something must look between backward and step.
+# Of the profiled steps, in this many something must look between backward and step.
 _LOOKED = 2
 # The library's form that the guard has to look at now and then.
 _OF_LITTLE_RANGE = "fp16"
@@ -658,7 +658,7 @@ def as_complete(profile: StepProfile, made: Decision) -> float:
 
 
 def table(profile: StepProfile, made: Decision) -> Sequence[str]:
-    """One line a bucket, in the order in which they leave."""
+    """One line per bucket, in the order in which they leave."""
     return [
         f"bucket {b} ({profile.buckets[b].name} ...), {profile.buckets[b].bytes / 1e6:.1f} MB: "
         f"{made.choices[b].algorithm}, {made.choices[b].form}, "

@@ -27,7 +27,7 @@ from evener.comm.planner.turns import Turns
 
 # Steps at the start of a window that count for nobody: what the way before left is still landing.
 SETTLE = 2
-# A way that was predicted to take so many times as long as the best prediction gets one step.
+# A way that was predicted to take this many times as long as the best prediction gets one step.
 FAR = 2.0
 # Ways within this of the best measured one go on to the next round. After the first round more do:
 # it has allocations and connections in it, most of all those of DDP's own reducer, which is new.
@@ -55,7 +55,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Window:
-    """The next steps: so many of way number `way` are to be timed, after `SETTLE`."""
+    """The next steps: this many of way number `way` are to be timed, after `SETTLE`."""
 
     way: int
     steps: int
@@ -94,7 +94,7 @@ class Trial:
         return self._queue[0] if self._queue else None
 
     def took(self, times: Sequence[float]) -> None:
-        """The timed steps of `window` took so many milliseconds each. Equal on all ranks."""
+        """The timed steps of `window` took this many milliseconds each. Equal on all ranks."""
         window = self._queue.pop(0)
         if len(times) != window.steps:
             raise ValueError(f"{len(times)} times for {window.steps} steps")

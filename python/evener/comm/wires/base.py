@@ -1,4 +1,4 @@
-"""What a form on the wire is, and the list of all that there are.
+"""What a form is, and the list of all forms.
 
 A further form is one file in this folder with one class, which says everything once:
 
@@ -61,11 +61,11 @@ class Paper:
     """A form on paper: what it sends and how often it touches memory.
 
     A rank's payload for n entries, of 4 bytes as they come, is `share` * 4n + `root` * sqrt(n)
-    bytes. `summed`: a collective adds payloads up, in so many `rounds` (a ring: 2 (N-1)/N payloads
-    a rank), as quantised ones do in two halves; otherwise every rank gets every other's payload
-    (N-1 of them), or from `halves_from` ranks on as one that is summed. `passes`: times that encode
-    and decode together touch the shard's bytes in memory, to which decoding adds `passes_a_peer`
-    for every peer.
+    bytes. `summed`: a collective adds payloads up, in this many `rounds` (a ring: 2 (N-1)/N
+    payloads per rank), as quantised ones do in two halves; otherwise every rank gets every other's
+    payload (N-1 of them), or from `halves_from` ranks on as one that is summed. `passes`: times
+    that encode and decode together touch the shard's bytes in memory, to which decoding adds
+    `passes_a_peer` for every peer.
     """
 
     name: str

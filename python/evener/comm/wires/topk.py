@@ -86,7 +86,7 @@ class SparseWire(Wire):
 
     @abstractmethod
     def _unit(self) -> int:
-        """Of so many entries a part's length is a multiple."""
+        """A part's length is a multiple of this many entries."""
 
     @abstractmethod
     def _select(

@@ -55,7 +55,7 @@ class ElasticError(EvenerError):
 
 @dataclass(frozen=True)
 class Member:
-    """A place in a generation. sync: somebody in it has no state yet, or an older one.
+    """A place in a generation. sync: a rank in it has no state yet, or an older one.
 
     store: for the generation alone. reached: the launcher's address as seen from here.
     """

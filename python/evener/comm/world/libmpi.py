@@ -3,7 +3,7 @@
 The way for a launcher without a PMIx library where MPI's own is at hand. Handles differ between
 two ABIs: Open MPI's are addresses of symbols, those of MPICH, Intel, Cray and MVAPICH integers.
 
-MPI cannot be started twice, so it stays up until the process ends; where somebody else started it
+MPI cannot be started twice, so it stays up until the process ends; where the program started it
 (the user's own mpi4py), it is used as it is and left alone.
 """
 

@@ -505,7 +505,7 @@ def _store_by(way: _Way, ranks: Ranks, seconds: float, deadline: float) -> Any:
         except (ValueError, TypeError) as error:
             if not way.repeats:
                 raise _UnusableError(f"gave {shared[:60]!r}, which is no address") from error
-            time.sleep(0.1)  # somebody else's file: rank 0 replaces it
+            time.sleep(0.1)  # another job's file: rank 0 replaces it
             continue
         found = contact.connect(theirs, deadline, once=way.repeats)
         if found is not None:

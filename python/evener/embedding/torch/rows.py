@@ -80,7 +80,7 @@ class HostRows:
 
 
 def interval(options: dict[str, Any]) -> int:
-    """Every so many steps eviction runs by itself; 0: never."""
+    """Eviction runs by itself after this many steps; 0: never."""
     return int(options["evict_every"]) if options["eviction"]["kind"] != "none" else 0
 
 

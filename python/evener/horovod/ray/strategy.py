@@ -14,7 +14,7 @@ from evener.horovod.ray.worker import BaseHorovodWorker
 def create_placement_group(
     resources_per_bundle: dict[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
 ) -> tuple[Any, list[dict[str, float]]]:
-    """(a placement group of so many bundles, the bundles).
+    """(a placement group of this many bundles, the bundles).
 
     Raises TimeoutError where the cluster has no room for it within `pg_timeout` seconds.
     """

@@ -121,7 +121,7 @@ def _open_line(
 ) -> list[str]:
     """Open MPI's, and what comes from it. A word may be empty."""
     count = len(hosts.parse_hosts(settings.hosts))
-    if count >= _LARGE_CLUSTER_THRESHOLD:  # a tree of ssh over so many hosts breaks
+    if count >= _LARGE_CLUSTER_THRESHOLD:  # a tree of ssh over this many hosts breaks
         flags += ["-mca plm_rsh_no_tree_spawn true", f"-mca plm_rsh_num_concurrent {count}"]
     if settings.prefix_output_with_timestamp:
         flags.append("--timestamp-output")

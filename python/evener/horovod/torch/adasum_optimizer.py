@@ -1,7 +1,7 @@
 """`DistributedOptimizer(op=hvd.Adasum)`: ranks step by themselves, and their updates are combined.
 
 Adasum adds what points elsewhere and averages what points the same way (`evener.horovod.adasum`).
-Applied to gradients it would be at odds with optimizers that scale them (Adam's step hardly depends
+Applied to gradients it would be at odds with optimizers that scale them (Adam's step depends little
 on the gradient's length), so, as upstream's, it is applied to the change that the wrapped optimizer
 makes to each parameter: from the same start p, rank r steps to p + d_r, and all go on from
 p + Adasum(d_0, d_1, ...). All updates of a step are combined in one grouped operation.

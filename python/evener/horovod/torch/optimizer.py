@@ -83,9 +83,9 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     nothing overlaps with backward.
 
     named_parameters: the model's; every parameter of the optimizer must be among them. compression:
-    Compression.none or fp16 (on the wire between nodes; inside a node nothing is lost), or a class
+    Compression.none or fp16 (between nodes; inside a node nothing is lost), or a class
     of your own, through which each gradient goes by itself (`own_compression`).
-    backward_passes_per_step: gradients of so many backward passes are summed before they are
+    backward_passes_per_step: gradients of this many backward passes are summed before they are
     reduced. op: Average, Sum, or Adasum (which combines the ranks' updates; `adasum_optimizer`).
     gradient_predivide_factor f: divided by f before the sum, by size/f after it. groups: a hint for
     fusion, which Evener does by size and order; checked, not needed. Sparse gradients are gathered,
@@ -476,7 +476,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._evener_base.zero_grad(self, *args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, reduce after so many backward passes."""
+        """From the next step on, reduce after this many backward passes."""
         self.backward_passes_per_step = passes
         if self._reducer is not None:
             self._reducer.set_passes(passes)
