@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -24,12 +26,8 @@ RUN = {page: [b for b in blocks(page) if b.mark in ("run", "checkout", "mpi")] f
 ALL = [block for page in PAGES for block in blocks(page)]
 
 
-def shell(block: Block, folder: Path) -> None:
+def shell(block: Block, folder: Path, environment: dict[str, str]) -> None:
     """Run a block as a reader would who has activated the environment; its output on failure."""
-    environment = dict(os.environ)
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    if os.geteuid() == 0:  # mpirun wants to be told
-        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     argv = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
     done = subprocess.run(
         argv,
@@ -38,24 +36,55 @@ def shell(block: Block, folder: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=240,
     )
     assert done.returncode == 0, f"{block}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if RUN[p]], ids=lambda p: p.stem)
-def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def go_through(page: Path, folder: Path, environment: dict[str, str]) -> list[str]:
+    """Run the blocks of a page from top to bottom; gives those that this machine cannot run."""
     skipped = []
     for block in blocks(page):
         if block.mark == "file":
-            (tmp_path / block.argument).write_text(block.text + "\n", encoding="utf-8")
+            (folder / block.argument).write_text(block.text + "\n", encoding="utf-8")
         elif block in RUN[page]:
             if NO_LAB and "lab" in block.text:
                 skipped.append(f"{block} wants a lab: {NO_LAB}")
             elif block.mark == "mpi" and not shutil.which("mpirun"):
                 skipped.append(f"{block} wants mpirun (package openmpi-bin)")
             else:
-                shell(block, tmp_path)
+                shell(block, folder, environment)
+    return skipped
+
+
+@pytest.fixture(scope="session")
+def readers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, Future[list[str]]]]:
+    """Readers who go through the pages that are tested, two at a time.
+
+    Most of a block's time is one process that imports torch, so two pages side by side take little
+    longer than one.
+    """
+    # Copied now: tests that run meanwhile change this process' own.
+    environment = dict(os.environ)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    if os.geteuid() == 0:  # mpirun wants to be told
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    pages = [call.params["page"] for call in calls if call and "page" in call.params]
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            page: pool.submit(go_through, page, tmp_path_factory.mktemp(page.stem), environment)
+            for page in pages
+            if page in PAGES
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if RUN[p]], ids=lambda p: p.stem)
+def test_the_commands_of_a_page_run(page: Path, readers: dict[Path, Future[list[str]]]) -> None:
+    skipped = readers[page].result()
     if len(skipped) == len(RUN[page]):
         pytest.skip("; ".join(skipped))
 
@@ -120,7 +149,9 @@ def test_evener_takes_the_command_line(
     assert not (desk / "ssh.log").exists(), f"{block}: a dry run asked another host"
 
 
-@pytest.mark.parametrize("block", [b for b in ALL if b.language == "python"], ids=str)
+@pytest.mark.parametrize(
+    "block", [b for b in ALL if b.language == "python" and b.mark == "piece"], ids=str
+)
 def test_pieces_of_scripts_name_what_there_is(block: Block) -> None:
     compile(block.text, str(block), "exec")
     for name in re.findall(r"\bevener(?:\.[a-z_]+)+", block.text):
