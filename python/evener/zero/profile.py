@@ -105,7 +105,7 @@ the next one is there when it has left."""
 
 
 def outgoing(depth: int, largest: int) -> int:
-    """How many gradients are on their way to the host at most, the largest of so many bytes."""
+    """How many gradients are on their way to the host at most, the largest of this many bytes."""
     return min(depth, 1) if largest > LARGE else depth
 
 

@@ -123,7 +123,7 @@ def test_the_same_bytes_where_rows_are_evicted(options: Options) -> None:
 
 
 class Slow:
-    """Writes rows back only when someone waits for it: until then they are on their way."""
+    """Writes rows back only when someone waits for it. Up to that time they are on their way."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []

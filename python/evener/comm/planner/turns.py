@@ -43,7 +43,7 @@ class Turns:
         self._fitted: tuple[dict[int, float], float] | None = None
 
     def add(self, round_: int, way: int, times: Sequence[float]) -> None:
-        """In that round (from 1) that way's steps took so many milliseconds each."""
+        """In that round (from 1) that way's steps took this many milliseconds each."""
         self.turns.append(_Turn(round_, way, tuple(times)))
         self._fitted = None
 
