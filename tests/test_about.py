@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,11 @@ def test_a_plugin_that_was_not_built_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(about, "plugin_path", none)
     assert "plug-in: none: it is not there (build it)" in about.describe()
+
+
+def test_the_page_names_the_extras_of_the_package() -> None:
+    root = Path(__file__).parents[1]
+    declared = set(importlib.metadata.metadata("evener").get_all("Provides-Extra") or [])
+    page = (root / "docs/guide/install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `evener\[(\w+)\]`", page, re.MULTILINE)) == declared
+    assert {"bench", "tensorflow", "dev"} <= declared

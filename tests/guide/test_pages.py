@@ -178,3 +178,31 @@ def test_make_targets_exist() -> None:
     for block in ALL:
         for target in re.findall(r"^make ([a-z-]+)", block.text, re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{block}: make {target}"
+
+
+def test_the_lossless_way_comes_first() -> None:
+    """What a reader copies first from each page changes no arithmetic."""
+    for page in ("README.md", "docs/guide/ddp.md", "docs/guide/horovod.md"):
+        launches = [
+            words
+            for block in blocks(ROOT / page)
+            if block.language == "sh"
+            for line in commands(block.text)
+            if (words := evener_words(line)) and words[0] == "launch"
+        ]
+        assert launches, f"{page} shows no launch"
+        before_program = launches[0][: launches[0].index("python")]
+        lossy = ("--floor", "LIGHT_TOPK", "LIGHT_FP16", "EVENER_DDP=")
+        assert not [w for w in before_program if w.startswith(lossy)], f"{page}: {launches[0]}"
+
+
+def test_the_recipes_of_contributing_name_what_there_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipes = dict(re.findall(r"^### Add (.+?)\n(.+?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL))
+    wanted = {"form", "finding", "optimizer", "plug-in interface", "Horovod operation"}
+    assert all(any(word in title for title in recipes) for word in wanted), recipes.keys()
+    for title, recipe in recipes.items():
+        named = re.findall(r"`((?:python|crates|tests|benchmarks|scripts)/[\w/.-]+)`", recipe)
+        missing = [path for path in named if not (ROOT / path).exists()]
+        assert named or "wild" in recipe, f"Add {title}: names no file"
+        assert not missing, f"Add {title}: {missing}"
