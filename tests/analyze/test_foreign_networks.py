@@ -316,6 +316,22 @@ def test_rccl(tmp_path: Path) -> None:
     assert "host.kernel-settings" in found(result)
 
 
+@pytest.mark.parametrize(
+    "warning",
+    [
+        'Missing "amd_iommu=on" from kernel command line which can lead to hang!',
+        'Missing "iommu=pt" from kernel command line which can lead to hang!',
+    ],
+)
+def test_rccl_asks_for_settings_of_the_kernel(warning: str, tmp_path: Path) -> None:
+    log = f"node-a:7:7 [0] /rccl/hipify/src/init.cc:125 NCCL WARN {warning}\n"
+    log += "node-a:7:7 [0] NCCL INFO DMA_BUF Support Enabled\n"
+    result = read(tmp_path, log)
+    assert "host.kernel-settings" in found(result)
+    assert "coverage.nccl-warning" not in found(result)
+    assert result.run.unknown == 0
+
+
 # --- PCIe links ---
 
 

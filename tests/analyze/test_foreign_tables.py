@@ -325,3 +325,40 @@ def test_a_collective_that_is_named_at_its_end(tmp_path: Path) -> None:
     rows = ROWS.replace("sum      -1", "none      0")
     result = read(tmp_path, rows + TAIL + "#\n# Collective test concluded: broadcast_perf\n")
     assert [table.collective for table in result.run.tables] == ["broadcast"]
+
+
+# --- results as JSON ---
+
+
+def test_json_lines_of_rccl_tests(tmp_path: Path) -> None:
+    """`-x FILE -Z json`: a line per size and side."""
+
+    def line(name: str, size: int, place: int, busbw: float, wrong: str = "0") -> str:
+        return (
+            f'{{"#wrong":"{wrong}","algBw":{busbw / 2},"busBw":{busbw},"gpus":4,"inPlace":{place},'
+            f'"name":"{name}","redop":"sum","size":{size},"time":19.5,"type":"float"}}\n'
+        )
+
+    text = "".join(
+        line("AllReduce", size, place, busbw)
+        for size, place, busbw in ((1024, 0, 1.0), (1024, 1, 2.0), (2048, 0, 3.0), (2048, 1, 4.0))
+    )
+    text += line("ReduceScatter", 4096, 0, 5.0, "N/A") + line("ReduceScatter", 8192, 0, 6.0, "7")
+    result = read(tmp_path, text)
+    tables = result.run.tables
+    assert [(t.collective, len(t.rows)) for t in tables] == [
+        ("all_reduce", 2),
+        ("reduce_scatter", 2),
+    ]
+    sides = [(row.out_of_place, row.in_place) for table in tables for row, _ in table.rows]
+    assert [(a and a.busbw, b and b.busbw) for a, b in sides] == [
+        (1.0, 2.0),
+        (3.0, 4.0),
+        (5.0, None),
+        (6.0, None),
+    ]
+    assert "correctness.wrong-values" in found(result)
+
+
+def test_other_json_is_no_result(tmp_path: Path) -> None:
+    assert not read(tmp_path, '{"size": 1}\n{"loss": 2.0}\n').run.tables

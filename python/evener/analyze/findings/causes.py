@@ -184,12 +184,12 @@ CAUSES = (
     Cause(
         "host.kernel-settings",
         "settings of the kernel that RCCL warns of",
-        re.compile(r'NUMA auto balancing|Missing "iommu=pt"'),
+        re.compile(r'NUMA auto balancing|Missing "(?:amd_)?iommu='),
         "settings of the kernel cost speed or stability",
-        "RCCL asks for NUMA balancing off (it moves pages in use) and for iommu=pt on the kernel's "
-        "command line (peer access between GPUs).",
-        "Set both on every host.",
-        "sysctl kernel.numa_balancing=0; grep -o iommu=pt /proc/cmdline",
+        "RCCL asks for NUMA balancing off (it moves pages in use), and for amd_iommu=on and "
+        "iommu=pt on the kernel's command line (peer access between GPUs).",
+        "Set them on every host.",
+        "sysctl kernel.numa_balancing=0; grep -o '[a-z_]*iommu=[a-z]*' /proc/cmdline",
         "No such warning.",
         "warning",
         "measured",

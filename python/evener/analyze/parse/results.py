@@ -1,13 +1,19 @@
-"""nccl-tests' JSON report (`-J`, version 3) and Evener's own, which keeps its fields.
+"""Benchmarks' results as JSON: nccl-tests' report (`-J`, version 3), Evener's own, which keeps its
+fields, and rccl-tests' lines (`-Z json`).
 
 config{devices[{rank, hostname, pid, device, device_hex, device_info}]}, results[{size, count, type,
 redop, root, out_of_place{time, alg_bw, bus_bw, nwrong}, in_place{...}}], average_bus_bandwidth
 {bandwidth}, out_of_bounds{count}. With -C 1 `time` is `cpu_time`. Fields that are missing or of
 another type are taken as absent: the format is not documented.
+
+rccl-tests writes a line per size and side: {name, size, type, redop, inPlace: 0 or 1, time, algBw,
+busBw, "#wrong": "0" or "N/A"}.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +63,45 @@ def report(document: dict[str, Any]) -> Iterator[Device | Row | Starting | Summa
             value = next((v for v in value.values() if _float(v) is not None), None)
         if (read := _float(value)) is not None:
             yield Summary(what, read)
+
+
+def rccl_lines(text: bytes) -> list[Row | Starting]:
+    """The records of rccl-tests' JSON lines; none where `text` is something else."""
+    found: list[Row | Starting] = []
+    sides: dict[int, Side] = {}
+    last: dict[str, Any] = {}
+
+    def end() -> None:
+        if sides:
+            size, redop = _int(last.get("size")), str(last.get("redop", ""))
+            kind = str(last.get("type", ""))
+            found.append(Row(size, 0, kind, redop, None, sides.get(0), sides.get(1)))
+            sides.clear()
+
+    for line in text.splitlines():
+        try:
+            fields = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            return []
+        if fields is None:
+            continue
+        if not isinstance(fields, dict) or not {"size", "time", "algBw", "busBw"} <= fields.keys():
+            return []
+        wrong = str(fields.get("#wrong", ""))
+        numbers = [_float(fields[name]) for name in ("time", "algBw", "busBw")]
+        place = 1 if fields.get("inPlace") else 0
+        name = str(fields.get("name", ""))
+        if name != last.get("name"):
+            end()
+            found.append(Starting(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+        elif place in sides or fields["size"] != last.get("size"):
+            end()
+        last = fields
+        time, algbw, busbw = numbers
+        if time is not None and algbw is not None and busbw is not None:
+            sides[place] = Side(time, algbw, busbw, float(wrong) if wrong.isdigit() else None)
+    end()
+    return found
 
 
 def _side(raw: Any) -> Side | None:

@@ -58,7 +58,7 @@ _PLAIN = frozenset(
     Librccl hsaAmdPortableExport Net NET Device nranks Duplicating MSCCL MSCCL++: Loading
     transport:0 initialized SHM IPC RMA GIN Inserted ProfilerPlugin Latency AllGather allocating
     Created Set Call rank ncclMaxSharedMem Opening Connection
-    Interface Removed Reusing recvProxy sendProxy
+    Interface Removed Reusing recvProxy sendProxy DMA_BUF
     """.split()
 )
 # Settings, calls, and what a network says of itself: built in, or a plug-in's.
@@ -146,7 +146,10 @@ def _document(text: bytes, number: int, sink: Sink) -> bool:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        lines = results.rccl_lines(text)
+        for line in lines:
+            sink.bench(line, where)
+        return bool(lines)
     if not results.is_report(document):
         return False
     for record in results.report(document):
