@@ -133,7 +133,7 @@ class Process:
         )
 
     def give(self, steps: int) -> None:
-        """So many steps; 0: the end."""
+        """This many steps; 0: the end."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(f"{steps}\n")
