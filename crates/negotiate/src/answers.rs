@@ -100,9 +100,10 @@ impl Answers {
     pub(crate) fn forget_set(&mut self, set: u32) -> bool {
         let of_set = self.numbers.iter().filter(|(key, _)| key.0 == set);
         let numbers: Vec<u32> = of_set.map(|(_, number)| *number).collect();
-        numbers
-            .into_iter()
-            .fold(false, |any, number| self.forget(number) || any)
+        for number in &numbers {
+            self.forget(*number);
+        }
+        !numbers.is_empty()
     }
 
     /// Forgets those least recently used, down to the limit; not what is `announced`. Whether there
