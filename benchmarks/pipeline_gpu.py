@@ -111,8 +111,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--network", default="25gbit", help="for the plan, as it is")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--timeline", type=Path, help="record a step of the pipeline there")
+    parser.add_argument("-o", "--json", type=Path, help="write the results there")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        help="record a step of the pipeline there; default: NAME-step.json beside the results,"
+        " else pipeline-step.json in the current folder",
+    )
     args = parser.parse_args()
     layers, width, heads, words, length, rows, count = SIZES[args.size]
     cuda = torch.cuda.is_available()
@@ -202,7 +207,9 @@ def main() -> None:
                 return float(loss)
 
             took, losses = timed(step, args, sync)
-            path = args.timeline or Path("/tmp/pipeline-step.json")
+            results = args.json or Path("pipeline.json")
+            path = args.timeline or results.with_name(f"{results.stem}-step.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
             pipe.record(path)
             step(args.warmup + args.steps)
             pipe.close()

@@ -41,6 +41,7 @@ _COUNTED = (
 )
 _EACH = (
     "step|rank|node|host|GPU|parameter|communicator|bucket|card|call|GB|process|server|slot|channel"
+    "|path"
 )
 
 # What is written > what to write. Case does not matter.

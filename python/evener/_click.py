@@ -51,6 +51,11 @@ class LazyGroup(click.Group):
         known = self.list_commands(ctx)
         near = difflib.get_close_matches(name, known, 1, 0.6)
         path = ctx.command_path
+        if name == "version":
+            raise UsageError(f"{path} has no command 'version'", "write `evener --version`")
+        if name == "help":
+            words = [*path.split(), *(word for word in args[1:2] if word in known)]
+            raise UsageError(f"{path} has no command 'help'", f"write `{' '.join(words)} --help`")
         raise UsageError(
             f"{path} has no command {name!r}",
             f"did you mean `{shlex.join([*path.split(), near[0], *args[1:]])}`?"

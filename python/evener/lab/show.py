@@ -55,7 +55,7 @@ def as_text(plan: Plan) -> str:
     if spec.flow_cap:
         rows.append(("flow cap", f"{spec.flow_cap} (64 classes by both ports)"))
     if shape is not None:
-        rows.append(("queue", f"{spec.queue} = {shape.limit:,} bytes a path, then packets drop"))
+        rows.append(("queue", f"{spec.queue} = {shape.limit:,} bytes per path, then packets drop"))
     total = as_json(plan)
     rows.append(("to build", f"{total['namespaces']} namespaces, {total['cables']} cables"))
     lines += [f"  {name:9} {text}" for name, text in rows]

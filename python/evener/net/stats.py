@@ -17,12 +17,12 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a path of every process, with its process's host, pid, rank and age in seconds."""
+    """One row per path of every process, with its process's host, pid, rank and age in seconds."""
     return [row for record in found for row in _of(record, "paths")]
 
 
 def ended(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a path that has ended, of the last 64 of every process: `why`, and the `time`."""
+    """One row per path that has ended, of the last 64 of every process: `why`, and the `time`."""
     return [row for record in found for row in _of(record, "ended")]
 
 
