@@ -176,7 +176,7 @@ def worker(given: argparse.Namespace) -> None:
         return told
 
     def late(needed: float) -> bool:
-        """Whether so many seconds are not left. The same on all ranks."""
+        """Whether this many seconds are not left. The same on all ranks."""
         box = [time.time() + needed > given.until]
         dist.broadcast_object_list(box, src=0)
         return box[0]

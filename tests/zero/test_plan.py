@@ -197,7 +197,7 @@ def test_a_machine_that_is_not_here(tmp_path: Path) -> None:
     assert record["plan"]["budget"]["gpu"] == 40960 << 20
     assert record["plan"]["gpu_bytes"] <= record["plan"]["budget"]["gpu"]
     assert record["assumed"]["machine"]["h2d"] == pytest.approx(27.1e9, rel=0.01)
-    # 14 bytes a parameter, wherever they are.
+    # 14 bytes per parameter, wherever they are.
     whole = record["plan"]["host_bytes"] + record["plan"]["gpu_bytes"]
     assert whole > 14 * 6.7e9
     slow = json.loads(run("7b", "--on", "a100-40gb,pcie3,ddr4-2ch", "--json").stdout)

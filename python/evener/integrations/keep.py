@@ -2,7 +2,7 @@
 
 A framework saves from one rank, and what is not sent yet lies on all of them: it is collected where
 all ranks pass by, in a callback. A framework loads before it trains, and a model may be accelerated
-later (`evener.door` after some steps): until then it is kept for that model.
+later (`evener.door` after some steps): up to that time it is kept for that model.
 """
 
 from __future__ import annotations
