@@ -6,7 +6,7 @@
 //! of all paths together grow by about one packet per round trip, whatever their number; a path whose
 //! delay is above it shrinks, once per round trip, to what would leave its queue empty. So the queue
 //! is a saw-tooth between nothing and the target: those who share it see it empty together, and agree
-//! on what "once" was (Copa, NSDI 2018, drains for the same reason). Where packets hardly wait at all
+//! on what "once" was (Copa, NSDI 2018, drains for the same reason). Where packets almost never wait
 //! (a quarter of the target) nobody is disturbed, and a window grows by a share of itself.
 //!
 //! A path that a hash put on a busy or slow route has a small window, and the others carry: that is
@@ -46,7 +46,7 @@ use super::rtt::RoundTrip;
 pub const TARGET: Duration = Duration::from_micros(150);
 /// More for small windows: Swift's flow scaling.
 const SCALING: f64 = 2.0;
-/// Windows at the start hold so many packets together.
+/// Windows at the start hold this many packets together.
 const FIRST: f64 = 32.0;
 /// Least window of a path, in packets.
 const LEAST: f64 = 0.05;
@@ -68,7 +68,7 @@ const DRAIN_TO: f64 = 0.8;
 /// The shortest delay is that of so long ago at most, twice.
 const MEMORY: Duration = Duration::from_secs(10);
 
-/// The least of a wrapping count of microseconds, of late.
+/// The least of a wrapping count of microseconds, lately.
 #[derive(Debug, Clone, Copy, Default)]
 struct Shortest {
     present: Option<u32>,
@@ -321,7 +321,7 @@ impl Congestion {
         self.look(path, trip, now);
     }
 
-    /// Whether a path's queue is somebody else's.
+    /// Whether a path's queue is another connection's.
     fn look(&mut self, path: u8, trip: &RoundTrip, now: Duration) {
         let target = self.target();
         let Some(window) = self.windows.get_mut(usize::from(path)) else {

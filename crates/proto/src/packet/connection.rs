@@ -27,9 +27,9 @@ use super::replay::Replay;
 use super::rtt::{self, RoundTrip};
 use super::stats::Stats;
 
-/// Every so many packets the sender says what it does not care for any more ...
+/// Every this many packets the sender says what it does not care for any more ...
 const FLOOR_EVERY: u64 = 64;
-/// ... and every so many acknowledgements ask for one themselves: else nobody would see that their
+/// ... and every this many acknowledgements ask for one themselves: else no end would see that their
 /// path is dead.
 const PING_EVERY: u64 = 16;
 /// After silence while something is expected.
@@ -180,7 +180,7 @@ pub struct Transmit {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Stage {
-    /// The initiator has sent so many hellos; the next goes then.
+    /// The initiator has sent this many hellos; the next goes then.
     Calling(u32, Duration),
     /// The responder has not heard its own random number back.
     Unproven,
@@ -330,7 +330,7 @@ impl Connection {
         }
     }
 
-    /// Queues a message of so many bytes; its number in the channel. They are asked for, some of them
+    /// Queues a message of this many bytes; its number in the channel. They are asked for, some of them
     /// more than once, until [`Event::Sent`].
     pub fn send(&mut self, channel: u32, length: u64) -> u64 {
         let (message, met) = self.outgoing.send(channel, length);
@@ -338,7 +338,7 @@ impl Connection {
         message
     }
 
-    /// Posts a buffer of so many bytes; the number of the message that comes into it. It is written to
+    /// Posts a buffer of this many bytes; the number of the message that comes into it. It is written to
     /// until [`Event::Received`].
     pub fn post(&mut self, channel: u32, room: u64) -> u64 {
         let message = self.incoming.post(channel, room);

@@ -155,7 +155,7 @@ pub struct Greeting {
     pub initiator: u64,
     /// The responder's; 0 in a hello.
     pub responder: u64,
-    /// What the other side shall write into its packets.
+    /// What the other side must write into its packets.
     pub connection: u32,
     /// Oldest version that the speaker speaks (in a welcome: the chosen one).
     pub oldest: u8,
@@ -444,7 +444,7 @@ impl<'a> Writer<'a> {
         self.at
     }
 
-    /// The next `count` bytes, to be filled. `None`: there are not so many.
+    /// The next `count` bytes, to be filled. `None`: fewer are left.
     fn next(&mut self, count: usize) -> Option<&mut [u8]> {
         let end = self.at.checked_add(count)?;
         let slice = self.out.get_mut(self.at..end)?;

@@ -1,4 +1,4 @@
-//! Numbers that wrap on the wire and never in memory.
+//! Numbers that wrap in packets and never in memory.
 //!
 //! A packet carries the low 32 bits of its number (RFC 9000, section 17.1 does the same), and a chunk
 //! those of its message. The other side knows about where it is, and takes the one number with these

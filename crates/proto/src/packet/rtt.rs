@@ -40,7 +40,7 @@ impl RoundTrip {
         }
     }
 
-    /// The mean of late.
+    /// The mean, lately.
     pub fn smoothed(&self) -> Duration {
         self.smoothed.unwrap_or(UNKNOWN)
     }

@@ -1,4 +1,4 @@
-//! What others put on the wire: nothing of it is taken, nothing is lost, all is counted.
+//! What attackers send: nothing of it is taken, nothing is lost, all is counted.
 
 use std::time::Duration;
 

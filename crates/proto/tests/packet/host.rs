@@ -31,7 +31,7 @@ pub struct Host {
     routes: Box<dyn Fn(u8) -> Route>,
     /// This end's clock less the network's.
     pub clock: Duration,
-    /// It does nothing until then (a process that is stopped).
+    /// It does nothing before that time (a process that is stopped).
     pub asleep: Duration,
     inbox: Vec<Vec<u8>>,
     pub sends: Vec<Flow>,

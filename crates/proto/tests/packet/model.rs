@@ -45,7 +45,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Of so many bit/s and a queue of 2 ms of them.
+    /// Of this many bit/s and a queue of 2 ms of them.
     pub fn new(bits: f64, delay: Duration) -> Link {
         Link {
             rate: bits / 8.0,
@@ -200,7 +200,7 @@ impl Net {
         self.push(arrives, Due::Hop(at + 1, packet));
     }
 
-    /// Goes on until then.
+    /// Goes on up to that time.
     pub fn run_until(&mut self, until: Duration) {
         while let Some(Reverse((at, _))) = self.due.peek()
             && *at <= until

@@ -72,7 +72,7 @@ pub fn flows(net: &mut Net, from: usize, to: usize, flow: Flow) {
     net.end::<Host>(from).sends.push(flow);
 }
 
-/// Bytes a second that arrive at an end of `Host` or `cubic::Receiver` after a warm-up.
+/// Bytes per second that arrive at an end of `Host` or `cubic::Receiver` after a warm-up.
 pub fn measure(net: &mut Net, ends: &[usize], warm: Duration, time: Duration) -> Vec<f64> {
     let read = |net: &mut Net, end: &usize| match net.ends[*end].as_any().downcast_mut::<Host>() {
         Some(host) => host.placed,
