@@ -92,7 +92,7 @@ soak-embedding: ## 8 threads insert, step, look up, evict and save for 10 minute
 		threads_that_insert -- --nocapture
 
 test-python: $(STAMPS)/native $(STAMPS)/plugin
-	$(BIN)/python -m pytest
+	scripts/test_python.sh
 
 wild: $(STAMPS)/native ## programs of others, plain and under Evener: make wild ARGS="--only trainer"
 	$(BIN)/python -m tests.wild $(ARGS)
