@@ -40,6 +40,17 @@ pub enum Code {
     DataLoss = 15,
 }
 
+/// A C string of a macro's parts: `concat!(..., "\0")`.
+///
+/// # Panics
+/// Where its only zero is not at its end; in a constant the build says so.
+pub const fn c(text: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("a C string ends in its only zero"),
+    }
+}
+
 macro_rules! opaque {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         $($(#[$doc])* #[repr(C)] pub struct $name { _private: [u8; 0] })*
@@ -83,11 +94,7 @@ macro_rules! functions {
         impl Api {
             fn find(symbol: impl Fn(&CStr) -> *mut c_void) -> Result<Self, &'static str> {
                 Ok(Self { $($name: {
-                    const NAME: &CStr = match CStr::from_bytes_with_nul(
-                        concat!(stringify!($name), "\0").as_bytes()) {
-                        Ok(name) => name,
-                        Err(_) => panic!("a C name without a zero inside"),
-                    };
+                    const NAME: &CStr = c(concat!(stringify!($name), "\0"));
                     let found = symbol(NAME);
                     if found.is_null() {
                         return Err(stringify!($name));

@@ -17,8 +17,8 @@ pub type Result<T> = std::result::Result<T, (Code, String)>;
 pub trait Op: Sized + Send + Sync + 'static {
     /// As TensorFlow calls it, in CamelCase. Python's function is the same in snake_case.
     const NAME: &'static CStr;
-    /// Attributes as TensorFlow writes them (`insert: bool = true`), beyond those of all ops.
-    const ATTRIBUTES: &'static [&'static CStr] = &[];
+    /// Attributes as TensorFlow writes them (`insert: bool = true`).
+    const ATTRIBUTES: &'static [&'static CStr];
     /// Inputs as TensorFlow writes them (`keys: int64`).
     const INPUTS: &'static [&'static CStr];
     /// Outputs as TensorFlow writes them.
@@ -46,9 +46,6 @@ pub enum Shapes {
     Unknown,
 }
 
-/// Attributes that all ops have: which store, and how to make it where it is not there yet.
-const COMMON: [&CStr; 2] = [c"store: string", c"options: string = ''"];
-
 /// Tells TensorFlow of an op and its kernel.
 ///
 /// # Errors
@@ -60,7 +57,7 @@ pub fn register<O: Op>() -> std::result::Result<(), String> {
     // C strings that live for ever; the functions have the types that the API declares.
     unsafe {
         let op = (api.TF_NewOpDefinitionBuilder)(O::NAME.as_ptr());
-        for attribute in COMMON.iter().chain(O::ATTRIBUTES) {
+        for attribute in O::ATTRIBUTES {
             (api.TF_OpDefinitionBuilderAddAttr)(op, attribute.as_ptr());
         }
         for input in O::INPUTS {

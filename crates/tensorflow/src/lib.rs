@@ -43,17 +43,7 @@ fn register() -> Result<(), String> {
     capi::find().map_err(|name| {
         format!("TensorFlow's function {name} is not in this process: load TensorFlow 2.16 or newer first")
     })?;
-    kernel::register::<ops::Lookup>()?;
-    kernel::register::<ops::Apply>()?;
-    kernel::register::<ops::Upsert>()?;
-    kernel::register::<ops::Remove>()?;
-    kernel::register::<ops::Clear>()?;
-    kernel::register::<ops::Size>()?;
-    kernel::register::<ops::Export>()?;
-    kernel::register::<ops::Intern>()?;
-    kernel::register::<ops::Evict>()?;
-    kernel::register::<ops::Save>()?;
-    kernel::register::<ops::Restore>()
+    ops::register_all()
 }
 
 /// 0 if the ops are registered; else the length of the reason, of which up to `room` bytes are

@@ -77,6 +77,27 @@ unsafe fn guarded(report: *mut Report, call: impl FnOnce() -> crate::Result<()>)
     status as i32
 }
 
+/// Gives the bytes that a call makes to a sink.
+///
+/// # Safety
+/// A handle that `open` gave and that was not closed; `sink` takes `context`.
+unsafe fn pour(
+    handle: Handle,
+    context: *mut c_void,
+    sink: Sink,
+    report: *mut Report,
+    make: impl FnOnce(&Store) -> crate::Result<Vec<u8>>,
+) -> i32 {
+    // SAFETY: promised by the caller; the bytes live until the sink returns.
+    unsafe {
+        guarded(report, || {
+            let bytes = make(store(handle))?;
+            sink(context, bytes.as_ptr(), bytes.len());
+            Ok(())
+        })
+    }
+}
+
 fn text<'a>(what: &str, bytes: &'a [u8]) -> crate::Result<&'a str> {
     std::str::from_utf8(bytes)
         .map_err(|error| Error::Invalid(format!("the {what} of an embedding: {error}")))
@@ -271,10 +292,8 @@ unsafe extern "C" fn options(
 ) -> i32 {
     // SAFETY: promised by the caller.
     unsafe {
-        guarded(report, || {
-            let json = store(handle).options().to_json();
-            sink(context, json.as_ptr(), json.len());
-            Ok(())
+        pour(handle, context, sink, report, |store| {
+            Ok(store.options().to_json().into_bytes())
         })
     }
 }
@@ -287,10 +306,8 @@ unsafe extern "C" fn stats(
 ) -> i32 {
     // SAFETY: promised by the caller.
     unsafe {
-        guarded(report, || {
-            let json = serde_json::to_string(&store(handle).stats()).unwrap_or_default();
-            sink(context, json.as_ptr(), json.len());
-            Ok(())
+        pour(handle, context, sink, report, |store| {
+            Ok(serde_json::to_vec(&store.stats()).unwrap_or_default())
         })
     }
 }
@@ -346,13 +363,7 @@ unsafe extern "C" fn save_bytes(
     report: *mut Report,
 ) -> i32 {
     // SAFETY: promised by the caller.
-    unsafe {
-        guarded(report, || {
-            let bytes = store(handle).save_bytes()?;
-            sink(context, bytes.as_ptr(), bytes.len());
-            Ok(())
-        })
-    }
+    unsafe { pour(handle, context, sink, report, Store::save_bytes) }
 }
 
 unsafe extern "C" fn restore_bytes(
