@@ -16,6 +16,7 @@ and scatter_add back; its products are grouped_mm as well.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import platform
 import statistics
@@ -244,6 +245,8 @@ def main() -> None:
     if args.json:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         versions = {"torch": torch.__version__, "python": platform.python_version()}
+        if transformers_layer() is not None:
+            versions["transformers"] = importlib.metadata.version("transformers")
         text = json.dumps({"machine": machine, "versions": versions, "cases": found}, indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
 

@@ -3,7 +3,9 @@
     evener lab run --nodes 2 --slots 1 --link 25gbit -- python benchmarks/moe_nodes.py
     evener lab run --nodes 2 --slots 2 --link 1gbit -- python benchmarks/moe_nodes.py --size tiny
 
-One layer with a shared expert, forward and backward, bf16 on GPUs. Columns take turns:
+`--what decoder` (the default): layers of attention (grouped queries, causal, no rotary positions)
+and experts, the shared expert beside them, as a transformer has them. `--what layer`: the experts
+alone, one layer. Forward and backward, bf16 on GPUs. Columns take turns:
 
     pairs       a row per choice, no overlap, the shared expert afterwards: a flat all-to-all
     ours        a row per token and node (two levels where nodes have several ranks), in chunks
@@ -11,9 +13,9 @@ One layer with a shared expert, forward and backward, bf16 on GPUs. Columns take
     compute     the same products on one rank, nothing travels
     traffic     ours without the products: the same rows, there and back, twice
 
-hidden = 1 - (ours - compute) / traffic. bytes: what the node's cards sent per step, beside the
-bound: each token's row once to each other node that has an expert for it, and once back, forward
-and backward, without choices, weights, counts and headers.
+hidden = 1 - (ours - compute) / traffic; at most compute / traffic can be. bytes: what the node's
+cards sent per step, beside the bound: each token's row once to each other node that has an expert
+for it, and once back, forward and backward, without choices, weights, counts and headers.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
 from evener import moe
 from evener.moe.route import Counts, Trip, count
@@ -40,6 +44,9 @@ CASES = {
     "64 top-6, shared": (16384, 2048, 1408, 64, 6, 2816),
 }
 TINY = {"8 top-2, shared": (512, 1024, 256, 8, 2, 256)}
+# For a decoder: layers, tokens of a row, heads, heads of keys and values.
+DEPTHS = {"8 top-2, shared": (3, 4096, 32, 8), "64 top-6, shared": (6, 4096, 16, 16)}
+TINY_DEPTHS = {"8 top-2, shared": (2, 64, 8, 2)}
 
 
 def sent_bytes() -> int:
@@ -49,33 +56,104 @@ def sent_bytes() -> int:
     return sum(int(f[9]) for f in fields if f[0] != "lo")
 
 
-def made(shape: tuple[int, ...], device: str) -> tuple[moe.MoE, torch.Tensor]:
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, narrow: int) -> None:
+        super().__init__()
+        self.heads, self.narrow, self.each = heads, narrow, width // heads
+        self.qkv = nn.Linear(width, (heads + 2 * narrow) * self.each, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        parts = self.qkv(x).view(rows, length, -1, self.each).transpose(1, 2)
+        q, k, v = parts.split((self.heads, self.narrow, self.narrow), 1)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out: torch.Tensor = self.out(a.transpose(1, 2).reshape(rows, length, width))
+        return out
+
+
+class Mixture(moe.MoE):
+    """late: the shared expert after the others, as without overlap."""
+
+    late = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.late or self.shared_experts is None:
+            return super().forward(x)
+        flat = x.reshape(-1, x.shape[-1])
+        _, weights, experts = self.gate(flat)
+        out = self.experts(flat, experts, weights) + self.shared_experts(flat)
+        return out.view(x.shape)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: tuple[int, ...], heads: int, narrow: int) -> None:
+        super().__init__()
+        _, width, inner, experts, top_k, shared = shape
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = Attention(width, heads, narrow)
+        self.moe = Mixture(width, inner, experts, top_k, shared=shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        out: torch.Tensor = x + self.moe(self.norm2(x))
+        return out
+
+
+def made(
+    shape: tuple[int, ...], depth: tuple[int, ...] | None, device: str
+) -> tuple[nn.Module, torch.Tensor]:
+    """The model and its tokens: [tokens, width], or [rows, length, width] with a depth."""
     tokens, width, inner, experts, top_k, shared = shape
     torch.manual_seed(0)
-    with torch.device(device):
-        layer = moe.MoE(width, inner, experts, top_k, shared=shared)
-        if device == "cuda":
-            layer.bfloat16()
-        torch.manual_seed(1 + dist.get_rank())
-        x = torch.randn(tokens, width, dtype=layer.gate.weight.dtype)
-    return layer, x
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    model: nn.Module
+    try:
+        with torch.device(device):
+            if depth is None:
+                model = Mixture(width, inner, experts, top_k, shared=shared)
+            else:
+                layers, length, *heads = depth
+                model = nn.Sequential(*(Block(shape, *heads) for _ in range(layers)))
+            torch.manual_seed(1 + dist.get_rank())
+            x = torch.randn(tokens, width)
+    finally:
+        torch.set_default_dtype(before)
+    return model, x if depth is None else x.view(-1, length, width)
 
 
-def turns(layer: moe.MoE, x: torch.Tensor, late: bool = False) -> None:
-    """A step. late: the shared expert after the others, as without overlap."""
-    x = x.detach().requires_grad_()
-    layer.zero_grad()
-    if late and layer.shared_experts is not None:
-        _, weights, experts = layer.gate(x)
-        out = layer.experts(x, experts, weights)
-        out = out + layer.shared_experts(x)
-    else:
-        out = layer(x)
+def mixtures(model: nn.Module) -> list[Mixture]:
+    return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
+def turns(model: nn.Module, x: torch.Tensor) -> None:
+    """A step. The gradients of weights are dropped: several models share the memory."""
+    out = model(x.detach().requires_grad_())
     out.backward(x.detach())
+    model.zero_grad()
 
 
-def traffic(layer: moe.MoE, x: torch.Tensor) -> tuple[Callable[[], None], int]:
-    """A step's rows without their products; and the bytes of the bound, of this rank."""
+def traffic(model: nn.Module, x: torch.Tensor) -> tuple[Callable[[], None], int]:
+    """A step's rows without their products; and the bytes of the bound, of this rank's node."""
+    given: list[torch.Tensor] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, args: given.append(args[0].detach()))
+             for layer in mixtures(model)]  # fmt: skip
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    found = [_traffic(layer, of.reshape(-1, of.shape[-1]))
+             for layer, of in zip(mixtures(model), given, strict=True)]  # fmt: skip
+
+    def run() -> None:
+        for again, _ in found:
+            again()
+
+    return run, sum(bound for _, bound in found)
+
+
+def _traffic(layer: Mixture, x: torch.Tensor) -> tuple[Callable[[], None], int]:
     parallel = layer.experts.parallel
     assert parallel is not None
     shared, held = parallel.shared, layer.experts.gate_up_proj.shape[0]
@@ -137,50 +215,57 @@ def measured(runs: dict[str, Callable[[], None]], args: Any, cuda: bool) -> dict
             for name in runs}  # fmt: skip
 
 
-def case(name: str, shape: tuple[int, ...], args: Any, device: str) -> dict[str, Any]:
+def case(
+    name: str, shape: tuple[int, ...], depth: tuple[int, ...] | None, args: Any, device: str
+) -> dict[str, Any]:
     size, cuda = dist.get_world_size(), device == "cuda"
-    plain, x = made(shape, device)
+    plain, x = made(shape, depth, device)
     runs: dict[str, Callable[[], None]] = {"compute": lambda: turns(plain, x)}
-    bound = 0
+    bound, way = 0, ""
     for column, options in {
         "pairs": {"route": "pairs", "chunks": 1},
         "ours": {"route": args.route, "chunks": args.chunks},
         "int8": {"route": args.route, "chunks": args.chunks, "dispatch": "int8"},
     }.items():
-        layer, _ = made(shape, device)
-        layer = moe.spread(layer, size, **options)
-        late = column == "pairs"
-        turns(layer, x, late)
-        runs[column] = lambda layer=layer, late=late: turns(layer, x, late)
+        model = moe.spread(made(shape, depth, device)[0], size, **options)
+        for layer in mixtures(model):
+            layer.late = column == "pairs"
+        turns(model, x)
+        runs[column] = lambda model=model: turns(model, x)
         if column == "ours":
-            runs["traffic"], bound = traffic(layer, x)
-            way = layer.experts.parallel.shared.way
+            runs["traffic"], bound = traffic(model, x)
+            way = mixtures(model)[0].experts.parallel.shared.way
     found = measured(runs, args, cuda)
     ms = {column: each["ms"] for column, each in found.items()}
     return {
-        "case": name, "shape": shape, "ranks": size, "way": way, "chunks": args.chunks,
+        "case": name, "what": args.what, "shape": shape, "depth": depth,
+        "ranks": size, "way": way, "chunks": args.chunks,
         "ms": ms, "bytes": {column: each["sent"] for column, each in found.items()},
         "bound": bound, "bytes_ratio": found["ours"]["sent"] / bound,
         "hidden": 1 - (ms["ours"] - ms["compute"]) / ms["traffic"],
+        "hidden_at_most": min(1.0, ms["compute"] / ms["traffic"]),
         "faster": ms["pairs"] / ms["ours"], "faster_int8": ms["pairs"] / ms["int8"],
     }  # fmt: skip
 
 
 def show(found: dict[str, Any]) -> None:
-    print(f"\n{found['case']}: {found['shape']}, {found['ranks']} ranks, way {found['way']}, "
-          f"{found['chunks']} chunks")  # fmt: skip
+    depth = f", {found['depth'][0]} layers, rows of {found['depth'][1]}" if found["depth"] else ""
+    print(f"\n{found['case']}: {found['shape']}{depth}, {found['ranks']} ranks, way "
+          f"{found['way']}, {found['chunks']} chunks")  # fmt: skip
     for column, ms in found["ms"].items():
         print(f"  {column:9}{ms:10.2f} ms{found['bytes'][column] / 1e6:12.2f} MB sent by a node")
-    print(f"  hidden {found['hidden']:.0%}; against pairs {found['faster']:.2f} x, int8 "
-          f"{found['faster_int8']:.2f} x; bytes {found['bytes_ratio']:.3f} x the bound of "
-          f"{found['bound'] / 1e6:.2f} MB", flush=True)  # fmt: skip
+    print(f"  hidden {found['hidden']:.0%} of at most {found['hidden_at_most']:.0%}; against pairs "
+          f"{found['faster']:.2f} x, int8 {found['faster_int8']:.2f} x; bytes "
+          f"{found['bytes_ratio']:.3f} x the bound of {found['bound'] / 1e6:.2f} MB",
+          flush=True)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--what", choices=["decoder", "layer"], default="decoder")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--route", default="auto")
     parser.add_argument("--only", help="one case: the beginning of its name")
@@ -197,7 +282,9 @@ def main() -> None:
     for name, shape in (CASES if args.size == "full" else TINY).items():
         if args.only and not name.startswith(args.only):
             continue
-        found.append(case(name, shape, args, "cuda" if cuda else "cpu"))
+        depths = DEPTHS if args.size == "full" else TINY_DEPTHS
+        depth = depths[name] if args.what == "decoder" else None
+        found.append(case(name, shape, depth, args, "cuda" if cuda else "cpu"))
         if dist.get_rank() == 0:
             show(found[-1])
         if cuda:
