@@ -41,7 +41,7 @@ GB = 1_000_000_000
 STEPS, WARMUP = 4, 5
 
 
-def _tiny(config: dict[str, Any]) -> dict[str, Any]:
+def tiny_of(config: dict[str, Any]) -> dict[str, Any]:
     """The same architecture, small."""
     small = {
         "hidden_size": 64, "d_model": 64, "n_embd": 64, "intermediate_size": 128, "d_ff": 128,
@@ -141,7 +141,7 @@ def model_of(name: str, tiny: bool) -> Any:
     import transformers  # type: ignore[import-not-found,unused-ignore]
 
     kind, config, _ = MODELS[name]
-    config = _tiny(config) if tiny else config
+    config = tiny_of(config) if tiny else config
     cls = getattr(transformers, kind)
     with zero.empty_weights():
         model = cls(cls.config_class(**config))
