@@ -125,7 +125,7 @@ def accelerate(
         track_unused=may_be_unused,
         repeats=bool(model.static_graph),
     )
-    reducer.needs_all = not may_be_unused
+    reducer.unused.needs_all = not may_be_unused
     if scaler is not None:
         reducer.follow(scaler)
     if wires.get(options.wire).feedback or wires.get(options.floor).feedback:

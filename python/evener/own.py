@@ -48,7 +48,7 @@ class OwnReducer:
             return "parameters may be unused, or come several times"
         if model._evener_shares:
             return "another DistributedDataParallel has its parameters too"
-        if not model.evener.needs_all:
+        if not model.evener.unused.needs_all:
             return "a parameter was not used"
         if model.evener.arrivals.repeats:
             return "a gradient comes several times in a backward"

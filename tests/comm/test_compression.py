@@ -299,7 +299,7 @@ def momentum(rank: int, size: int) -> None:
             own = run.gradients(step)
             if fall and step > 0:
                 for bucket in range(len(run.reducer.exchanges)):
-                    run.reducer.use(bucket, fall)
+                    run.reducer.assignment.use(bucket, fall)
             run.step(step)
             for name, mean in models.mean_over_ranks(own).items():  # type: ignore[arg-type]
                 velocity[name] = 0.5 * velocity[name] + mean
@@ -464,7 +464,7 @@ def replanned(rank: int, size: int) -> None:
         run.step(step)
     reducer, index = run.reducer, run.exchange("weight").bucket.index
     assert run.exchange("weight").wire.name == "int8"
-    allowed = {form: reducer.permitted(index, form) for form in wires.names()}
+    allowed = {form: reducer.assignment.permitted(index, form) for form in wires.names()}
     assert allowed == {
         form: wires.get(form).place <= wires.get("int8").place for form in wires.names()
     }

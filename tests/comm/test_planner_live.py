@@ -205,7 +205,7 @@ def forced(rank: int, size: int, form: str) -> tuple[list[Any], bytes, list[str]
                     [form],
                     overlap=True,
                     algorithm="2d",
-                    allowed=reducer.permitted,
+                    allowed=reducer.assignment.permitted,
                 )
         reducer.close()
     assert weights[0] == weights[1]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from evener.comm import wires
+from evener.comm.assignment import Assignment
 from evener.comm.buckets import Bucket, Buckets, Slot, place
 from evener.comm.exchange import Exchange
 from evener.comm.state import LossScale
@@ -25,16 +26,17 @@ class Owner(Protocol):
 
     names: list[str]
     parameters: list[torch.nn.Parameter]
-    exchanges: list[Exchange]
+    assignment: Assignment
     loss_scale: LossScale
     steps: int
 
     @property
+    def exchanges(self) -> list[Exchange]:
+        """Of each bucket, by index."""
+
+    @property
     def pending(self) -> bool:
         """Whether a step is under way."""
-
-    def use(self, bucket: int, form: str) -> None:
-        """From the next step on, exchange `bucket` in `form`, or a milder one."""
 
 
 def collect(reducer: Owner) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def _fall_back(reducer: Owner, bucket: int, forms: set[str | None]) -> None:
         milder.append(form := wires.get(form).milder)
     fallen = [form for form in milder if form in forms and form != "exact"]
     if fallen:
-        reducer.use(bucket, fallen[-1])
+        reducer.assignment.use(bucket, fallen[-1])
 
 
 def _whole(reducer: Owner, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -176,6 +178,32 @@ def _whole(reducer: Owner, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> 
             part = flat[slot.start : slot.start + slot.numel]
             whole[slot.offset : slot.offset + slot.numel] = part
     return whole
+
+
+def residuals(reducer: Owner) -> dict[str, list[tuple[int, torch.Tensor]]]:
+    """See `Reducer.residuals`."""
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for exchange in reducer.exchanges:
+        residual = exchange.state.residual
+        if residual is None:
+            continue
+        start, end = exchange.place()
+        for slot in exchange.bucket.slots:
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, end)
+            if low < high:
+                part = residual[low - start : high - start]
+                first = slot.start + low - slot.offset
+                found.setdefault(reducer.names[slot.index], []).append((first, part))
+    return found
+
+
+def velocities(reducer: Owner) -> dict[int, torch.Tensor]:
+    """By bucket, of all ranks as one: for `move_velocity`. Collective."""
+    return {
+        exchange.bucket.index: exchange.owed(exchange.state.velocity, local=False)
+        for exchange in reducer.exchanges
+        if exchange.state.velocity is not None
+    }
 
 
 def move_velocity(reducer: Owner, before: Buckets, velocity: dict[int, torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from evener.comm import lookups
+from evener.comm import lookups, wires
 from evener.comm.arrivals import Arrivals
 from evener.comm.buckets import Bucket, Buckets
 from evener.comm.errors import CommError
@@ -118,10 +118,6 @@ class Owner(Protocol):
     steps: int
     finish: Callable[[str], None]
 
-    @property
-    def compressible(self) -> bool:
-        """Whether gradients cross a network, and not only the largest of them."""
-
 
 class Parts:
     """Those of one reducer; empty until `watch`."""
@@ -141,7 +137,7 @@ class Parts:
         `layers`: take also those apart that layers share.
         """
         reducer, options = self.reducer, self.reducer.options
-        if not options.rows_bytes or options.momentum or not reducer.compressible:
+        if not options.rows_bytes or options.momentum or not _compressible(reducer):
             return
         places = {
             id(p): index
@@ -488,6 +484,12 @@ class Parts:
                 made.append(bucket)
             made.extend(behind.get(at, ()))
         return tuple(made)
+
+
+def _compressible(reducer: Owner) -> bool:
+    """Whether gradients cross a network, and not only the largest of them."""
+    nodes = reducer.communicators.route.levels.nodes
+    return nodes > 1 and not wires.get(reducer.options.wire).late
 
 
 def worth(rows: int, ranks: int, limit: int) -> bool:

@@ -17,14 +17,14 @@ that was a guess.
 Embeddings may be taken apart (`evener.comm.parts`): then a parameter's gradient is the sum of what
 its own buckets and one by rows have brought.
 
-What happens to a bucket between nodes is `evener.comm.exchange`'s; what the compression remembers,
-`evener.comm.state`'s.
+Which route and form a bucket takes is `evener.comm.assignment`'s, how it leaves,
+`evener.comm.departures`'; what happens to it between nodes, `evener.comm.exchange`'s; what the
+compression remembers, `evener.comm.state`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,22 +33,22 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from evener.comm import buckets as layout
 from evener.comm import checkpoint, guard, wires
 from evener.comm.agree import require_agreement
 from evener.comm.arrivals import Arrivals, Phase
-from evener.comm.buckets import Bucket, Buckets
+from evener.comm.assignment import Assignment
+from evener.comm.buckets import Buckets
+from evener.comm.departures import Departures
 from evener.comm.errors import CommError
-from evener.comm.exchange import Exchange, Step
-from evener.comm.groups import Communicators, Route
-from evener.comm.lanes import Lanes, Stage, StreamLanes, ThreadLanes, Ticket
+from evener.comm.exchange import Exchange
+from evener.comm.groups import Communicators
+from evener.comm.lanes import Lanes, StreamLanes, ThreadLanes, Ticket
 from evener.comm.options import Options
 from evener.comm.parts import Parts
 from evener.comm.profile import Recorder
 from evener.comm.records import Records
-from evener.comm.rows import RowsExchange
 from evener.comm.state import LossScale
-from evener.comm.wires import Wire, choose
+from evener.comm.unused import Unused
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.comm")
@@ -93,8 +93,6 @@ class Reducer:
         self.sparse: set[int] = set()
         self.densified: set[int] = set()
         self.track_unused = track_unused
-        # Whether it is worth a warning that a gradient does not come. Said once.
-        self.needs_all = False
         self.recorder: Recorder | None = None
         # Brings in what a front door has left on its way between steps; why is for the log.
         self.finish: Callable[[str], None] = lambda _: None
@@ -113,17 +111,16 @@ class Reducer:
         # Who steps the parameters, for the guard: doors say so, or let it look.
         self.optimizers = guard.Optimizers(self.parameters)
         self.steps = 0
-        self._records = Records.open(self.communicators.rank)
+        self.records = Records.open(self.communicators.rank)
         self._loaded: dict[str, Any] | None = None
-        self._wires: dict[tuple[int, str], Wire] = {}
-        self._step = Step()
         self._measuring = True
         self._failed = False
-        self._asked: Any = None  # about unused parameters, in the last step
         self._resting: list[tuple[torch.UntypedStorage, int]] = []
-        self._choices: tuple[tuple[str, str], ...] | None = None
+        self.unused = Unused(self.names, self.communicators)
         self.arrivals = Arrivals(self.names, self, repeats=repeats)
         self.parts = Parts(self)
+        self.assignment = Assignment(self.names, options, self.communicators, self.parts)
+        self.departures = Departures(self)
         self._lay_out(range(len(self.parameters) - 1, -1, -1))
         self.arrivals.hook(self.parameters)
         if self.communicators.rank == 0:
@@ -145,14 +142,18 @@ class Reducer:
             self.options.partition_bytes,
             self.parts.expected(),
         )
-        self._fallen: dict[int, str] = {}
-        self._make_exchanges()
+        self.assignment.lay_out(self.buckets)
         last = [bucket.index for bucket in self.buckets if bucket.by_rows]
         rest = [bucket.index for bucket in self.buckets if not bucket.by_rows]
         self.arrivals.sequence = self.parts.ordered([*rest, *last])
         sizes = [len(bucket.slots) for bucket in self.buckets]
         self.arrivals.lay_out(sizes, self.buckets.buckets_of)
         self._reset()
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Of each bucket, by index."""
+        return self.assignment.exchanges
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -172,99 +173,16 @@ class Reducer:
         collective library alone as DDP's own reducer takes it ("ddp": and where there is such a
         reducer, it takes it); a form of `wires.names()`.
         """
-        self._choices = tuple(choices)
-        before = self.exchanges
-        moves = any(
-            exchange.state.residual is not None or exchange.state.velocity is not None
-            for exchange in before
-            if exchange.route.levels != self._route_of(exchange.bucket).levels
-        )
+        moves = self.assignment.choose(choices)
         state = checkpoint.collect(self) if moves else None
-        self._make_exchanges()
+        self.assignment.apply(keep=not moves)
         if state is not None:
             checkpoint.install(self, state, forms=False)
-        else:
-            for exchange, same in zip(self.exchanges, before, strict=True):
-                exchange.state = same.state
-        # Those that no bucket uses any more hold scratch memory.
-        used = {id(exchange.wire) for exchange in self.exchanges}
-        self._wires = {key: wire for key, wire in self._wires.items() if id(wire) in used}
         self.resequence(sequence)
-
-    def permitted(self, index: int, form: str) -> bool:
-        """Whether a planner may send this bucket in `form`.
-
-        Not norms, not small shards, and not what the guard has fallen back from.
-        """
-        exchange = self.exchanges[index]
-        fallen = self._fallen.get(index)
-        if fallen is not None and wires.milder(form, fallen) != form:
-            return False
-        options = dataclasses.replace(self.options, wire=form)
-        return choose(options, exchange.route, exchange.bucket) == form
-
-    @property
-    def fallen(self) -> bool:
-        """Whether the guard has let any bucket fall back."""
-        return bool(self._fallen)
-
-    @property
-    def compressible(self) -> bool:
-        """Whether gradients cross a network, and not only the largest of them."""
-        nodes = self.communicators.route.levels.nodes
-        return nodes > 1 and not wires.get(self.options.wire).late
-
-    def _route_of(self, bucket: Bucket) -> Route:
-        if bucket.by_rows:
-            return self.communicators.flat()
-        algorithm = "" if self._choices is None else self._choices[bucket.index][0]
-        if algorithm in ("own", "ddp"):
-            return self.communicators.library()
-        if algorithm == "flat":
-            return self.communicators.flat()
-        if bucket.bytes > self.options.two_level_max_bytes:
-            return self.communicators.flat()
-        return self.communicators.route
-
-    def _make_exchanges(self) -> None:
-        self.exchanges: list[Exchange] = []
-        for bucket in self.buckets:
-            route = self._route_of(bucket)
-            wire = self._wire(route, self._first_form(route, bucket))
-            names = [self.names[slot.index] for slot in bucket.slots]
-            kind = RowsExchange if bucket.by_rows else Exchange
-            self.exchanges.append(kind(bucket, route, wire, self.options, names))
-
-    def _form(self, bucket: Bucket, route: Route) -> str:
-        """The planner's choice, else what was asked for; never harsher than the guard's verdict."""
-        if self._choices is not None and route.levels.nodes > 1:
-            # What is sent now and then only is for the planner nothing: it goes as the rows do.
-            rarely = not bucket.by_rows and self.parts.expects_none(bucket)
-            chosen = self._choices[bucket.parts[-1] if rarely else bucket.index][1]
-            form = wires.suitable(chosen, bucket)
-        else:
-            form = choose(self.options, route, bucket)
-        fallen = self._fallen.get(bucket.index)
-        return form if fallen is None else wires.milder(fallen, form)
-
-    def _first_form(self, route: Route, bucket: Bucket) -> str:
-        form = self._form(bucket, route)
-        return "exact" if self._measuring and wires.get(form).feedback else form
-
-    def _wire(self, route: Route, form: str) -> Wire:
-        """Buckets of one route and form share the wire, and so its scratch memory."""
-        key = (id(route), form)
-        if key not in self._wires:
-            self._wires[key] = self.make_wire(form, route)
-        return self._wires[key]
-
-    def make_wire(self, form: str, route: Route) -> Wire:
-        """A new wire of that form for buckets that take `route`."""
-        return wires.get(form)(route, self.options)
 
     def _reset(self) -> None:
         """Forget the step: every gradient is still to come."""
-        self._packed: set[int] = set()
+        self.departures.reset()
         self.arrivals.reset()
         self.parts.reset()
 
@@ -353,87 +271,8 @@ class Reducer:
 
     def submit(self, index: int) -> Ticket:
         """Issue the collectives of bucket `index`. `Arrivals` says when."""
-        exchange = self.exchanges[index]
-        rows = exchange.bucket.by_rows
-        if not rows and exchange.bucket.slots[0].index not in self._packed:
-            self._pack(exchange.bucket, exchange.route)
-        place = self.arrivals.place
-        if place == 0:
-            self._step = self._begin_step()
-        name = f"bucket {index} ({exchange.names[0]} ...)"
-        stages: tuple[Stage | None, Stage | None, Stage | None] = (None, None, None)
-        if isinstance(exchange, RowsExchange):
-            stages = (None, self._rows_stage(exchange, self._step), None)
-        elif self.parts.sends(exchange.bucket.slots[0].index):
-            stages = self._stages(exchange, self._step)
-        if self.recorder is not None:
-            stages = self.recorder.submitted(index, stages)
-        turns = exchange.route.outer.transport is not None
         with self._failing():
-            exchange.route.outer.check()
-            return self.lanes.issue(name, stages, place if turns else 0)
-
-    def _begin_step(self) -> Step:
-        due = guard.due(self.steps + 1, self.options.guard_steps, self.optimizers.strict)
-        return Step(
-            change=self.loss_scale.change(),
-            # Where all is exact there is nothing to check, and the step may be deferred.
-            checked=due and any(exchange.wire.name != "exact" for exchange in self.exchanges),
-            follows_scale=self.loss_scale.active,
-            timed=self._records is not None,
-        )
-
-    def _pack(self, bucket: Bucket, route: Route) -> None:
-        if not bucket.whole:  # the first part of a tensor brings all of it
-            self._packed.add(bucket.slots[0].index)
-        if self.parts.watched or self.sparse:
-            gradients: list[torch.Tensor | None] = [
-                None if slot.index in self.sparse else self.parts.gradient(slot.index)
-                for slot in bucket.slots
-            ]
-        else:
-            gradients = [self.parameters[slot.index].grad for slot in bucket.slots]
-        views = [self.buckets.views[slot.index] for slot in bucket.slots]
-        with torch.no_grad():
-            layout.pack(bucket, views, gradients, route.scaling.pack)
-        for slot, view in zip(bucket.slots, views, strict=True):
-            parameter = self.parameters[slot.index]
-            gradient = parameter.grad
-            if gradient is not view and gradient is not None and slot.index not in self.sparse:
-                parameter.grad = view
-
-    def _stages(self, exchange: Exchange, step: Step) -> tuple[Stage | None, Stage, Stage | None]:
-        route, whole = exchange.route, exchange.bucket.buffer
-        scatter, gather = route.scatter, route.gather
-        start, end = exchange.place()
-        shard = whole[start:end]
-
-        def cross() -> None:
-            exchange.run(shard, step)
-
-        if scatter is None or gather is None:
-            return None, cross, None
-        return (
-            lambda: dist.reduce_scatter_tensor(
-                shard, whole, route.scaling.op, group=scatter.handle
-            ),
-            cross,
-            lambda: dist.all_gather_into_tensor(whole, shard, group=gather.handle),
-        )
-
-    def _rows_stage(self, exchange: RowsExchange, step: Step) -> Stage | None:
-        index = exchange.bucket.slots[0].index
-        given, view = self.parts.rows(self.parts.of[index]), self.buckets.views[index]
-        tickets = self.arrivals.tickets
-        before = [tickets[b] for b in exchange.bucket.parts if b in tickets]
-        if given is None:
-            return None
-
-        def wait() -> None:
-            for ticket in before:
-                ticket.wait()
-
-        return lambda: exchange.bring(given, view, step, wait)
+            return self.departures.submit(index)
 
     # --- the end of a step ---
 
@@ -451,31 +290,15 @@ class Reducer:
         with self._failing():
             self.communicators.check()
             self.parts.agree()
-        if self.needs_all and False in self.arrivals.used:
-            self._warn_of_unused()
+        self.unused.look(self.arrivals.used, self.steps + 1)
         self.arrivals.flush()
-
-    def _warn_of_unused(self) -> None:
-        self.needs_all = False
-        names = [n for n, used in zip(self.names, self.arrivals.used, strict=True) if not used]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        first = self.communicators.rank == 0
-        logger.log(
-            logging.WARNING if first else logging.INFO,
-            "%s%s brought no gradient in step %d, which counts as zeros: weight decay and momentum "
-            "change them all the same. Plain DDP raises an error there; "
-            "find_unused_parameters=True leaves them alone",
-            names[0],
-            more,
-            self.steps + 1,
-        )
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
 
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
-        unused = self._unused() if self.track_unused else frozenset()
+        unused = self._ask_unused()
         for index in list(self.arrivals.tickets):
             self.wait(index)
         self._adopt(unused)
@@ -486,7 +309,7 @@ class Reducer:
 
         Then `wait` for each bucket, and `end_step` once all have been waited for.
         """
-        self._adopt(self._unused() if self.track_unused else frozenset())
+        self._adopt(self._ask_unused())
 
     def wait(self, index: int) -> None:
         """Wait for one bucket that was submitted; as `apply`, on the current stream."""
@@ -508,7 +331,7 @@ class Reducer:
 
         The first step, after which buckets are laid out anew, and those that the guard checks.
         """
-        return self._measuring or self._step.checked
+        return self._measuring or self.departures.step.checked
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
@@ -528,47 +351,25 @@ class Reducer:
         self._reset()
         verdicts = self._guard()
         if first_step:
+            self.assignment.settle()
             self._settle(order)
-        if self._records is not None:
-            self._records.step(self.steps, self.exchanges, verdicts)
+        if self.records is not None:
+            self.records.step(self.steps, self.exchanges, verdicts)
 
-    def _unused(self) -> frozenset[int]:
-        """Parameters that no rank used: those keep the gradient that they had.
-
-        A rank that used all has its answer: it takes part, and waits for nobody. So a model of
-        which all is used pays nothing for the question (transformers' Trainer always asks it).
-        """
-        if self._asked is not None:
-            self._asked.wait()
-            self._asked = None
-        used = torch.tensor(self.arrivals.used, dtype=torch.int32)
-        control = self.communicators.control.handle
-        work = dist.all_reduce(used, dist.ReduceOp.MAX, group=control, async_op=True)
-        if all(self.arrivals.used):
-            self._asked = work  # with its tensor, until the next one
-            return frozenset()
-        work.wait()
-        return frozenset((used == 0).nonzero().flatten().tolist())
+    def _ask_unused(self) -> frozenset[int]:
+        """Parameters that no rank used: those keep the gradient that they had."""
+        return self.unused.ask(self.arrivals.used) if self.track_unused else frozenset()
 
     def _guard(self) -> list[guard.Verdict]:
-        if not self._step.checked:
+        if not self.departures.step.checked:
             return []
         verdicts = guard.judge(
             self.exchanges, self.steps, self.options, self.communicators, self.optimizers
         )
         for verdict in verdicts:
             if verdict.falls_to:
-                self.use(verdict.bucket, verdict.falls_to)
+                self.assignment.use(verdict.bucket, verdict.falls_to)
         return verdicts
-
-    def use(self, bucket: int, form: str) -> None:
-        """From the next step on, exchange `bucket` in `form`, or what a planner finds milder.
-
-        Between steps, on all ranks alike.
-        """
-        exchange = self.exchanges[bucket]
-        self._fallen[bucket] = form
-        exchange.wire = self._wire(exchange.route, form)
 
     def _settle(self, order: list[int]) -> None:
         """After the first step: buckets in the order in which rank 0 produced gradients.
@@ -582,10 +383,7 @@ class Reducer:
         dist.broadcast_object_list(box, group=control, group_src=0)
         self.sparse |= set(self.buckets.order) - set(box[0])
         if tuple(box[0]) == self.buckets.order and not self.parts.of:
-            for exchange in self.exchanges:
-                exchange.wire = self._wire(
-                    exchange.route, self._first_form(exchange.route, exchange.bucket)
-                )
+            self.assignment.refresh()
         else:
             self._reorder(box[0])
         if self._loaded is not None:
@@ -593,11 +391,7 @@ class Reducer:
             checkpoint.install(self, loaded, first_step_taken=True)
 
     def _reorder(self, order: list[int]) -> None:
-        velocity = {
-            exchange.bucket.index: exchange.owed(exchange.state.velocity, local=False)
-            for exchange in self.exchanges
-            if exchange.state.velocity is not None
-        }
+        velocity = checkpoint.velocities(self)
         before = self.buckets
         old = self.buckets.views
         self._lay_out(order)
@@ -642,7 +436,7 @@ class Reducer:
         """One line: ranks, levels and why, buckets, forms."""
         route = self.communicators.route
         kind = "2-D" if route.levels.two_level else "flat"
-        forms = [self._form(e.bucket, e.route) for e in self.exchanges]
+        forms = self.assignment.forms()
         counts = ", ".join(f"{forms.count(form)} {form}" for form in dict.fromkeys(forms))
         total = sum(bucket.bytes for bucket in self.buckets) / 1e6
         if self._resting:
@@ -660,19 +454,7 @@ class Reducer:
         copies.
         """
         self.finish("a checkpoint")
-        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for exchange in self.exchanges:
-            residual = exchange.state.residual
-            if residual is None:
-                continue
-            start, end = exchange.place()
-            for slot in exchange.bucket.slots:
-                low, high = max(slot.offset, start), min(slot.offset + slot.numel, end)
-                if low < high:
-                    part = residual[low - start : high - start]
-                    first = slot.start + low - slot.offset
-                    found.setdefault(self.names[slot.index], []).append((first, part))
-        return found
+        return checkpoint.residuals(self)
 
     def follow(self, scaler: GradScaler) -> None:
         """Keep residuals in `scaler`'s units, and give back what its skipped steps lost."""
@@ -722,8 +504,8 @@ class Reducer:
         self.optimizers.settle()
         self.loss_scale.settle()
         self.lanes.close()
-        if self._records is not None:
-            self._records.close()
+        if self.records is not None:
+            self.records.close()
 
     def drop(self) -> None:
         """`detach`, for whom nobody calls `close`: ranks collect garbage at different moments."""

@@ -290,7 +290,7 @@ class Planner:
             overlap=self.overlap,
             # A forced form takes the way that it takes without a planner.
             algorithm=self.reducer.options.algorithm if self.forced is None else "2d",
-            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
+            allowed=lambda bucket, form: self.reducer.assignment.permitted(bucket, form),
         )
 
     def _probe(self, profile: StepProfile) -> Costs:
@@ -360,7 +360,7 @@ class Planner:
             self.forms,
             overlap=self.overlap,
             algorithm=self.reducer.options.algorithm,
-            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
+            allowed=lambda bucket, form: self.reducer.assignment.permitted(bucket, form),
             library=library,
         )
 
@@ -372,7 +372,7 @@ class Planner:
             self.costs,
             [self.forced],
             algorithm="2d",
-            allowed=lambda bucket, form: self.reducer.permitted(bucket, form),
+            allowed=lambda bucket, form: self.reducer.assignment.permitted(bucket, form),
         )
 
     def _try(self, found: Sequence[Way]) -> None:
@@ -508,7 +508,9 @@ class Planner:
     def _let_guard_look(self, library: Library) -> None:
         """A step of Evener's in the same form, where one is due: torch's hook checks nothing."""
         if self._returns:
-            fallen = wires.get(self._returns).milder if self.reducer.fallen else self._returns
+            fallen = (
+                wires.get(self._returns).milder if self.reducer.assignment.fallen else self._returns
+            )
             library.enter(fallen)
             self._returns = ""
         elif library.on == _OF_LITTLE_RANGE:
