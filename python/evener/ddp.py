@@ -15,7 +15,7 @@ import logging
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 from evener import log
 from evener.accelerated import AcceleratedDataParallel, replace_older, restore, wrap

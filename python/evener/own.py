@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 if TYPE_CHECKING:
     from evener.accelerated import AcceleratedDataParallel

@@ -304,6 +304,21 @@ def test_a_wrong_variable_leaves_ddp_as_it_is_and_says_so() -> None:
     assert done.stderr.count("EVENER_DDP='fast' is not off or exact or auto") == 1, done.stderr
 
 
+def test_a_program_that_puts_a_function_in_place_of_ddp_is_followed() -> None:
+    """ultralytics on a CPU: its script makes DDP's models by a function of that name."""
+    code = (
+        "import torch, torch.distributed as d; from torch.nn import parallel;"
+        "real = parallel.DistributedDataParallel;"
+        "parallel.DistributedDataParallel = lambda module, **given: real(module);"
+        "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1);"
+        "m = parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[0]);"
+        "m(torch.ones(1, 2)).sum().backward(); print(real.forward.__module__)"
+    )
+    done = python(code, [str(enter.SITE)], EVENER_DDP="exact", GLOO_SOCKET_IFNAME="lo")
+    assert done.stdout.splitlines()[-1] == "evener.door.models", done
+    assert "has no effect" not in done.stderr, done.stderr
+
+
 def test_the_variables_of_a_job() -> None:
     assert enter.variables({}) == {"EVENER_DDP": "exact", "PYTHONPATH": str(enter.SITE)}
     opened = enter.variables({"PYTHONPATH": f"/a{os.pathsep}{enter.SITE}"}, "int8")

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 import evener.log  # noqa: F401 - it prints what is said here
 from evener import settings
