@@ -22,8 +22,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.parallel.distributed import DistributedDataParallel, _find_tensors
 
 from evener.comm import lookups
 from evener.comm.reducer import Reducer

@@ -129,7 +129,10 @@ def accelerate(
     if scaler is not None:
         reducer.follow(scaler)
     if wires.get(options.wire).feedback or wires.get(options.floor).feedback:
-        info0("what compression has not sent yet is in model.evener.state_dict(), and in no other")
+        info0(
+            "what compression has not sent yet is in model.evener.state_dict(), not in the model's "
+            "own state_dict()"
+        )
     try:
         overlap = _overlap(reducer, optimizer, model.module)
         planner = _planner(reducer, mode, options, overlap)
