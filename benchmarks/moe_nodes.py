@@ -9,13 +9,16 @@ alone, one layer. Forward and backward, bf16 on GPUs. Columns take turns:
 
     pairs       a row per choice, no overlap, the shared expert afterwards: a flat all-to-all
     ours        a row per token and node (two levels where nodes have several ranks), in chunks
-    int8        the same, tokens and gradients of outputs in 8 bits
+    turns       of a decoder: two halves of the batch take turns (`moe.interleave`), one chunk each
+    int8        the best of ours, tokens and gradients of outputs in 8 bits
     compute     the same products on one rank, nothing travels
     traffic     ours without the products: the same rows, there and back, twice
+    traffic8    the same in 8 bits
 
-hidden = 1 - (ours - compute) / traffic; at most compute / traffic can be. bytes: what the node's
-cards sent per step, beside the bound: each token's row once to each other node that has an expert
-for it, and once back, forward and backward, without choices, weights, counts and headers.
+hidden = 1 - (column - compute) / traffic, of the column's own traffic; at most compute / traffic
+can be, but for what a column's traffic itself is faster. bytes: what the node's cards sent per
+step, beside the bound: each token's row once to each other node that has an expert for it, and once
+back, forward and backward, without choices, weights, counts and headers.
 """
 
 from __future__ import annotations
@@ -134,16 +137,20 @@ def turns(model: nn.Module, x: torch.Tensor) -> None:
     model.zero_grad()
 
 
-def traffic(model: nn.Module, x: torch.Tensor) -> tuple[Callable[[], None], int]:
+def traffic(
+    model: nn.Module, x: torch.Tensor, chunks: int, narrow: bool = False
+) -> tuple[Callable[[], None], int]:
     """A step's rows without their products; and the bytes of the bound, of this rank's node."""
     given: list[torch.Tensor] = []
     hooks = [layer.register_forward_pre_hook(lambda _, args: given.append(args[0].detach()))
              for layer in mixtures(model)]  # fmt: skip
+    model.eval()  # the whole batch, not its parts
     with torch.no_grad():
         model(x)
+    model.train()
     for hook in hooks:
         hook.remove()
-    found = [_traffic(layer, of.reshape(-1, of.shape[-1]))
+    found = [_traffic(layer, of.reshape(-1, of.shape[-1]), chunks, narrow)
              for layer, of in zip(mixtures(model), given, strict=True)]  # fmt: skip
 
     def run() -> None:
@@ -153,14 +160,16 @@ def traffic(model: nn.Module, x: torch.Tensor) -> tuple[Callable[[], None], int]
     return run, sum(bound for _, bound in found)
 
 
-def _traffic(layer: Mixture, x: torch.Tensor) -> tuple[Callable[[], None], int]:
+def _traffic(
+    layer: Mixture, x: torch.Tensor, chunks: int, narrow: bool
+) -> tuple[Callable[[], None], int]:
     parallel = layer.experts.parallel
     assert parallel is not None
     shared, held = parallel.shared, layer.experts.gate_up_proj.shape[0]
     ranks, lane = shared.ranks, shared.lane
     with torch.no_grad():
         _, weights, experts = layer.gate(x)
-        told = count(parallel.owner[experts], ranks, shared.chunks)
+        told = count(parallel.owner[experts], ranks, chunks)
         everyone = told.new_empty(ranks.size * told.numel())
         dist.all_gather_into_tensor(everyone, told.flatten(), group=ranks.group)
         everyone = everyone.view(ranks.size, *told.shape)
@@ -172,11 +181,11 @@ def _traffic(layer: Mixture, x: torch.Tensor) -> tuple[Callable[[], None], int]:
         for _ in range(2):
             gone = []
             for chunk, (part, choice) in enumerate(
-                zip(x.tensor_split(shared.chunks), meta.tensor_split(shared.chunks), strict=True)
+                zip(x.tensor_split(chunks), meta.tensor_split(chunks), strict=True)
             ):
                 trip = Trip(ranks, way, counts, chunk)
                 gone.append((trip, lane.submit(
-                    parallel._dispatch, trip, part, choice, held, False
+                    parallel._dispatch, trip, part, choice, held, narrow
                 )))  # fmt: skip
             back = [lane.submit(trip.back, ticket.wait()[0]) for trip, ticket in gone]
             for ticket in back:
@@ -222,29 +231,38 @@ def case(
     plain, x = made(shape, depth, device)
     runs: dict[str, Callable[[], None]] = {"compute": lambda: turns(plain, x)}
     bound, way = 0, ""
-    for column, options in {
-        "pairs": {"route": "pairs", "chunks": 1},
-        "ours": {"route": args.route, "chunks": args.chunks},
-        "int8": {"route": args.route, "chunks": args.chunks, "dispatch": "int8"},
-    }.items():
+    best: dict[str, Any] = {"route": args.route, "chunks": args.chunks}
+    columns = {"pairs": {"route": "pairs", "chunks": 1}, "ours": best}
+    if depth is not None:
+        best = {"route": args.route, "chunks": args.part_chunks}
+        columns["turns"] = best
+    columns["int8"] = {**best, "dispatch": "int8"}
+    for column, options in columns.items():
         model = moe.spread(made(shape, depth, device)[0], size, **options)
         for layer in mixtures(model):
             layer.late = column == "pairs"
+        if depth is not None and column in ("turns", "int8"):
+            moe.interleave(model)
         turns(model, x)
         runs[column] = lambda model=model: turns(model, x)
         if column == "ours":
-            runs["traffic"], bound = traffic(model, x)
+            runs["traffic"], bound = traffic(model, x, args.chunks)
             way = mixtures(model)[0].experts.parallel.shared.way
+        if column == "int8":
+            runs["traffic8"], _ = traffic(model, x, args.chunks, True)
     found = measured(runs, args, cuda)
     ms = {column: each["ms"] for column, each in found.items()}
+    of_traffic = {
+        c: "traffic8" if c == "int8" else "traffic" for c in ("ours", "turns", "int8") if c in ms
+    }
     return {
         "case": name, "what": args.what, "shape": shape, "depth": depth,
         "ranks": size, "way": way, "chunks": args.chunks,
         "ms": ms, "bytes": {column: each["sent"] for column, each in found.items()},
         "bound": bound, "bytes_ratio": found["ours"]["sent"] / bound,
-        "hidden": 1 - (ms["ours"] - ms["compute"]) / ms["traffic"],
-        "hidden_at_most": min(1.0, ms["compute"] / ms["traffic"]),
-        "faster": ms["pairs"] / ms["ours"], "faster_int8": ms["pairs"] / ms["int8"],
+        "hidden": {c: 1 - (ms[c] - ms["compute"]) / ms[of] for c, of in of_traffic.items()},
+        "hidden_at_most": {c: min(1.0, ms["compute"] / ms[of]) for c, of in of_traffic.items()},
+        "faster": {c: ms["pairs"] / ms[c] for c in of_traffic},
     }  # fmt: skip
 
 
@@ -253,11 +271,14 @@ def show(found: dict[str, Any]) -> None:
     print(f"\n{found['case']}: {found['shape']}{depth}, {found['ranks']} ranks, way "
           f"{found['way']}, {found['chunks']} chunks")  # fmt: skip
     for column, ms in found["ms"].items():
-        print(f"  {column:9}{ms:10.2f} ms{found['bytes'][column] / 1e6:12.2f} MB sent by a node")
-    print(f"  hidden {found['hidden']:.0%} of at most {found['hidden_at_most']:.0%}; against pairs "
-          f"{found['faster']:.2f} x, int8 {found['faster_int8']:.2f} x; bytes "
-          f"{found['bytes_ratio']:.3f} x the bound of {found['bound'] / 1e6:.2f} MB",
-          flush=True)  # fmt: skip
+        said = ""
+        if column in found["hidden"]:
+            said = (f"   hidden {found['hidden'][column]:4.0%} of at most "
+                    f"{found['hidden_at_most'][column]:4.0%}, {found['faster'][column]:.2f} x pairs"
+                    )  # fmt: skip
+        print(f"  {column:9}{ms:10.2f} ms{found['bytes'][column] / 1e6:10.2f} MB per node{said}")
+    said = f"bytes of ours {found['bytes_ratio']:.3f} x the bound"
+    print(f"  {said} of {found['bound'] / 1e6:.2f} MB", flush=True)
 
 
 def main() -> None:
@@ -267,6 +288,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--part-chunks", type=int, default=1, help="chunks of each half in turns")
     parser.add_argument("--route", default="auto")
     parser.add_argument("--only", help="one case: the beginning of its name")
     parser.add_argument("--json", type=Path)

@@ -85,7 +85,9 @@ def over_ranks(rank: int, size: int, kind: str) -> Any:
     moe.convert(model, ep=size)
     for module in model.modules():
         if isinstance(module, moe.Experts):
-            module.register_forward_hook(lambda m, *_: early.append(m.parallel._own is not None))
+            module.register_forward_hook(
+                lambda m, *_: early.append(getattr(m.parallel._mine, "own", None) is not None)
+            )
     again, ours = trained(model)
     torch.testing.assert_close(again, loss, rtol=1e-6, atol=1e-7)
     experts = dict(model.named_modules())
@@ -119,7 +121,7 @@ def test_a_form_that_ours_has_not_is_refused_and_nothing_is_changed() -> None:
     model = nn.Sequential(Biased())
     with pytest.raises(UsageError) as caught:
         moe.convert(model)
-    assert "0 (Biased) has has_bias=True" in caught.value.problem
+    assert "0 (Biased) has experts with a bias (has_bias=True)" in caught.value.problem
     assert type(model[0]) is Biased
     with pytest.raises(UsageError):
         moe.convert(nn.Linear(2, 2))

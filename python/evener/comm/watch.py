@@ -61,6 +61,8 @@ class Watch:
             self._store = PrefixStore(f"evener/{what}/{name}", store.clone())
         self._store.set_timeout(timedelta(seconds=10))
         self._running = threading.Event()
+        self._steps = 0  # of all threads: parts of a batch take turns in threads of their own
+        self._entering = threading.Lock()
         self._end = threading.Event()
         self.heard: RankError | None = None
         self._beat = 0
@@ -80,7 +82,9 @@ class Watch:
         """Around everything that waits for other ranks. Raises `error`, the same on all."""
         if self.heard is not None:
             raise self.heard
-        self._running.set()
+        with self._entering:
+            self._steps += 1
+            self._running.set()
         try:
             yield
         except RankError:
@@ -90,7 +94,10 @@ class Watch:
                 raise  # no error: how torch's checkpoint() ends a forward pass that it runs again
             raise self._judge(error, what) from error
         finally:
-            self._running.clear()
+            with self._entering:
+                self._steps -= 1
+                if not self._steps:
+                    self._running.clear()
 
     def _judge(self, error: Exception, what: str) -> RankError:
         """The error to raise for one that was caught here."""

@@ -12,6 +12,7 @@ from evener.moe.router import Router, Routing, load_balancing_loss
 from evener.moe.spread import (
     average_gradients,
     clip_gradients,
+    interleave,
     load_optimizer_state,
     optimizer_state,
     spread,
@@ -28,6 +29,7 @@ __all__ = [
     "balance",
     "clip_gradients",
     "convert",
+    "interleave",
     "load_balancing_loss",
     "load_optimizer_state",
     "optimizer_state",

@@ -18,13 +18,13 @@ from evener.errors import UsageError
 from evener.moe.layer import Experts, MoE
 from evener.moe.spread import spread
 
-# What transformers says of a form of experts, and what ours needs it to be.
+# What transformers says of a form of experts, what ours needs it to be, and else why not.
 _FORM = {
-    "has_gate": True,
-    "has_bias": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_post_expert_norm": False,
+    "has_gate": (True, "has experts without a gate"),
+    "has_bias": (False, "has experts with a bias"),
+    "is_transposed": (False, "keeps its matrices transposed"),
+    "is_concatenated": (True, "keeps gate and up row by row, not one above the other"),
+    "has_post_expert_norm": (False, "has a norm after each expert"),
 }
 
 
@@ -43,9 +43,9 @@ def _refuse(name: str, module: nn.Module, why: str) -> UsageError:
 
 def _checked(name: str, module: Any) -> Experts:
     """Ours in place of `module`, with its own parameters."""
-    for attribute, needed in _FORM.items():
+    for attribute, (needed, why) in _FORM.items():
         if getattr(module, attribute, needed) != needed:
-            raise _refuse(name, module, f"has {attribute}={not needed}, which ours cannot do")
+            raise _refuse(name, module, f"{why} ({attribute}={not needed}), which ours cannot do")
     own = type(module).__dict__.get("_apply_gate")
     if own is not None and own.__module__ != "transformers.integrations.moe":
         raise _refuse(name, module, "has a gate of its own")
@@ -54,6 +54,11 @@ def _checked(name: str, module: Any) -> Experts:
     if gate_up is None or not callable(activation):
         raise _refuse(name, module, "has no gate_up_proj, or no act_fn")
     experts, twice, width = gate_up.shape
+    if len(down) < experts and down.shape[1:] == (width, twice // 2):
+        raise _refuse(name, module, f"has {experts - len(down)} of {experts} experts that give "
+                      "their token back as it is, which ours cannot do")  # fmt: skip
+    if down.shape == (experts, width // 2, twice):
+        raise _refuse(name, module, "keeps its matrices transposed, which ours cannot do")
     if down.shape != (experts, width, twice // 2):
         raise _refuse(name, module, f"has matrices of {list(gate_up.shape)} and {list(down.shape)}")
     with torch.device("meta"):

@@ -7,12 +7,13 @@ so they have one order on every rank; NCCL's and Gloo's both need that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from typing import Any, Generic, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+_LOOK = 0.25  # seconds between two looks for an error, while a thread's work is waited for
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -30,13 +31,16 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 class Ticket(Generic[Result]):
     """Of something submitted. `wait` once, where its result is used."""
 
-    def __init__(self, value: Result | Future[Result], event: torch.cuda.Event | None) -> None:
-        self._value, self._event = value, event
+    def __init__(
+        self, value: Result | Future[Result], event: torch.cuda.Event | None,
+        failed: Callable[[], Exception | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._value, self._event, self._failed = value, event, failed
 
     def wait(self) -> Result:
         """The result. On a GPU the current stream waits, not the host."""
         if isinstance(self._value, Future):
-            return self._value.result()
+            return self._done(self._value)
         if self._event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._event)
@@ -48,9 +52,18 @@ class Ticket(Generic[Result]):
     def hold(self) -> None:
         """Wait on the host: until the work is done."""
         if isinstance(self._value, Future):
-            self._value.result()
+            self._done(self._value)
         elif self._event is not None:
             self._event.synchronize()
+
+    def _done(self, future: Future[Result]) -> Result:
+        while True:
+            try:
+                return future.result(_LOOK)
+            except TimeoutError:
+                # Gloo's abort() does not end a wait: only a peer that exits does.
+                if not future.done() and (error := self._failed()) is not None:
+                    raise error from None
 
 
 class Lane:
@@ -62,6 +75,10 @@ class Lane:
         if device.type == "cuda":
             # First in line for multiprocessors: products take all of them at once.
             self._stream = torch.cuda.Stream(device, priority=-1)
+        # Whether the host is ahead of the computation: what was called has not run yet.
+        self.ahead = self._stream is not None
+        # Gives the error of another rank, once one is known; a wait ends with it.
+        self.failed: Callable[[], Exception | None] = lambda: None
         self._thread = None if self._stream else ThreadPoolExecutor(1, "evener-moe")
 
     def mark(self) -> torch.cuda.Event | None:
@@ -81,7 +98,7 @@ class Lane:
         """
         if self._stream is None:
             assert self._thread is not None
-            return Ticket(self._thread.submit(_quietly, work, given), None)
+            return Ticket(self._thread.submit(_quietly, work, given), None, self.failed)
         mark = after or self.mark()
         assert mark is not None
         self._stream.wait_event(mark)

@@ -17,6 +17,7 @@ from evener.errors import UsageError
 from evener.moe import core, permute
 from evener.moe.gate import Activation
 from evener.moe.router import Router, Score, load_balancing_loss
+from evener.moe.turns import part
 
 if TYPE_CHECKING:
     from evener.moe.parallel import Parallel
@@ -49,7 +50,7 @@ class Experts(nn.Module):
             )
         # How many entries each expert was given in training since it was last looked at.
         # No buffer: DistributedDataParallel would make it rank 0's.
-        self.load = torch.zeros(experts, device="cpu")
+        self.load = torch.zeros(experts, dtype=torch.float32, device="cpu")
         self.dropped: torch.Tensor | None = None
         # Where the experts are spread over ranks (`spread`).
         self.parallel: Parallel | None = None
@@ -134,9 +135,7 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         logits, weights, experts = self.gate(flat)
-        self.aux_loss = (
-            load_balancing_loss(logits, experts, self.gate.score) if self.training else None
-        )
+        self._note_loss(logits, experts)
         parallel = self.experts.parallel
         if self.shared_experts is not None and parallel is not None:
             # Its work fills the time in which tokens travel.
@@ -147,3 +146,16 @@ class MoE(nn.Module):
                 self.shared_experts(flat) if parallel is None else parallel.done_meanwhile()
             )
         return out.view(x.shape)
+
+    def _note_loss(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
+        if not self.training:
+            self.aux_loss = None
+            return
+        loss = load_balancing_loss(logits, experts, self.gate.score)
+        mine = part()
+        if mine is not None:
+            # The mean of the parts', as with accumulated gradients.
+            loss = loss * mine.share
+            if mine.index and self.aux_loss is not None:
+                loss = loss + self.aux_loss
+        self.aux_loss = loss

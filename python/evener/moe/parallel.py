@@ -5,12 +5,16 @@ leave again; the shared expert runs meanwhile. Backward, the same with gradients
 of the tokens have left, the gradients of the matrices are made (delayed), and autograd goes on with
 the shared expert's backward pass; what comes back is waited for where the layer began (`_Begin`).
 The ways were learnt in forward, so backward waits for no counts.
+
+Where parts of a batch take turns (`turns`), a part hands over when its tokens have left and when
+its sums have; each part has a road of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +31,7 @@ from evener.moe.gate import Activation
 from evener.moe.lane import Lane, Ticket
 from evener.moe.permute import Positions
 from evener.moe.route import Counts, Ranks, Trip, Way, count
+from evener.moe.turns import hand_over, part
 from evener.moe.wire import Wire
 
 if TYPE_CHECKING:
@@ -40,15 +45,23 @@ class MoEError(watch.RankError):
     """Experts failed, on this rank or on another. `rank`: where; -1: not known."""
 
 
+@dataclass(frozen=True)
+class Road:
+    """Groups, and the lane in which their collectives have one order."""
+
+    ranks: Ranks
+    lane: Lane
+
+
 @dataclass
 class Shared:
     """What the layers of one model share. way: None until the first batch was probed.
 
+    roads: of each part of a batch that takes turns; the first is also that of a whole batch.
     mean: gradients of experts are those of the mean of all ranks' losses, as DDP's are.
     """
 
-    ranks: Ranks
-    lane: Lane
+    roads: list[Road]
     way: Way | None
     chunks: int
     wire: Wire
@@ -56,6 +69,19 @@ class Shared:
     replicas: dist.ProcessGroup | None = None
     mean: bool = True
     trial: Trial | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.roads[0].ranks
+
+    @property
+    def lane(self) -> Lane:
+        return self.roads[0].lane
+
+    def road(self) -> Road:
+        """Of the part that this thread runs."""
+        mine = part()
+        return self.roads[0 if mine is None else mine.index]
 
 
 @dataclass
@@ -84,13 +110,17 @@ class _Pass:
     """One forward pass of a layer and its backward pass."""
 
     shared: Shared
+    road: Road
     trips: list[Trip]
     name: str
     activation: Activation
     lossy: bool
     sizes: list[int]
     come: list[Ticket[tuple[torch.Tensor, Positions, torch.Tensor]]]
-    # Backward: what `_Begin` waits for.
+    # What `_End` waits for.
+    back: list[Ticket[torch.Tensor]] = field(default_factory=list)
+    # Backward: what `_Through` waits for, and what `_Begin` does.
+    gone: list[Ticket[torch.Tensor]] = field(default_factory=list)
     to_tokens: list[Ticket[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
 
 
@@ -114,28 +144,24 @@ class _Begin(torch.autograd.Function):
 
 
 class _Through(torch.autograd.Function):
-    """Tokens that have left > sums of their experts. `x` is for autograd: it has left already."""
+    """Tokens that have come > sums of their experts, which leave again. `x` is for autograd."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor,
         down: torch.Tensor, state: _Pass,
     ) -> torch.Tensor:  # fmt: skip
-        lane = state.shared.lane
         keep: list[torch.Tensor] = []
-        back: list[Ticket[torch.Tensor]] = []
         for trip, come in zip(state.trips, state.come, strict=True):
             tokens, at, of_rows = come.wait()
             out, kept = core.run(tokens, of_rows, at, gate_up, down, state.activation)
             keep += [kept.rows, kept.both]
             del tokens, kept
-            back.append(lane.submit(trip.back, out))
+            state.back.append(state.road.lane.submit(trip.back, out))
         state.come = []
-        found = torch.cat([ticket.wait() for ticket in back])
         ctx.state, ctx.like = state, weights
-        assert len(x) == len(found)
         ctx.save_for_backward(gate_up, down, *keep)
-        return found
+        return _nothing(x)
 
     @staticmethod
     @once_differentiable
@@ -143,23 +169,48 @@ class _Through(torch.autograd.Function):
         state: _Pass = ctx.state
         needs = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         with state.shared.watch.step(f"the backward pass of {state.name}"):
-            of_matrices = _backward(state, ctx.saved_tensors, gradient, ctx.like, needs)
+            of_matrices = _backward(state, ctx.saved_tensors, ctx.like, needs)
         # The true ones are what `_Begin` waits for.
-        nothing = gradient.new_zeros(()).expand(gradient.shape)
-        return nothing, ctx.like.new_zeros(()).expand(ctx.like.shape), *of_matrices, None
+        return _nothing(gradient), _nothing(ctx.like), *of_matrices, None
+
+
+class _End(torch.autograd.Function):
+    """The sums have come; backward: their gradients leave. `through` is for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, through: torch.Tensor, state: _Pass) -> torch.Tensor:
+        ctx.state = state
+        found = torch.cat([ticket.wait() for ticket in state.back])
+        state.back = []
+        assert len(through) == len(found)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        state: _Pass = ctx.state
+        shared = state.shared
+        with shared.watch.step(f"the backward pass of {state.name}"):
+            parts = gradient.contiguous().split(state.sizes)
+            state.gone = [
+                state.road.lane.submit(_carried, trip, part, shared.wire, state.lossy)
+                for trip, part in zip(state.trips, parts, strict=True)
+            ]
+        return _nothing(gradient), None
+
+
+def _nothing(like: torch.Tensor) -> torch.Tensor:
+    """Zeros of that shape, of one value in memory."""
+    return like.new_zeros(()).expand(like.shape)
 
 
 def _backward(
-    state: _Pass, saved: Any, gradient: torch.Tensor, like: torch.Tensor, needs: bool
+    state: _Pass, saved: Any, like: torch.Tensor, needs: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of the matrices; those of the tokens are on their way."""
     shared = state.shared
     gate_up, down, *keep = saved
-    parts = gradient.contiguous().split(state.sizes)
-    come = [
-        shared.lane.submit(_carried, trip, part, shared.wire, state.lossy)
-        for trip, part in zip(state.trips, parts, strict=True)
-    ]
+    come, state.gone = state.gone, []
     made = []
     for at, (trip, ticket) in enumerate(zip(state.trips, come, strict=True)):
         rows = ticket.wait()
@@ -167,7 +218,7 @@ def _backward(
         kept = core.Kept(trip.at, trip.weights, keep[2 * at], keep[2 * at + 1], state.activation)
         to_rows, to_weights = core.back(kept, rows, gate_up, down)
         made.append(kept)
-        state.to_tokens.append(shared.lane.submit(_home, trip, to_rows, to_weights, like))
+        state.to_tokens.append(state.road.lane.submit(_home, trip, to_rows, to_weights, like))
     if not needs:
         return None, None
     # While those travel: nobody else waits for these.
@@ -205,8 +256,8 @@ class Parallel:
 
     def __init__(self, shared: Shared, experts: int, name: str = "") -> None:
         self.shared, self.name, self.experts = shared, name, experts
-        self._shared_expert: Callable[[], Any] | None = None
-        self._own: Any = None
+        # Of each thread: parts of a batch are in one layer at a time.
+        self._mine = threading.local()
         self.place(torch.arange(experts))
 
     def place(self, held: torch.Tensor) -> None:
@@ -226,11 +277,11 @@ class Parallel:
 
     def meanwhile(self, module: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
         """Run module(x) while the tokens of the next pass travel; `done_meanwhile` gives it."""
-        self._shared_expert = lambda: module(x)
+        self._mine.shared_expert = lambda: module(x)
 
     def done_meanwhile(self) -> Any:
         """What `meanwhile` gave; None where the layer did not run since."""
-        own, self._own = self._own, None
+        own, self._mine.own = getattr(self._mine, "own", None), None
         return own
 
     def __call__(
@@ -273,8 +324,8 @@ class Parallel:
         self, name: str, layer: Experts, x: torch.Tensor, experts: torch.Tensor,
         weights: torch.Tensor, limit: int | None,
     ) -> torch.Tensor:  # fmt: skip
-        shared = self.shared
-        ranks, lane = shared.ranks, shared.lane
+        shared, road = self.shared, self.shared.road()
+        ranks, lane = road.ranks, road.lane
         with torch.no_grad():
             if limit is not None:
                 at = permute.positions(experts, self.experts, limit)
@@ -292,10 +343,13 @@ class Parallel:
         # What travels waits for this much, not for the shared expert.
         mark = lane.mark()
         counting = lane.submit(_tell, ranks, told, after=mark)
-        state = _Pass(shared, [], name, layer.activation, False, [], [])
+        state = _Pass(shared, road, [], name, layer.activation, False, [], [])
         begun, scaled = _Begin.apply(x, weights, state)
-        if self._shared_expert is not None:
-            self._own, self._shared_expert = self._shared_expert(), None
+        shared_expert: Callable[[], Any] | None = getattr(self._mine, "shared_expert", None)
+        if shared_expert is not None:
+            self._mine.own, self._mine.shared_expert = shared_expert(), None
+        if lane.ahead:
+            hand_over()
         counting.hold()
         if shared.watch.heard is not None:  # NCCL's waits end without an error
             raise shared.watch.heard
@@ -319,34 +373,37 @@ class Parallel:
             state.come.append(lane.submit(
                 self._dispatch, trip, tokens[chunk], choices[chunk], held, state.lossy, after=mark
             ))  # fmt: skip
-        out: torch.Tensor = _Through.apply(
-            begun, scaled, layer.gate_up_proj, layer.down_proj, state
-        )
+        if not lane.ahead:
+            hand_over()
+        through = _Through.apply(begun, scaled, layer.gate_up_proj, layer.down_proj, state)
+        hand_over()
+        out: torch.Tensor = _End.apply(through, state)
         return out
 
     def _probe(self, counts: Counts, x: torch.Tensor, meta: torch.Tensor, held: int) -> Way:
         """The faster way for a batch as this one, by the slowest rank. Collective."""
-        shared = self.shared
-        if shared.ranks.outer is None:
+        road = self.shared.road()
+        ranks, lane = road.ranks, road.lane
+        if ranks.outer is None:
             return "flat"
         ways: tuple[Way, ...] = ("two", "flat")
         took = x.new_zeros(len(ways), dtype=torch.float64)
         for _ in range(2):  # the first makes connections
             for at, way in enumerate(ways):
-                trip = Trip(shared.ranks, way, counts, 0)
-                shared.lane.submit(_wait_for_all, shared.ranks, x).hold()
+                trip = Trip(ranks, way, counts, 0)
+                lane.submit(_wait_for_all, ranks, x).hold()
                 begin = time.perf_counter()
-                rows, *_ = (gone := shared.lane.submit(
+                rows, *_ = (gone := lane.submit(
                     self._dispatch, trip, x, meta, held, False)).wait()  # fmt: skip
                 gone.hold()
-                shared.lane.submit(trip.back, rows).hold()
+                lane.submit(trip.back, rows).hold()
                 took[at] = time.perf_counter() - begin
-        ticket = shared.lane.submit(_slowest, shared.ranks, took)
+        ticket = lane.submit(_slowest, ranks, took)
         ticket.hold()
         slowest = ticket.wait().tolist()
         best = min(range(len(ways)), key=slowest.__getitem__)
         said = ", ".join(f"{w} {t * 1e3:.2f} ms" for w, t in zip(ways, slowest, strict=True))
-        if shared.ranks.rank == 0:
+        if ranks.rank == 0:
             logger.info("experts %s: tokens go %s (%s)", self.name, ways[best], said)
         return ways[best]
 

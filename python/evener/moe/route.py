@@ -45,6 +45,9 @@ class Ranks:
     def node(self) -> int:
         return self.rank // self.each
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [g for g in (self.group, self.outer, self.inner) if g is not None]
+
 
 @dataclass
 class Hop:

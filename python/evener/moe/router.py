@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.groups, self.top_groups = groups, top_groups
         self.weight = nn.Parameter(torch.empty(experts, width))
         nn.init.normal_(self.weight, std=1 / math.sqrt(width))
-        bias = torch.zeros(experts) if score == "sigmoid" else None
+        bias = torch.zeros(experts, dtype=torch.float32) if score == "sigmoid" else None
         self.register_buffer("e_score_correction_bias", bias)
 
     def extra_repr(self) -> str:

@@ -21,8 +21,9 @@ from evener.comm.world.topology import host_identity, nodes_of
 from evener.errors import UsageError
 from evener.moe.lane import Lane
 from evener.moe.layer import Experts
-from evener.moe.parallel import MoEError, Parallel, Shared, Trial
+from evener.moe.parallel import MoEError, Parallel, Road, Shared, Trial
 from evener.moe.route import Ranks, Way
+from evener.moe.turns import InTurns
 from evener.moe.wire import Form, Wire
 
 _NUMBERS = itertools.count()  # of the calls of this process, which are those of all ranks
@@ -84,16 +85,16 @@ def spread(
         raise UsageError("route='two' needs two nodes or more of equally many ranks, two or more "
                          "each, and neighbours in one node", "choose auto or flat")  # fmt: skip
     way: Way | None = None if route == "auto" else route  # type: ignore[assignment]
-    groups = [g for g in (ranks.group, ranks.outer, ranks.inner) if g is not None]
     look = Watch(
-        f"{next(_NUMBERS)}/{dist.get_rank() - ranks.rank}", ranks.rank, ranks.size, groups,
+        f"{next(_NUMBERS)}/{dist.get_rank() - ranks.rank}", ranks.rank, ranks.size,
+        ranks.groups(),
         what="experts", error=MoEError,
         memory="give spread more chunks=, the layer a capacity=, or train with smaller batches",
     )  # fmt: skip
     weakref.finalize(model, look.close)
     trial = Trial() if chunks == "auto" else None
     first = chunks if isinstance(chunks, int) else 1
-    shared = Shared(ranks, Lane(device), way, first, wire, look, replicas, mean, trial)
+    shared = Shared([_road(ranks, device, look)], way, first, wire, look, replicas, mean, trial)
     ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     for name, layer in found:
         layer.parallel = Parallel(shared, layer.num_experts, name)
@@ -108,7 +109,54 @@ def spread(
     return model
 
 
-def _groups(ep: int, device: torch.device) -> tuple[Ranks, dist.ProcessGroup | None]:
+def interleave(module: nn.Module, parts: int = 2) -> nn.Module:
+    """Let parts of each batch take turns in `module`, in place: while the tokens of one travel,
+    another computes. Collective over all ranks; after `spread` or `convert(ep=...)`.
+
+    module: a stack of layers that gives tensors, as the decoder of a model does (`model.model` of
+    transformers), not the model with its loss. Inputs whose first dimension is the batch (that of
+    the first tensor) are divided along it, others go whole to every part; outputs are put together
+    along their first dimension. Rows must not depend on each other, so no batch norm. Only in
+    training; each rank then needs `parts` rows or more. Sums are those of the whole batch;
+    auxiliary losses and capacities are those of the parts. Checkpoint activations inside the
+    module, not around it.
+
+    Raises UsageError, with nothing changed, for what cannot be.
+    """
+    found = [layer.parallel for _, layer in layers(module) if layer.parallel is not None]
+    if not found:
+        raise UsageError(f"{type(module).__name__} has no experts that are spread over ranks",
+                         "call spread or convert(ep=...) first; one rank has nothing to "
+                         "hide")  # fmt: skip
+    if not isinstance(parts, int) or parts < 2:
+        raise UsageError(f"parts={parts!r}", "give 2 or more")
+    if isinstance(module.forward, InTurns):
+        raise UsageError(f"{type(module).__name__} takes turns already", "call interleave once")
+    shared = found[0].shared
+    if any(each.shared is not shared for each in found):
+        raise UsageError("the layers were spread by several calls",
+                         "spread the whole model at once")  # fmt: skip
+    if shared.trial is not None:
+        # Parts are chunks already, and would disturb the times of each other.
+        shared.trial, shared.chunks = None, 1
+    while len(shared.roads) < parts:
+        device = shared.lane.device
+        ranks, _ = _groups(shared.ranks.size, device, replicas=False)
+        shared.roads.append(_road(ranks, device, shared.watch))
+        shared.watch.groups += ranks.groups()
+    module.forward = InTurns(module.forward, type(module).__name__, parts, module, shared.watch)
+    return module
+
+
+def _road(ranks: Ranks, device: torch.device, look: Watch) -> Road:
+    lane = Lane(device)
+    lane.failed = lambda: look.heard
+    return Road(ranks, lane)
+
+
+def _groups(
+    ep: int, device: torch.device, replicas: bool = True
+) -> tuple[Ranks, dist.ProcessGroup | None]:
     """The groups of this rank; every rank makes all of them, in one order."""
     world, rank = dist.get_world_size(), dist.get_rank()
     hosts: list[str] = [""] * world
@@ -144,13 +192,16 @@ def _groups(ep: int, device: torch.device) -> tuple[Ranks, dist.ProcessGroup | N
                     own[kind] = group
         if rank in block:
             mine = Ranks(rank=rank - start, size=ep, nodes=count, each=each, **own)
-    replicas = None
-    for place in range(ep) if world > ep else []:
+    alike = None
+    for place in range(ep) if world > ep and replicas else []:
         members = list(range(place, world, ep))
         group = made(members)
         if rank in members:
-            replicas = group
-    return mine, replicas
+            alike = group
+    for group in mine.groups():
+        # Connect now: a wait for one that never connects does not end when the group is aborted.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return mine, alike
 
 
 def gathered(layer: Experts, tensor: torch.Tensor) -> torch.Tensor:
