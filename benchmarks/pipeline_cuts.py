@@ -4,17 +4,19 @@
     python benchmarks/pipeline_cuts.py --device cuda --rows 8 --tokens 1024
     python benchmarks/pipeline_cuts.py --flops 400T --bandwidth 3TB/s --rows 8 --tokens 1024
 
-For each model and number of stages: longest stage over mean of the cuts that Evener finds, the
-bound that the largest operation sets, what the two ways by hand give, and the step of each,
-simulated with 1F1B. Operations are timed on the device, one at a time; no model is allocated.
-Models of transformers are left out where it is not installed. "uniform" is an equal number of
-blocks per stage, and "parameters" the smallest largest count of parameters by layer (as DeepSpeed's
-PipelineModule has it by `partition_method="parameters"`).
+For each model and number of stages: longest stage over mean of the cuts that Evener finds; the
+bound that the largest operation sets; the most even cuts that the operations allow, as pieces need
+not add up to equal stages ("reach"; what cuts send does not count there); what the two ways by hand
+give; and the step of each, simulated with 1F1B. Operations are timed on the device, one at a time;
+no model is allocated. Models of transformers are left out where it is not installed. "uniform" is
+an equal number of blocks per stage, and "parameters" the smallest largest count of parameters by
+layer (as DeepSpeed's PipelineModule has it by `partition_method="parameters"`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import platform
@@ -83,8 +85,8 @@ def main() -> None:
     network = Network(link, link)
     results = []
     dtype = getattr(torch, args.dtype)
-    head = f"{'model':15} {'P':>2} {'bound':>6} {'evener':>7} {'uniform':>8} {'params':>7}"
-    print(f"{head}   step over evener's: uniform, params")
+    head = f"{'model':15} {'P':>2} {'bound':>6} {'reach':>6} {'evener':>7}"
+    print(f"{head} {'uniform':>8} {'params':>7}   step over evener's: uniform, params")
     for name, (make, example, target, loss) in models(args.rows, args.tokens):
         if args.only and args.only.lower() not in name.lower():
             continue
@@ -115,6 +117,7 @@ def main() -> None:
             row: dict[str, Any] = {
                 "model": name, "stages": stages, "operations": len(captured.ops),
                 "bound": max(1.0, search.largest(costs) / mean), "evener": found.imbalance,
+                "reachable": search.most_even(costs, setting),
                 "step_ms": found.result.step * 1e3, "bubble": found.result.bubble,
                 "theory_bubble": (stages - 1) / (5 * stages - 1), "profile_s": took,
                 "estimated": list(profile.estimated),
@@ -143,10 +146,17 @@ def main() -> None:
             "device": how, "machine": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(), "rows": args.rows, "tokens": args.tokens,
             "dtype": args.dtype, "network": args.network, "results": results,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "versions": {p: version(p) for p in ("torch", "torchvision", "transformers")},
         }  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def line(row: dict[str, Any]) -> str:
@@ -158,7 +168,8 @@ def line(row: dict[str, Any]) -> str:
         for key in ("uniform", "parameters")
     ]
     return (
-        f"{row['model']:15} {row['stages']:2} {row['bound']:6.3f} {row['evener']:7.3f} "
+        f"{row['model']:15} {row['stages']:2} {row['bound']:6.3f} {row['reachable']:6.3f} "
+        f"{row['evener']:7.3f} "
         f"{over('uniform', '.3f'):>8} {over('parameters', '.3f'):>7}   {', '.join(ratios)}"
     )
 

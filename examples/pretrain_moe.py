@@ -108,6 +108,14 @@ def begin() -> tuple[int, int, torch.device]:
     return 0, 1, torch.device("cuda" if cuda else "cpu")
 
 
+def first_has(file: Path) -> bool:
+    """Whether rank 0 sees it: all ranks resume, or none. Nodes must share the folder."""
+    found = [file.is_file()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def save(folder: Path, model: nn.Module, optimizer: Any, step: int, first: bool) -> None:
     """All ranks gather, the first one writes; visible once it is whole."""
     state = {
@@ -146,7 +154,7 @@ def main() -> None:
         moe.spread(model, arguments.ep or size, dispatch=arguments.dispatch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if arguments.size == "tiny" else 3e-4)
     start = 0
-    if arguments.folder and (file := arguments.folder / "checkpoint.pt").is_file():
+    if arguments.folder and first_has(file := arguments.folder / "checkpoint.pt"):
         state = torch.load(file, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
         moe.load_optimizer_state(model, optimizer, state["optimizer"])

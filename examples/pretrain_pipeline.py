@@ -133,6 +133,13 @@ def begin() -> None:
         dist.init_process_group("gloo")
 
 
+def first_has(file: Path) -> bool:
+    """Whether rank 0 sees it: all ranks resume, or none. Nodes must share the folder."""
+    found = [file.is_file()]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
@@ -159,7 +166,7 @@ def main() -> None:
     )  # fmt: skip
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3 if arguments.size == "tiny" else 3e-4)
     start = 0
-    if arguments.folder and (arguments.folder / "evener.json").is_file():
+    if arguments.folder and first_has(arguments.folder / "evener.json"):
         start = int(pipe.load(arguments.folder, optimizer)["step"])
     if first:
         show(pipe.plan)

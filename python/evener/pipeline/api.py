@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from evener.errors import UsageError
 from evener.log import logger
@@ -29,6 +30,7 @@ from evener.pipeline import checkpoint, report, schedules
 from evener.pipeline.capture import Captured, Example, capture
 from evener.pipeline.faults import PipelineError, Watch
 from evener.pipeline.plan import Plan, Planned, digest, planned
+from evener.pipeline.replicas import Replicas
 from evener.pipeline.split import Draw, Split, check_split_backward
 from evener.pipeline.stage import Clock, Ordered, Stage
 from evener.pipeline.synthetic import quiet_random
@@ -45,6 +47,7 @@ def auto(
     target: Any = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     weights: Weights | None = None,
     plan: Plan | None = None,
@@ -55,12 +58,14 @@ def auto(
     """Plan a pipeline over the ranks of `group` and build this rank's stage.
 
     example: the inputs of a whole step: a tensor, a tuple, or a dict of named ones; with `loss`
-    also `target`. group: one rank per device; default: all ranks. device: this rank's; default: its
-    GPU, or the CPU. weights: for a model on the meta device, a function from a parameter's name and
-    shape (a meta tensor) to its values. plan: one that was made before; else rank 0 measures and
-    makes one with the remaining arguments (`memory`, `schedule`, `microbatches`, `network`, ...;
-    see `planned`). seed: of dropout; default: rank 0's torch.initial_seed(). timeout: seconds that
-    a step may wait for another rank.
+    also `target`. group: one rank per device; default: all ranks. mesh: replicas of the pipeline in
+    place of a group: a DeviceMesh of two dimensions named `data` and `pipeline`; every replica is
+    given a batch of its own, and gradients are those of the mean of the replicas' losses. device:
+    this rank's; default: its GPU, or the CPU. weights: for a model on the meta device, a function
+    from a parameter's name and shape (a meta tensor) to its values. plan: one that was made before;
+    else rank 0 measures and makes one with the remaining arguments (`memory`, `schedule`,
+    `microbatches`, `network`, ...; see `planned`). seed: of dropout; default: rank 0's
+    torch.initial_seed(). timeout: seconds that a step may wait for another rank.
 
     Raises UsageError (on all ranks), NoFitError, PipelineError.
     """
@@ -70,6 +75,8 @@ def auto(
             "start the script with torchrun or evener launch, and call "
             "torch.distributed.init_process_group() first",
         )
+    replicas = Replicas.of(mesh, group)
+    group = replicas.pipeline
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     stages = given.pop("stages", size)
     if stages != size:
@@ -79,7 +86,7 @@ def auto(
     place = torch.device(device) if device is not None else _own_device()
     chosen: Any = [None]
     made: Planned | None = None
-    if rank == 0:
+    if rank == 0 and replicas.index == 0:
         try:
             if plan is None:
                 with quiet_random(place):
@@ -90,8 +97,9 @@ def auto(
             chosen = [(plan.to_dict(), seed, None)]
         except Exception as error:  # noqa: BLE001 - every rank raises it
             chosen = [(None, 0, error)]
-    source = dist.get_global_rank(group, 0) if group is not None else 0
-    dist.broadcast_object_list(chosen, src=source, group=group)
+    if rank == 0 and replicas.data is not None:
+        dist.broadcast_object_list(chosen, group_src=0, group=replicas.data)
+    dist.broadcast_object_list(chosen, group_src=0, group=group)
     record, seed, failed = chosen[0]
     if failed is not None:
         raise failed
@@ -106,7 +114,9 @@ def auto(
             else "the plan is of another model",
             "give every rank the same model, example and versions; plan again",
         )  # fmt: skip
-    return Pipeline(captured, plan, model, group, place, weights, int(seed or 0), timeout)
+    if rank == 0 and replicas.index == 0:
+        logger.info("pipeline: %s", replicas.said(plan))
+    return Pipeline(captured, plan, model, replicas, place, weights, int(seed or 0), timeout)
 
 
 def _own_device() -> torch.device:
@@ -130,10 +140,11 @@ class Pipeline:
     """
 
     def __init__(
-        self, captured: Captured, plan: Plan, model: nn.Module, group: dist.ProcessGroup | None,
+        self, captured: Captured, plan: Plan, model: nn.Module, replicas: Replicas,
         device: torch.device, weights: Weights | None, seed: int, timeout: float,
     ) -> None:  # fmt: skip
         self.plan, self.device = plan, device
+        self.replicas, group = replicas, replicas.pipeline
         self._captured = captured
         kind = schedules.kind_of(plan.schedule)
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -146,11 +157,21 @@ class Pipeline:
                                      group_desc=f"evener pipeline {name}")  # fmt: skip
         self._control = dist.new_group(members, limit, "gloo", use_local_synchronization=True,
                                        group_desc=f"evener pipeline control {name}")  # fmt: skip
+        everyone = list(replicas.members or members)
+        # What replicas tell each other, and the sums of their gradients.
+        self._all, self._data = self._control, None
+        if replicas.data is not None:
+            self._all = dist.new_group(everyone, limit, "gloo", use_local_synchronization=True,
+                                       group_desc=f"evener pipeline all {name}")  # fmt: skip
+            self._data = dist.new_group(
+                dist.get_process_group_ranks(replicas.data), limit, use_local_synchronization=True,
+                group_desc=f"evener pipeline data {name}",
+            )  # fmt: skip
         self.split = Split(captured, plan.cuts)
         own = [s for s in range(len(plan.stages)) if schedules.rank_of(kind, s, ranks) == self.rank]
         if kind.split:
             check_split_backward(captured, plan.cuts)
-        self._draw = Draw(seed)
+        self._draw = Draw(seed + replicas.index)
         self._clock = Clock(device, self.rank)
         self._rows: list[int] = []
         self._before: dict[str, torch.Tensor] = {}
@@ -171,7 +192,9 @@ class Pipeline:
         self.aliases = dict(captured.aliases)
         self.steps = 0
         self.seconds = 0.0
-        self._watch = Watch(f"{name}/{members[0]}", self.rank, ranks, [self._group, self._control])
+        groups = {self._group, self._control, self._all} | ({self._data} if self._data else set())
+        self._watch = Watch(f"{name}/{everyone[0]}", everyone.index(dist.get_rank()),
+                            len(everyone), list(groups))  # fmt: skip
         self._record: Path | None = None
 
     # --- What an optimizer and a checkpoint see ------------------------------------------------
@@ -232,9 +255,12 @@ class Pipeline:
         All ranks call it; they need one file system.
         """
         with self._watch.step("saving"):
-            return checkpoint.save(Path(folder), self.state_dict(), self._named(optimizer),
-                                   {"steps": self.steps, **(extra or {})},
-                                   self.rank, self.plan.ranks, self._control)  # fmt: skip
+            if self.replicas.index == 0:  # all replicas have the same
+                checkpoint.save(Path(folder), self.state_dict(), self._named(optimizer),
+                                {"steps": self.steps, **(extra or {})},
+                                self.rank, self.plan.ranks, self._control)  # fmt: skip
+            dist.barrier(self._all)
+        return Path(folder)
 
     def load(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
@@ -301,6 +327,7 @@ class Pipeline:
             )
             if train:
                 self._sum_tied()
+                self._average()
             value = self._agree(losses, train)
         self.seconds = time.perf_counter() - begin
         if train:
@@ -354,23 +381,49 @@ class Pipeline:
             [0.0 if total is None else float(total), float(total is not None),
              *(bad if bad else (-1.0, -1.0, 0.0))], dtype=torch.float64
         )  # fmt: skip
-        everyone = [torch.empty_like(mine) for _ in range(self.plan.ranks)]
-        dist.all_gather(everyone, mine, group=self._control)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._all))]
+        dist.all_gather(everyone, mine, group=self._all)
         rows = [one.tolist() for one in everyone]
-        if wrong := [row for row in rows if row[2] >= 0]:
+        if any(row[2] >= 0 for row in rows):
+            # The first replica that has one: sums over replicas may have brought it to others.
+            ranks = self.plan.ranks
+            replica = min(k // ranks for k, row in enumerate(rows) if row[2] >= 0)
+            wrong = [row for row in rows[replica * ranks :][:ranks] if row[2] >= 0]
             # Forward first: what comes after a stage that gave NaN is NaN too.
             row = min(wrong, key=lambda row: (row[4], row[3], row[2] if not row[4] else -row[2]))
             stage, microbatch = int(row[2]), int(row[3])
             where = self.plan.stages[stage]
             what = "gradients" if row[4] else "values"
+            of = f" of replica {replica}" if self.replicas.count > 1 else ""
+            rank = replica * ranks + where.rank
             raise PipelineError(
-                f"stage {stage} on rank {where.rank} ({where.blocks}) gave {what} that are not "
+                f"stage {stage}{of} on rank {rank} ({where.blocks}) gave {what} that are not "
                 f"finite, in microbatch {microbatch} of step {self.steps}",
                 "no weight was changed: call zero_grad() and skip the batch, or lower the learning "
                 "rate",
-                where.rank,
+                rank,
             )
-        return torch.tensor(next(row[0] for row in rows if row[1]), dtype=torch.float32)
+        losses_of = [row[0] for row in rows if row[1]]
+        return torch.tensor(sum(losses_of) / len(losses_of), dtype=torch.float32)
+
+    def _average(self) -> None:
+        """Gradients over the replicas; those of earlier steps are equal there already."""
+        if self._data is None:
+            return
+        count = dist.get_world_size(self._data)
+        found: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                found.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for gradients in found.values():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self._data)
+            flat /= count
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     # --- Parameters on several stages ----------------------------------------------------------
 
@@ -425,7 +478,7 @@ class Pipeline:
         mine = ([list(m) for m in map(_flat, self._clock.marks())], self.seconds, float(peak))
         everyone: list[Any] = [None] * self.plan.ranks
         dist.all_gather_object(everyone, mine, group=self._control)
-        if self.rank == 0 and path is not None:
+        if self.rank == 0 and self.replicas.index == 0 and path is not None:
             report.write(self.plan, everyone, path)
 
     def close(self) -> None:

@@ -282,6 +282,17 @@ def largest(costs: Costs) -> float:
     return float(np.max(np.diff(total)))
 
 
+def most_even(costs: Costs, setting: Setting) -> float:
+    """The smallest imbalance that any cuts of this model give, whatever they send.
+
+    Above `largest` over the mean where pieces do not add up to equal stages.
+    """
+    time, moved, allowed = _tables(costs, setting)
+    nothing = [np.zeros_like(seconds) for seconds in moved]
+    bound = _smallest_bound(time, nothing, allowed)
+    return bound / (float(costs.total().sum()) / setting.stages)
+
+
 # --- What people cut by hand -------------------------------------------------------------------
 
 

@@ -1,0 +1,90 @@
+"""Two replicas of a pipeline of two stages: four processes, and the gradients of both batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from evener import pipeline
+from evener.errors import UsageError
+from tests import worlds
+from tests.pipeline import models
+
+RATES = pipeline.Rates(1e11, 1e10, 1e-6)
+
+
+def model() -> models.GPT:
+    torch.manual_seed(3)
+    return models.GPT()
+
+
+def batch(replica: int) -> dict[str, torch.Tensor]:
+    return {"tokens": models.tokens(8, replica), "labels": models.tokens(8, replica + 5)}
+
+
+def trained(rank: int, size: int, folder: str) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    replica = mesh.get_local_rank("data")
+    pipe = pipeline.auto(model(), batch(0), mesh=mesh, rates=RATES, timeout=30, microbatches=4)
+    # In two steps, as gradients are accumulated.
+    values = [float(pipe.step(**batch(replica + 2 * at))) for at in range(2)]
+    gradients = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+    pipe.save(folder)
+    pipe.load(folder)
+    said = pipe.replicas.said(pipe.plan)
+    # What is not finite in one replica is named in both.
+    if replica == 1 and mesh.get_local_rank("pipeline") == 0:
+        with torch.no_grad():
+            next(pipe.parameters()).fill_(torch.nan)
+    with pytest.raises(pipeline.PipelineError) as failed:
+        pipe.step(**batch(replica))
+    pipe.close()
+    return values, gradients, said, str(failed.value), failed.value.rank
+
+
+def test_gradients_are_those_of_all_replicas(tmp_path: Path) -> None:
+    whole = model()
+    losses = []
+    for at in range(2):
+        total = 0.0
+        for replica in (0, 1):
+            for m in range(4):
+                parts = {k: v.chunk(4)[m] for k, v in batch(replica + 2 * at).items()}
+                loss = whole(**parts)["loss"] / 8
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    seen = set()
+    found = worlds.run([2, 2], trained, str(tmp_path / "run"))
+    for values, gradients, said, error, rank in found:
+        assert values == pytest.approx(losses, rel=1e-5)
+        assert "2 replica(s) x 2 stages, 1F1B, 4 microbatches of 2 row(s)" in said
+        assert "of replica 1 on rank" in error and "not finite" in error and rank in (2, 3)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], msg=name)
+            seen.add(name)
+    assert seen == set(wanted)
+    saved = pipeline.weights(tmp_path / "run")
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(saved[name], parameter), name
+
+
+def refused(rank: int, size: int) -> None:
+    for shape, names, said in (
+        ((2,), ("pipeline",), "a mesh with the dimensions ['pipeline']"),
+        ((1, 2), ("data", "stage"), "a mesh with the dimensions"),
+        ((1, 1, 2), ("data", "pipeline", "tensor"), "tensor parallelism"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            pipeline.auto(model(), batch(0), rates=RATES,
+                          mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))  # fmt: skip
+        assert said in caught.value.problem
+
+
+def test_other_meshes_are_refused_by_name() -> None:
+    worlds.run([2], refused)
