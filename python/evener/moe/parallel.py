@@ -428,9 +428,15 @@ class Parallel:
 
 
 def _tell(ranks: Ranks, mine: torch.Tensor) -> torch.Tensor:
+    """What all ranks told, on the host once the ticket was held."""
     everyone = mine.new_empty(ranks.size * len(mine))
     dist.all_gather_into_tensor(everyone, mine, group=ranks.group)
-    return everyone
+    if not everyone.is_cuda:
+        return everyone
+    # Copied here, in the lane: a copy in the computation's stream would come after all that is
+    # enqueued there, and tokens would leave when the shared expert is done.
+    host = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
+    return host.copy_(everyone, non_blocking=True)
 
 
 def _wait_for_all(ranks: Ranks, like: torch.Tensor) -> None:
