@@ -1,0 +1,321 @@
+//! What a datagram that came does: checked as a whole, then acted on frame by frame.
+
+use std::time::Duration;
+
+use smallvec::{SmallVec, smallvec};
+
+use super::Over;
+use super::{Connection, Dropped, Event, Place, Stage, micros};
+use crate::packet::credit::Verdict;
+use crate::packet::format::{Ack, FormatError, Frame, Frames, Header, Kind};
+use crate::packet::greeting;
+use crate::packet::loss::{Content, Fate};
+use crate::packet::number::expand;
+
+/// The floor of patience grows to this if packets are late and not lost.
+const WIDEST_FLOOR: Duration = Duration::from_millis(5);
+
+impl Connection {
+    /// Hears a datagram. `marked`: a switch says that its queue is long. `place` gets bytes and where
+    /// they belong, before they are acknowledged.
+    ///
+    /// # Errors
+    /// [`Dropped`]: nothing has changed but a count.
+    pub fn receive(
+        &mut self,
+        packet: &[u8],
+        marked: bool,
+        now: Duration,
+        place: &mut dyn FnMut(Place<'_>),
+    ) -> Result<(), Dropped> {
+        let result = self.hear(packet, marked, now, place);
+        match result {
+            Ok(()) => self.stats.received += 1,
+            Err(Dropped::Malformed(_) | Dropped::Nonsense(_)) => self.stats.malformed += 1,
+            Err(Dropped::Forged) => self.stats.forged += 1,
+            Err(Dropped::Replayed) => self.stats.replayed += 1,
+            Err(Dropped::NotPosted) => self.stats.not_posted += 1,
+            Err(Dropped::Stray) => self.stats.stray += 1,
+        }
+        result
+    }
+
+    fn hear(
+        &mut self,
+        packet: &[u8],
+        marked: bool,
+        now: Duration,
+        place: &mut dyn FnMut(Place<'_>),
+    ) -> Result<(), Dropped> {
+        let (header, body) = Header::parse(packet).map_err(Dropped::Malformed)?;
+        if header.kind != Kind::Data {
+            return self.greeted(packet, &header, now);
+        }
+        if header.connection != self.own.connection || self.over().is_some() {
+            return Err(Dropped::Stray);
+        }
+        if header.version != self.version {
+            return Err(Dropped::Malformed(FormatError::Version(header.version)));
+        }
+        let Some((_, key)) = &self.keys else {
+            return Err(Dropped::Stray);
+        };
+        let number = expand(header.number, self.replay.next());
+        if !self.replay.is_new(number) {
+            return Err(Dropped::Replayed);
+        }
+        if !key.verify(packet, number, header.tag) {
+            return Err(Dropped::Forged);
+        }
+        // All of it makes sense, or nothing is done.
+        let mut wants = false;
+        for frame in Frames::new(body) {
+            let frame = frame.map_err(Dropped::Malformed)?;
+            wants |= !matches!(frame, Frame::Ack(_) | Frame::Floor(_) | Frame::Close);
+            self.judge(&frame)?;
+        }
+        self.replay.mark(number);
+        self.heard = now;
+        if matches!(self.stage, Stage::Unproven) {
+            self.stage = Stage::Open;
+            self.welcome = false;
+            self.events.push_back(Event::Connected);
+        }
+        self.received.insert(number, wants, header.ack_now, now);
+        if wants {
+            let delay = micros(now).wrapping_sub(header.stamp);
+            self.received.heard(header.path, delay, marked);
+            self.stats.marked += u64::from(marked);
+        }
+        for frame in Frames::new(body).flatten() {
+            self.act(&frame, number, now, place);
+        }
+        Ok(())
+    }
+
+    /// Whether a frame of a peer with the right key breaks a rule.
+    fn judge(&self, frame: &Frame<'_>) -> Result<(), Dropped> {
+        match frame {
+            Frame::Chunk(chunk) if self.incoming.judge(chunk) == Verdict::NotPosted => {
+                Err(Dropped::NotPosted)
+            }
+            Frame::Ack(ack) => {
+                let next = self.unconfirmed.next();
+                if expand(ack.largest, next) >= next {
+                    return Err(Dropped::Nonsense("acknowledgement"));
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn act(
+        &mut self,
+        frame: &Frame<'_>,
+        number: u64,
+        now: Duration,
+        place: &mut dyn FnMut(Place<'_>),
+    ) {
+        match *frame {
+            Frame::Chunk(chunk) => match self.incoming.judge(&chunk) {
+                Verdict::Place(message) => {
+                    place(Place {
+                        channel: chunk.channel,
+                        message,
+                        offset: chunk.offset,
+                        bytes: chunk.payload,
+                    });
+                    if let Some(length) = self.incoming.placed(message, &chunk) {
+                        self.events.push_back(Event::Received {
+                            channel: chunk.channel,
+                            message,
+                            length,
+                        });
+                    }
+                }
+                _ => self.stats.echoes += chunk.payload.len() as u64,
+            },
+            Frame::Ack(ack) => self.acknowledged(&ack, now),
+            Frame::Credit {
+                channel,
+                message,
+                room,
+            } => {
+                let message = expand(message, self.outgoing.next(channel));
+                let length = self.outgoing.waiting(channel, message);
+                match self.outgoing.credit(channel, message, room) {
+                    Some(met) => self.met(channel, message, length, met),
+                    // 65,536 credits without a message: more than any peer has a use for.
+                    None => self.end(Over::ByPeer),
+                }
+            }
+            Frame::TooLong {
+                channel,
+                message,
+                total,
+            } => {
+                let message = self.incoming.number(channel, message);
+                if let Some(room) = self.incoming.refused(channel, message) {
+                    self.events.push_back(Event::TooLong {
+                        channel,
+                        message,
+                        length: total,
+                        room,
+                    });
+                }
+            }
+            Frame::Floor(floor) => self.received.forget_below(expand(floor, number)),
+            Frame::Ping => {}
+            Frame::Close => self.end(Over::ByPeer),
+        }
+    }
+
+    fn greeted(&mut self, packet: &[u8], header: &Header, now: Duration) -> Result<(), Dropped> {
+        let says = greeting::open(packet, header, &self.job)?;
+        match (header.kind, self.stage) {
+            (Kind::Hello, Stage::Unproven) if says.initiator == self.peer.1 => {
+                self.welcome = true;
+                Ok(())
+            }
+            (Kind::Welcome, Stage::Calling(..))
+                if says.initiator == self.own.random
+                    && header.connection == self.own.connection
+                    && greeting::agree(self.config.versions, (says.newest, says.newest))
+                        .is_some() =>
+            {
+                self.peer = (says.connection, says.responder);
+                self.version = says.newest;
+                self.keys = Some(self.job.session(self.own.random, says.responder));
+                (self.stage, self.heard) = (Stage::Open, now);
+                self.events.push_back(Event::Connected);
+                // The responder is silent until it hears a packet with the session's key.
+                if let Some(path) = self.paths.get_mut(header.path) {
+                    path.probe = true;
+                }
+                Ok(())
+            }
+            (Kind::Versions, Stage::Calling(..)) if says.initiator == self.own.random => {
+                self.end(Over::Version(says.oldest, says.newest));
+                Ok(())
+            }
+            _ => Err(Dropped::Stray),
+        }
+    }
+
+    fn acknowledged(&mut self, ack: &Ack<'_>, now: Duration) {
+        let high = expand(ack.largest, self.unconfirmed.next());
+        let mut part = (high.saturating_sub(u64::from(ack.first)), high);
+        let mut parts: Vec<(u64, u64)> = vec![part];
+        for (gap, more) in ack.ranges() {
+            let Some(high) = part.0.checked_sub(u64::from(gap) + 1) else {
+                break;
+            };
+            part = (high.saturating_sub(u64::from(more)), high);
+            parts.push(part);
+        }
+        let mut fresh: SmallVec<[u64; 16]> = smallvec![];
+        let mut known = std::mem::take(&mut self.known).into_iter().peekable();
+        for (low, high) in &parts {
+            // Downwards, over what the last acknowledgement said already.
+            let mut above = *high + 1;
+            while known.next_if(|old| old.0 >= above).is_some() {}
+            while above > *low {
+                match known.peek().copied().filter(|old| old.1 >= *low) {
+                    Some(old) => {
+                        self.newly((old.1 + 1).max(*low)..above, &mut fresh);
+                        above = old.0.min(above);
+                        if old.0 >= *low {
+                            known.next();
+                        }
+                    }
+                    None => {
+                        self.newly(*low..above, &mut fresh);
+                        above = *low;
+                    }
+                }
+            }
+        }
+        self.known = parts;
+        self.arrived(ack, &fresh, now);
+    }
+
+    /// Those of these numbers that were not known to have arrived.
+    fn newly(&self, numbers: std::ops::Range<u64>, fresh: &mut SmallVec<[u64; 16]>) {
+        for number in numbers.start.max(self.unconfirmed.first())..numbers.end {
+            if self
+                .unconfirmed
+                .get(number)
+                .is_some_and(|sent| matches!(sent.fate, Fate::Flying | Fate::Lost))
+            {
+                fresh.push(number);
+            }
+        }
+    }
+
+    fn arrived(&mut self, ack: &Ack<'_>, fresh: &[u64], now: Duration) {
+        if let Some(newest) = fresh
+            .iter()
+            .max()
+            .and_then(|number| self.unconfirmed.get(*number))
+        {
+            self.outage = 0;
+            let held = Duration::from_micros(u64::from(ack.held));
+            // Of one that was taken for lost as well: numbers are never used twice, so it is exact, and
+            // it is what makes patience longer where processes wait for processors.
+            self.trip.sample(now.saturating_sub(newest.at), held);
+        }
+        for heard in ack.heard() {
+            let marked = heard.marked > 0;
+            self.congestion
+                .delay(heard.path, heard.delay, marked, &self.trip, now);
+        }
+        let mut touched: SmallVec<[u8; 16]> = smallvec![];
+        for number in fresh {
+            let Some(sent) = self.unconfirmed.get_mut(*number) else {
+                continue;
+            };
+            let before = std::mem::replace(&mut sent.fate, Fate::Arrived);
+            let (at, size, path) = (sent.at, u64::from(sent.size), sent.path);
+            let limited = sent.limited;
+            let content = std::mem::take(&mut sent.content);
+            self.mtu.arrived(size as usize);
+            self.paths.answered(path);
+            if let Some(path) = self.paths.get_mut(path) {
+                path.newest = path.newest.max(Some((*number, at)));
+                if before == Fate::Flying {
+                    path.flying = path.flying.saturating_sub(size);
+                    self.flying = self.flying.saturating_sub(size);
+                }
+            }
+            if before == Fate::Lost {
+                self.stats.late += 1;
+                self.reordering.was_late();
+                let wider = self.config.floor + self.config.floor / 8;
+                self.config.floor = wider.min(WIDEST_FLOOR.max(self.config.floor));
+            } else {
+                self.congestion
+                    .arrived(path, size, (at, limited), &self.trip, now);
+            }
+            if !touched.contains(&path) {
+                touched.push(path);
+            }
+            for content in content {
+                if let Content::Bytes(span) = content
+                    && self.outgoing.arrived(&span)
+                {
+                    self.events.push_back(Event::Sent {
+                        channel: span.channel,
+                        message: span.message,
+                    });
+                }
+            }
+        }
+        for path in touched {
+            self.find_lost(path, now);
+        }
+        self.congestion.set_packet(self.mtu.size());
+        let before = now.saturating_sub(self.trip.patience(self.config.floor) * 2);
+        self.unconfirmed.forget(before);
+    }
+}

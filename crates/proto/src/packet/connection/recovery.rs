@@ -1,0 +1,183 @@
+//! What is taken for lost, by order, by age, by silence; and what the clock does besides.
+
+use std::time::Duration;
+
+use super::{Connection, Over, Stage};
+use crate::packet::loss::{Content, Fate};
+use crate::packet::paths::State;
+use crate::packet::rtt;
+
+/// After silence while something is expected.
+const KEEP_ALIVE: Duration = Duration::from_secs(1);
+/// Times that a path is silent before it is dropped.
+const SILENCES: u32 = 2;
+
+impl Connection {
+    /// What of a path is lost by order or age.
+    pub(super) fn find_lost(&mut self, at: u8, now: Duration) {
+        let trip = self.trip.smoothed().max(self.trip.latest());
+        let Some(path) = self.paths.get_mut(at) else {
+            return;
+        };
+        let (lost, due) = self.reordering.find(path, &self.unconfirmed, trip, now);
+        path.due = due;
+        let mut count = 0;
+        for number in lost {
+            count += u32::from(self.lose(number));
+            self.stats.lost += 1;
+        }
+        if count > 0 {
+            self.congestion
+                .lost(at, count, self.paths.used(), &self.trip, now);
+        }
+    }
+
+    /// Takes a packet for lost: what it held goes again. `false`: it was but a probe.
+    fn lose(&mut self, number: u64) -> bool {
+        let Some(sent) = self.unconfirmed.get_mut(number) else {
+            return false;
+        };
+        if sent.fate != Fate::Flying {
+            return false;
+        }
+        sent.fate = Fate::Lost;
+        let size = u64::from(sent.size);
+        self.flying = self.flying.saturating_sub(size);
+        if let Some(path) = self.paths.get_mut(sent.path) {
+            path.flying = path.flying.saturating_sub(size);
+        }
+        // It stays with the packet: should this be only late, it counts.
+        for content in &sent.content {
+            match content {
+                Content::Bytes(span) => self.outgoing.lost(span),
+                other => self.control.push_back(*other),
+            }
+        }
+        !sent.probe
+    }
+
+    /// For how long the oldest packet of a path may be silent.
+    fn patience(&self, silences: u32) -> Duration {
+        let rounds = silences + self.outage / self.paths.used().len().max(1) as u32;
+        let patience = self.trip.patience(self.config.floor);
+        (patience * 2u32.pow(rounds.min(5))).min(rtt::LONGEST.max(patience))
+    }
+
+    fn oldest(&mut self, at: u8) -> Option<Duration> {
+        let path = self.paths.get_mut(at)?;
+        while let Some(number) = path.order.front() {
+            match self.unconfirmed.get(*number) {
+                Some(sent) if sent.fate == Fate::Flying => return Some(sent.at),
+                _ => path.order.pop_front(),
+            };
+        }
+        None
+    }
+
+    /// When something is due without a datagram.
+    pub fn deadline(&mut self) -> Option<Duration> {
+        match self.stage {
+            Stage::Calling(_, at) => return Some(at.min(self.heard + self.config.patience)),
+            Stage::Unproven => return Some(self.heard + self.config.patience),
+            Stage::Over(_) => return None,
+            Stage::Open => {}
+        }
+        let mut due = self.received.deadline();
+        let mut at_most = |at: Duration| due = Some(due.map_or(at, |least| least.min(at)));
+        for place in 0..self.paths.used().len() {
+            let at = self.paths.used()[place];
+            if let Some(oldest) = self.oldest(at) {
+                let (silences, age) = self
+                    .paths
+                    .get(at)
+                    .map_or((0, None), |path| (path.silences, path.due));
+                at_most(oldest + self.patience(silences));
+                age.into_iter().for_each(&mut at_most);
+            }
+        }
+        self.mtu.deadline().into_iter().for_each(&mut at_most);
+        if self.flying > 0 {
+            at_most(self.congestion.deadline());
+        }
+        if self.expects() {
+            at_most(self.heard.max(self.kept_alive) + KEEP_ALIVE);
+            at_most(self.heard + self.config.patience);
+        }
+        due
+    }
+
+    fn expects(&self) -> bool {
+        self.incoming.waits() || !self.outgoing.is_idle()
+    }
+
+    /// It is that late.
+    pub fn on_time(&mut self, now: Duration) {
+        if self.over().is_some() {
+            return;
+        }
+        let silence = now.saturating_sub(self.heard);
+        if silence >= self.config.patience && (self.stage != Stage::Open || self.expects()) {
+            self.end(Over::Silent);
+            return;
+        }
+        if self.stage != Stage::Open {
+            return;
+        }
+        for place in 0..self.paths.used().len() {
+            let at = self.paths.used()[place];
+            let path = self.paths.get(at);
+            let (silences, due) = path.map_or((0, None), |path| (path.silences, path.due));
+            if due.is_some_and(|due| due <= now) {
+                self.find_lost(at, now);
+            }
+            if let Some(oldest) = self.oldest(at)
+                && now >= oldest + self.patience(silences)
+            {
+                self.silent(at, now);
+            }
+        }
+        self.congestion.on_time(self.paths.used(), &self.trip, now);
+        if silence >= KEEP_ALIVE
+            && now.saturating_sub(self.kept_alive) >= KEEP_ALIVE
+            && self.expects()
+        {
+            self.kept_alive = now;
+            let path = self.paths.any();
+            if let Some(path) = self.paths.get_mut(path) {
+                path.probe = true;
+            }
+        }
+    }
+
+    /// Nothing of a path was confirmed for too long: others take over.
+    fn silent(&mut self, at: u8, now: Duration) {
+        let Some(path) = self.paths.get_mut(at) else {
+            return;
+        };
+        (path.state, path.probe, path.due) = (State::Suspect, true, None);
+        path.silences += 1;
+        let silences = path.silences;
+        let order = std::mem::take(&mut path.order);
+        for number in order {
+            let size = self
+                .unconfirmed
+                .get(number)
+                .map_or(0, |sent| sent.size as usize);
+            if self.lose(number) {
+                self.stats.timed_out += 1;
+                if self.mtu.vanished(size, now) {
+                    self.congestion.set_packet(self.mtu.size());
+                }
+            }
+        }
+        self.stats.silences += 1;
+        self.outage = self.outage.saturating_add(1);
+        self.congestion.silent(at, self.paths.used());
+        if silences >= SILENCES
+            && let Some(fresh) = self.paths.replace(at)
+        {
+            self.stats.replaced += 1;
+            self.congestion.replaced(at, fresh, self.paths.used());
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! What goes out next, over which path, and how its packet is put together.
+
+use std::time::Duration;
+
+use smallvec::{SmallVec, smallvec};
+
+use super::{Connection, Stage, Transmit, micros};
+use crate::packet::ack::EVERY;
+use crate::packet::format::{CHUNK, Greeting, HEADER, Header, Kind, Writer};
+use crate::packet::greeting;
+use crate::packet::loss::{Content, Fate, Sent};
+use crate::packet::number::low;
+use crate::packet::outgoing::Span;
+
+/// Every this many packets the sender says what it does not care for any more ...
+const FLOOR_EVERY: u64 = 64;
+/// ... and every this many acknowledgements ask for one themselves: else no end would see that their
+/// path is dead.
+const PING_EVERY: u64 = 16;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// Does the path answer, with packets of this size (0: any)?
+    Probe(usize),
+    Bytes,
+    /// Credits, refusals, acknowledgements.
+    Control,
+    Farewell,
+}
+
+impl Connection {
+    /// The next datagram, written into `out`; `None`: nothing is to be sent now. `read` fills in bytes
+    /// of messages.
+    pub fn transmit(
+        &mut self,
+        now: Duration,
+        out: &mut [u8],
+        read: &mut dyn FnMut(&Span, &mut [u8]),
+    ) -> Option<Transmit> {
+        if self.stage != Stage::Open {
+            return self.transmit_greeting(now, out);
+        }
+        let probed = self.paths.used().iter().copied();
+        let probed = probed
+            .into_iter()
+            .find(|at| self.paths.get(*at).is_some_and(|path| path.probe));
+        if let Some(at) = probed {
+            if let Some(path) = self.paths.get_mut(at) {
+                path.probe = false;
+            }
+            return self.build(at, Purpose::Probe(0), now, out, read);
+        }
+        if let Some(size) = self.mtu.probe(now)
+            && out.len() >= size
+        {
+            let path = self.paths.any();
+            return self.build(path, Purpose::Probe(size), now, out, read);
+        }
+        let size = self.mtu.size();
+        if self.outgoing.has_work() && (self.flying + size as u64) as f64 <= self.congestion.total()
+            || self.outgoing.has_work() && self.flying == 0
+        {
+            let congestion = &self.congestion;
+            let path = self.paths.choose(size as u64, |at| congestion.window(at));
+            if let Some(path) = path {
+                return self.build(path, Purpose::Bytes, now, out, read);
+            }
+        }
+        if !self.control.is_empty() || self.received.deadline().is_some_and(|at| at <= now) {
+            let path = self.paths.any();
+            return self.build(path, Purpose::Control, now, out, read);
+        }
+        None
+    }
+
+    fn transmit_greeting(&mut self, now: Duration, out: &mut [u8]) -> Option<Transmit> {
+        let mut says = Greeting {
+            initiator: self.own.random,
+            responder: 0,
+            connection: self.own.connection,
+            oldest: self.config.versions.0,
+            newest: self.config.versions.1,
+        };
+        let kind = match self.stage {
+            Stage::Calling(times, at) if self.initiates && now >= at => {
+                let wait = greeting::FIRST * 2u32.pow(times.min(8));
+                self.stage = Stage::Calling(times + 1, now + wait.min(greeting::LONGEST));
+                Kind::Hello
+            }
+            Stage::Unproven if self.welcome => {
+                self.welcome = false;
+                (says.initiator, says.responder) = (self.peer.1, self.own.random);
+                (says.oldest, says.newest) = (self.version, self.version);
+                Kind::Welcome
+            }
+            Stage::Over(_) if self.farewells > 0 => {
+                self.farewells -= 1;
+                let path = self.paths.any();
+                return self.build(path, Purpose::Farewell, now, out, &mut |_, _| {});
+            }
+            _ => return None,
+        };
+        // Each from another port: one of them may be dead.
+        let path = self.paths.any();
+        if !greeting::emit(out, kind, self.peer.0, path, &says, &self.job) {
+            return None;
+        }
+        self.stats.sent += 1;
+        self.stats.sent_bytes += greeting::PACKET as u64;
+        Some(Transmit {
+            path,
+            length: greeting::PACKET,
+        })
+    }
+
+    fn build(
+        &mut self,
+        at: u8,
+        purpose: Purpose,
+        now: Duration,
+        out: &mut [u8],
+        read: &mut dyn FnMut(&Span, &mut [u8]),
+    ) -> Option<Transmit> {
+        let limit = match purpose {
+            Purpose::Probe(size) => size.max(self.mtu.size()),
+            _ => self.mtu.size(),
+        };
+        let limit = limit.min(out.len());
+        let number = self.unconfirmed.next();
+        let mut content: SmallVec<[Content; 2]> = smallvec![];
+        let mut writer = Writer::new(out.get_mut(HEADER..limit)?);
+        let mut pings = false;
+        let due = self.received.deadline().is_some_and(|at| at <= now);
+        if due && self.received.emit(&mut writer, now) {
+            self.stats.acks += 1;
+            pings = purpose == Purpose::Control && self.stats.acks.is_multiple_of(PING_EVERY);
+        }
+        if number.is_multiple_of(FLOOR_EVERY) {
+            writer.floor(low(self.unconfirmed.first()));
+        }
+        while let Some(control) = self.control.front() {
+            let said = match *control {
+                Content::Credit(channel, message, room) => {
+                    writer.credit(channel, low(message), room)
+                }
+                Content::TooLong(channel, message, total) => {
+                    writer.too_long(channel, low(message), total)
+                }
+                Content::Bytes(_) => true,
+            };
+            if !said {
+                break;
+            }
+            content.push(*control);
+            self.control.pop_front();
+        }
+        if purpose == Purpose::Bytes {
+            while writer.room() > CHUNK
+                && let Some(span) = self.outgoing.pull(writer.room())
+            {
+                let key = (span.channel, low(span.message));
+                let length = span.length as usize;
+                let Some(place) = writer.chunk(key, span.offset, length, span.last) else {
+                    self.outgoing.lost(&span);
+                    break;
+                };
+                read(&span, place);
+                self.stats.payload += u64::from(span.length);
+                content.push(Content::Bytes(span));
+            }
+        }
+        let probe = matches!(purpose, Purpose::Probe(_));
+        if probe || pings {
+            writer.ping();
+        }
+        match purpose {
+            Purpose::Farewell => {
+                writer.close();
+            }
+            Purpose::Probe(size) if size > 0 => writer.pad(),
+            _ => {}
+        }
+        let length = HEADER + writer.written();
+        let wants = probe || pings || !content.is_empty();
+        if length == HEADER {
+            return None;
+        }
+        let more = self.outgoing.has_work();
+        // A small window waits for nothing; a large one is acknowledged on its way.
+        let total = self.congestion.total();
+        let small = total < (2 * EVERY as usize * length) as f64;
+        let full = small && (self.flying + 2 * length as u64) as f64 > total;
+        let header = Header {
+            version: self.version,
+            kind: Kind::Data,
+            ack_now: probe || !more || full,
+            path: at,
+            connection: self.peer.0,
+            number: low(number),
+            stamp: micros(now),
+            tag: 0,
+        };
+        let packet = out.get_mut(..length)?;
+        header.emit(packet);
+        if let Some((key, _)) = &self.keys {
+            key.seal(packet, number);
+        }
+        self.unconfirmed.push(Sent {
+            at: now,
+            size: length as u32,
+            path: at,
+            fate: if wants { Fate::Flying } else { Fate::Mute },
+            probe,
+            limited: more,
+            content,
+        });
+        if wants {
+            self.flying += length as u64;
+            if let Some(path) = self.paths.get_mut(at) {
+                path.flying += length as u64;
+                path.order.push_back(number);
+            }
+        }
+        self.stats.sent += 1;
+        self.stats.sent_bytes += length as u64;
+        Some(Transmit { path: at, length })
+    }
+}
