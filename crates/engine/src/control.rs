@@ -26,11 +26,15 @@ use evener_proto::PathId;
 use evener_proto::dial::{Delivered, Dialer, Order, Route};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::comm::{Peer, PeerKey, lock};
 use crate::fds;
+use crate::lock::lock;
+use crate::log::Level;
+use crate::news::News;
+use crate::peer::{Peer, PeerKey};
+use crate::records;
+use crate::shared::Shared;
 use crate::sys::{Epoll, LinkWatch, Ready};
-use crate::worker::Task;
-use crate::{Level, Shared, records};
+use crate::task::Task;
 
 /// Greetings that may be unfinished at a time.
 pub const MOST_GREETINGS: usize = 256;
@@ -49,21 +53,6 @@ const PORTS: std::ops::Range<u64> = 20_000..60_000;
 const WAKER: u64 = u64::MAX;
 const LISTENER: u64 = u64::MAX - 1;
 const LINKS: u64 = u64::MAX - 2;
-
-/// What others tell the control thread.
-#[derive(Debug)]
-pub enum News {
-    /// A comm needs this peer.
-    Want(PeerKey),
-    /// A path is gone.
-    Lost(PeerKey, PathId),
-    /// A path is suspect.
-    Suspected(PeerKey, PathId),
-    /// And carries again.
-    Recovered(PeerKey, PathId),
-    /// The end.
-    Stop,
-}
 
 struct PeerState {
     peer: Arc<Peer>,

@@ -17,30 +17,38 @@
 //! public face stay.
 
 pub mod comm;
+pub mod config;
 pub mod conn;
-pub mod control;
+mod control;
+mod crew;
 pub mod doorbell;
 pub mod fds;
 pub mod hello;
+mod inbox;
 pub mod link;
+pub mod lock;
+pub mod log;
+mod news;
 pub mod nics;
 mod paths;
+pub mod peer;
 pub mod peers;
-pub mod records;
+mod records;
+pub mod requests;
 pub mod settings;
 #[rustfmt::skip]
 pub mod settings_generated;
+mod shared;
 pub mod slots;
 pub mod stats;
 mod sync;
 pub mod sys;
+mod task;
 pub mod udp;
-pub mod worker;
+mod worker;
 pub mod zerocopy;
 
-use std::collections::{HashMap, VecDeque};
-use std::net::IpAddr;
-use std::path::PathBuf;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -48,33 +56,24 @@ use std::time::{Duration, Instant};
 
 use evener_proto::{PathId, Side, Why};
 
-use comm::{ACCEPTED, Comm, DECLINED, Peer, PeerKey, lock};
-use control::{Control, News};
-use hello::{HANDLE, Handle, ProcessId};
-use link::Link;
-use nics::{Family, Nic};
-use paths::Paths;
-use peers::{Claim, Peers};
+use comm::Comm;
+pub use config::Config;
+use control::Control;
+use crew::Crew;
+use hello::{HANDLE, Handle};
+use inbox::Inbox;
+use lock::lock;
+pub use log::{Level, Log};
+use news::News;
+use nics::Nic;
+use peer::PeerKey;
+use peers::Peers;
+use requests::{ACCEPTED, DECLINED};
+use shared::{Mailbox, Shared};
 pub use slots::{Slot, Status};
-use stats::Silences;
 pub use sys::Memory;
-use worker::{Task, Worker};
-
-/// How loud a log line is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Level {
-    /// Something failed for good.
-    Error,
-    /// Something is wrong.
-    Warn,
-    /// A choice, a change.
-    Info,
-    /// For those who look for something.
-    Debug,
-}
-
-/// Where log lines go.
-pub type Log = Box<dyn Fn(Level, &str) + Send + Sync>;
+use task::Task;
+use worker::Worker;
 
 /// Why something cannot be done.
 #[derive(Debug, thiserror::Error)]
@@ -104,133 +103,6 @@ pub enum Error {
     /// The engine has stopped, or a thread of it has died.
     #[error("the engine has stopped")]
     Stopped,
-}
-
-/// What can be chosen.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// Which interfaces: NCCL's rules.
-    pub interfaces: Option<String>,
-    /// Which addresses.
-    pub family: Family,
-    /// Worker threads; 0: by the number of processors.
-    pub workers: usize,
-    /// Connections to a peer at the start, over all routes.
-    pub flows: usize,
-    /// And at most.
-    pub most_flows: usize,
-    /// Congestion control by name; `None`: by what the system has.
-    pub congestion: Option<String>,
-    /// With no path for this long, a comm fails.
-    pub timeout: Duration,
-    /// Eager slots a comm has.
-    pub eager_slots: usize,
-    /// Bytes of each.
-    pub eager_bytes: u64,
-    /// Where statistics are written.
-    pub stats_dir: Option<PathBuf>,
-    /// When to send without the kernel's copy.
-    pub zero_copy: zerocopy::Mode,
-    /// What tells this engine's statistics from those of another in the process: a suffix.
-    pub label: &'static str,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Config {
-            interfaces: None,
-            family: Family::Any,
-            workers: 0,
-            flows: 16,
-            most_flows: 32,
-            congestion: None,
-            timeout: Duration::from_secs(60),
-            eager_slots: 4,
-            eager_bytes: 16 << 10,
-            stats_dir: None,
-            zero_copy: zerocopy::Mode::Auto,
-            label: "",
-        }
-    }
-}
-
-/// What all threads of an engine see.
-pub struct Shared {
-    config: Config,
-    process: ProcessId,
-    token: [u8; 16],
-    nics: Vec<Nic>,
-    port: u16,
-    congestion: Option<String>,
-    workers: Vec<worker::Handle>,
-    crew: Mutex<worker::Crew>,
-    waker: sys::Waker,
-    news: Mutex<Vec<News>>,
-    peers: Peers,
-    listeners: Mutex<HashMap<u64, Arc<Mailbox>>>,
-    pending: Mutex<HashMap<u64, Arc<Comm>>>,
-    paths: Mutex<Paths>,
-    next: AtomicU64,
-    next_home: AtomicUsize,
-    started: Instant,
-    silences: Arc<Silences>,
-    broken: AtomicBool,
-    log: Log,
-}
-
-#[derive(Debug, Default)]
-struct Mailbox {
-    /// Comms that peers want to open.
-    offers: Mutex<VecDeque<(Claim, u64)>>,
-    /// Those that no worker knows yet.
-    beginning: Mutex<VecDeque<Arc<Comm>>>,
-}
-
-impl Shared {
-    fn log(&self, level: Level, text: &str) {
-        (self.log)(level, text);
-    }
-
-    fn news(&self, news: News) {
-        lock(&self.news).push(news);
-        self.waker.wake();
-    }
-
-    fn take_news(&self) -> Vec<News> {
-        self.waker.clear();
-        std::mem::take(&mut lock(&self.news))
-    }
-
-    fn control_fd(&self) -> i32 {
-        self.waker.fd()
-    }
-
-    fn random(&self) -> u64 {
-        let mut bytes = [0; 8];
-        match getrandom::fill(&mut bytes) {
-            Ok(()) => u64::from_le_bytes(bytes),
-            // It must differ, no more: tokens are not made here.
-            Err(_) => self.next.fetch_add(1, Ordering::Relaxed) ^ 0x9e37_79b9_7f4a_7c15,
-        }
-    }
-
-    /// A claim on the peer with this key, made where it is new.
-    fn peer(&self, key: PeerKey, token: [u8; 16], port: u16, addresses: &[IpAddr]) -> Claim {
-        self.peers.claim(key, || {
-            let home = self.next_home.fetch_add(1, Ordering::Relaxed) % self.workers.len();
-            let link = Link::new(&self.config, self.silences.clone(), self.started.elapsed());
-            Peer::new(key, token, port, home, addresses.to_vec(), link)
-        })
-    }
-
-    /// A peer wants to open a comm. Whether there is such a listener.
-    fn offer(&self, listener: u64, peer: Claim, comm: u64) -> bool {
-        let Some(mailbox) = lock(&self.listeners).get(&listener).cloned() else {
-            return false;
-        };
-        lock(&mailbox.offers).push_back((peer, comm));
-        true
-    }
 }
 
 /// Set for good when a thread of any engine has died: its requests will never finish.
@@ -285,8 +157,8 @@ impl Engine {
             0 => (processors / 4).clamp(1, 8),
             given => given.min(16),
         };
-        let handles: Result<Vec<_>, _> = (0..workers).map(|_| worker::Handle::new()).collect();
-        let handles = handles.map_err(|e| Error::System("eventfd", e))?;
+        let inboxes: Result<Vec<_>, _> = (0..workers).map(|_| Inbox::new()).collect();
+        let inboxes = inboxes.map_err(|e| Error::System("eventfd", e))?;
         let (congestion, why) = congestion(&socket, config.congestion.as_deref());
         let shared = Arc::new(Shared {
             config,
@@ -295,8 +167,8 @@ impl Engine {
             nics,
             port,
             congestion,
-            workers: handles,
-            crew: Mutex::new(worker::Crew::new(workers)),
+            workers: inboxes,
+            crew: Mutex::new(Crew::new(workers)),
             waker: sys::Waker::new().map_err(|e| Error::System("eventfd", e))?,
             news: Mutex::new(Vec::new()),
             peers: Peers::default(),

@@ -18,22 +18,25 @@
 //!   (crate::conn::Conn::detach)) and unpins it.
 //!
 //! Eager slots have no pins: they are read and copied under the lock (16 KiB at most).
+//!
+//! # Effects
+//! A link knows no socket, no peer and no other thread. What has to be done outside of it is noted as
+//! an [`Effect`]; whoever has called it takes them ([`Link::effects`]) under the same lock, and applies
+//! them when the lock is free.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
 use evener_proto::{Event, Lane, LaneConfig, PathId, Place, Side, Why};
 
-use crate::comm::{ACCEPTED, Comm, DECLINED, Peer, lock};
-use crate::control::News;
-use crate::peers::Claim;
+use crate::config::Config;
+use crate::requests::{ACCEPTED, DECLINED, Requests};
 use crate::slots::SLOTS;
-use crate::stats::Silences;
+use crate::stats::{Latencies, Silences};
 use crate::sys::{self, Memory};
-use crate::{Config, Level, Shared};
 
 /// Code of a failed request: the peer or the way to it.
 pub const REMOTE: usize = 0;
@@ -57,7 +60,8 @@ enum Over {
 /// One end of a comm.
 #[derive(Debug)]
 struct End {
-    comm: Arc<Comm>,
+    requests: Arc<Requests>,
+    traffic: Arc<Traffic>,
     /// Number of the next request to take.
     next: u64,
     /// Its eager slots, one after the other.
@@ -80,18 +84,18 @@ impl End {
     }
 
     fn settle(&mut self, message: u64, over: Over) {
-        if let Some(memory) = self.comm.slots.memory(message) {
+        if let Some(memory) = self.requests.slots.memory(message) {
             self.less(memory.length as u64);
         }
         self.waiting = self.waiting.saturating_sub(1);
         match over {
-            Over::Done(length) => self.comm.slots.finish(message, length),
-            Over::Failed(code) => self.comm.slots.fail(code, |number| number == message),
+            Over::Done(length) => self.requests.slots.finish(message, length),
+            Over::Failed(code) => self.requests.slots.fail(code, |number| number == message),
         }
     }
 
     fn less(&self, bytes: u64) {
-        self.comm.peer.under_way[self.comm.side as usize].fetch_sub(bytes, Ordering::Relaxed);
+        self.traffic.under_way[self.requests.side as usize].fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Ends a taken request, at once or with its last pin. Whether at once.
@@ -123,23 +127,49 @@ impl End {
         }
         self.waiting = 0;
         let pins = &self.pins;
-        let before = self.comm.slots.under_way();
-        self.comm
+        let before = self.requests.slots.under_way();
+        self.requests
             .slots
             .fail(code, |number| pins[number as usize % SLOTS] == 0);
-        self.less(before - self.comm.slots.under_way());
+        self.less(before - self.requests.slots.under_way());
     }
+}
+
+/// What a link has to do, for those who look without its lock.
+#[derive(Debug, Default)]
+pub struct Traffic {
+    /// Bytes of requests that are taken and not finished: of messages, and of buffers for them.
+    pub under_way: [AtomicU64; 2],
+    /// How long messages took from their posting's being seen to their acknowledgement.
+    pub took: Latencies,
 }
 
 /// What is to be done once the lock is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Chore {
+pub enum Effect {
     /// Close this path.
     Drop(PathId),
-    /// Close this path if the kernel may still read memory for it: it may for long.
-    Reclaim(PathId),
+    /// Nothing was confirmed on this path for a while. It is closed if the kernel may still read memory
+    /// for it: it may for long.
+    Suspected(PathId),
+    /// It carries again.
+    Recovered(PathId),
     /// Copy what connections have queued of messages that are over.
     Detach,
+    /// The peer wants to open a comm at a listener: it is offered there, or declined.
+    Offer {
+        /// The peer's number.
+        comm: u64,
+        /// Which listener.
+        listener: u64,
+    },
+    /// A comm has failed: to be told to people.
+    Failed {
+        /// The sender's number.
+        comm: u64,
+        /// Why.
+        why: Why,
+    },
 }
 
 /// See the module.
@@ -151,8 +181,9 @@ pub struct Link {
     owners: FxHashMap<PathId, usize>,
     /// How many paths each worker has.
     owned: Vec<usize>,
-    /// Left for after the lock is free: see [`Link::chores`].
-    chores: Vec<Chore>,
+    /// See [`Link::effects`].
+    effects: Vec<Effect>,
+    traffic: Arc<Traffic>,
     eager_bytes: usize,
     eager_slots: usize,
     silences: Arc<Silences>,
@@ -171,7 +202,8 @@ impl Link {
             ends: FxHashMap::default(),
             owners: FxHashMap::default(),
             owned: Vec::new(),
-            chores: Vec::new(),
+            effects: Vec::new(),
+            traffic: Arc::default(),
             eager_bytes: config.eager_bytes as usize,
             eager_slots: config.eager_slots,
             silences,
@@ -221,26 +253,34 @@ impl Link {
     }
 
     /// What is to be done after the lock was freed.
-    pub fn chores(&mut self) -> Vec<Chore> {
-        std::mem::take(&mut self.chores)
+    #[must_use]
+    pub fn effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.effects)
+    }
+
+    /// What it has to do.
+    pub fn traffic(&self) -> &Arc<Traffic> {
+        &self.traffic
     }
 
     // ---- comms ----
 
     /// Adds an end; with a listener, asks the peer to open it there.
-    pub fn begin(&mut self, comm: &Arc<Comm>, listener: Option<u64>, now: Duration) {
-        let eager = match comm.side {
+    pub fn begin(&mut self, requests: &Arc<Requests>, listener: Option<u64>, now: Duration) {
+        let (side, id) = (requests.side, requests.id);
+        let eager = match side {
             Side::Send => {
-                self.lane.add_send(comm.id, listener, now);
+                self.lane.add_send(id, listener, now);
                 Vec::new()
             }
             Side::Receive => {
-                self.lane.add_receive(comm.id, now);
+                self.lane.add_receive(id, now);
                 vec![0; self.eager_slots * self.eager_bytes]
             }
         };
         let end = End {
-            comm: comm.clone(),
+            requests: requests.clone(),
+            traffic: self.traffic.clone(),
             next: 0,
             eager,
             failed: false,
@@ -251,25 +291,25 @@ impl Link {
             waiting: 0,
             silent: Duration::ZERO,
         };
-        self.ends.insert((comm.side, comm.id), end);
-        comm.registered.store(true, Ordering::Release);
+        self.ends.insert((side, id), end);
+        requests.registered.store(true, Ordering::Release);
     }
 
-    /// The caller has closed a comm: [`Comm::released`] is set once none of its memory is pinned.
-    pub fn release(&mut self, comm: &Comm) {
-        let key = (comm.side, comm.id);
-        self.lane.close(comm.id, comm.side);
+    /// The caller has closed a comm: [`Requests::released`] is set once none of its memory is pinned.
+    pub fn release(&mut self, requests: &Requests) {
+        let key = (requests.side, requests.id);
+        self.lane.close(requests.id, requests.side);
         match self.ends.get_mut(&key) {
             Some(end) => {
                 end.failed = true;
                 end.ending = true;
                 end.fail(REMOTE);
                 if end.is_pinned() {
-                    self.chores.push(Chore::Detach);
+                    self.effects.push(Effect::Detach);
                 }
                 self.bury(key);
             }
-            None => comm.released.store(true, Ordering::Release),
+            None => requests.released.store(true, Ordering::Release),
         }
     }
 
@@ -278,9 +318,9 @@ impl Link {
             && end.ending
             && !end.is_pinned()
         {
-            end.less(end.comm.slots.under_way());
-            end.comm.slots.fail(REMOTE, |_| true);
-            end.comm.released.store(true, Ordering::Release);
+            end.less(end.requests.slots.under_way());
+            end.requests.slots.fail(REMOTE, |_| true);
+            end.requests.released.store(true, Ordering::Release);
             self.ends.remove(&key);
         }
     }
@@ -288,28 +328,28 @@ impl Link {
     /// The engine has stopped: no thread has a pin.
     pub fn abandon(&mut self) {
         for (_, end) in self.ends.drain() {
-            end.comm.slots.fail(REMOTE, |_| true);
-            end.comm.released.store(true, Ordering::Release);
+            end.requests.slots.fail(REMOTE, |_| true);
+            end.requests.released.store(true, Ordering::Release);
         }
     }
 
     /// Takes the requests that a comm's caller has posted.
-    pub fn poll(&mut self, side: Side, id: u64, peer: &Arc<Peer>, shared: &Shared) {
+    pub fn poll(&mut self, side: Side, id: u64, now: Duration) {
         loop {
             let Some(end) = self.ends.get_mut(&(side, id)) else {
                 return;
             };
             if end.failed {
-                let code = code(end.comm.failure());
+                let code = code(end.requests.failure());
                 end.fail(code);
                 return;
             }
-            let Some(length) = end.comm.slots.take(end.next) else {
+            let Some(length) = end.requests.slots.take(end.next) else {
                 return;
             };
             end.next += 1;
-            end.taken[(end.next - 1) as usize % SLOTS] = shared.started.elapsed();
-            peer.under_way[side as usize].fetch_add(length as u64, Ordering::Relaxed);
+            end.taken[(end.next - 1) as usize % SLOTS] = now;
+            end.traffic.under_way[side as usize].fetch_add(length as u64, Ordering::Relaxed);
             if side == Side::Receive {
                 if end.waiting == 0 {
                     end.silent = self.silences.now();
@@ -323,9 +363,9 @@ impl Link {
             if taken.is_none() {
                 // Cannot be: there are as many slots as the lane's window. Fail rather than hang.
                 end.failed = true;
-                end.comm.fail(Why::PeerClosed);
+                end.requests.fail(Why::PeerClosed);
             }
-            self.events(peer, shared);
+            self.events(now);
         }
     }
 
@@ -338,7 +378,7 @@ impl Link {
         if end.ending || end.over[place].is_some() {
             return None;
         }
-        let memory = end.comm.slots.memory(message)?;
+        let memory = end.requests.slots.memory(message)?;
         end.pins[place] += 1;
         Some(memory)
     }
@@ -394,8 +434,8 @@ impl Link {
 
     // ---- events ----
 
-    /// Passes on what the protocol has to say.
-    pub fn events(&mut self, peer: &Arc<Peer>, shared: &Shared) {
+    /// Applies what the protocol has to say: to requests at once, to all else as effects.
+    pub fn events(&mut self, now: Duration) {
         while let Some(event) = self.lane.event() {
             match event {
                 Event::Sent {
@@ -405,8 +445,7 @@ impl Link {
                 } => {
                     if let Some(end) = self.ends.get(&(Side::Send, comm)) {
                         let since = end.taken[message as usize % SLOTS];
-                        peer.took
-                            .count(shared.started.elapsed().saturating_sub(since));
+                        self.traffic.took.count(now.saturating_sub(since));
                     }
                     self.finish(Side::Send, comm, message, length);
                 }
@@ -422,7 +461,7 @@ impl Link {
                     length,
                 } => {
                     if let Some(end) = self.ends.get(&(Side::Receive, comm))
-                        && let Some(memory) = end.comm.slots.memory(message)
+                        && let Some(memory) = end.requests.slots.memory(message)
                     {
                         let from = slot * self.eager_bytes;
                         let bytes = &end.eager[from..from + length as usize];
@@ -435,26 +474,17 @@ impl Link {
                     }
                     self.finish(Side::Receive, comm, message, length);
                 }
-                Event::Failed { comm, side, why } => self.fail(side, comm, why, peer, shared),
-                Event::Died(path) => self.chores.push(Chore::Drop(path)),
-                Event::Suspected(path) => {
-                    mark(peer, path, true, shared);
-                    shared.news(News::Suspected(peer.key, path));
-                    self.chores.push(Chore::Reclaim(path));
-                }
-                Event::Recovered(path) => {
-                    mark(peer, path, false, shared);
-                    shared.news(News::Recovered(peer.key, path));
-                }
+                Event::Failed { comm, side, why } => self.fail(side, comm, why),
+                Event::Died(path) => self.effects.push(Effect::Drop(path)),
+                Event::Suspected(path) => self.effects.push(Effect::Suspected(path)),
+                Event::Recovered(path) => self.effects.push(Effect::Recovered(path)),
                 Event::Open { comm, listener } => {
-                    if !shared.offer(listener, Claim::of(peer), comm) {
-                        self.lane.decline(comm);
-                    }
+                    self.effects.push(Effect::Offer { comm, listener });
                 }
                 Event::Opened { comm, accepted } => {
                     if let Some(end) = self.ends.get(&(Side::Send, comm)) {
                         let answer = if accepted { ACCEPTED } else { DECLINED };
-                        end.comm.opened.store(answer, Ordering::Release);
+                        end.requests.opened.store(answer, Ordering::Release);
                     }
                 }
             }
@@ -470,29 +500,25 @@ impl Link {
             end.placed(&self.silences);
         }
         if !end.finish(message, Over::Done(length as usize)) && side == Side::Send {
-            self.chores.push(Chore::Detach);
+            self.effects.push(Effect::Detach);
         }
     }
 
-    fn fail(&mut self, side: Side, comm: u64, why: Why, peer: &Peer, shared: &Shared) {
+    fn fail(&mut self, side: Side, comm: u64, why: Why) {
         let Some(end) = self.ends.get_mut(&(side, comm)) else {
             return;
         };
         end.failed = true;
-        end.comm.fail(why);
+        end.requests.fail(why);
         end.fail(code(Some(why)));
         if end.is_pinned() {
-            self.chores.push(Chore::Detach);
+            self.effects.push(Effect::Detach);
         }
         // A receiver that refused a message stays until it is closed: it must go on saying so.
         if side == Side::Send || !matches!(why, Why::Oversize { .. }) {
             self.lane.close(comm, side);
         }
-        let level = match why {
-            Why::PeerClosed => Level::Debug,
-            _ => Level::Warn,
-        };
-        shared.log(level, &format!("comm {comm} with {}: {why}", peer.name()));
+        self.effects.push(Effect::Failed { comm, why });
     }
 }
 
@@ -507,16 +533,5 @@ pub enum Target {
     Nowhere,
 }
 
-fn mark(peer: &Peer, path: PathId, suspect: bool, shared: &Shared) {
-    let Some(stats) = lock(&shared.paths).get(peer.key.mirror, path).cloned() else {
-        return;
-    };
-    stats.suspected(suspect);
-    let what = if suspect {
-        "is suspect: nothing was confirmed for a while"
-    } else {
-        "carries again"
-    };
-    let text = format!("path {}:{} to {} {what}", stats.nic, stats.port, stats.peer);
-    shared.log(Level::Info, &text);
-}
+#[cfg(test)]
+mod tests;

@@ -12,7 +12,8 @@ use std::ops::Deref;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use crate::comm::{Peer, PeerKey, lock};
+use crate::lock::lock;
+use crate::peer::{Peer, PeerKey};
 
 /// Keeps a peer known until it is dropped.
 #[derive(Debug)]

@@ -5,10 +5,10 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::Shared;
-use crate::comm::lock;
+use crate::lock::lock;
 use crate::nics::Nic;
 use crate::paths::Ended;
+use crate::shared::Shared;
 use crate::stats::{PathReport, PathStats};
 
 fn text(value: &str) -> String {
@@ -119,13 +119,13 @@ pub fn json(shared: &Shared) -> String {
                 text(&peer.name()),
                 peer.connections.load(Relaxed),
                 peer.claims.load(Relaxed),
-                peer.under_way[0].load(Relaxed) + peer.under_way[1].load(Relaxed),
+                peer.traffic.under_way[0].load(Relaxed) + peer.traffic.under_way[1].load(Relaxed),
                 peer.placement.trials.load(Relaxed),
                 peer.placement.gains.load(Relaxed),
                 peer.placement.rerolls.load(Relaxed),
                 peer.placement.best.load(Relaxed),
                 lock(&peer.link).lane.late(),
-                peer.took.json(),
+                peer.traffic.took.json(),
             )
         })
         .collect();

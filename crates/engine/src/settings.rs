@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::Config;
+use crate::config::Config;
 use crate::nics::Family;
 use crate::settings_generated::{self as all, Setting};
 use crate::zerocopy::Mode;

@@ -10,7 +10,7 @@
 //! With nothing to do for [`SPIN`] ([`SPIN_WAITED`] while a request waits), a worker sleeps until a
 //! socket, a caller or a deadline wakes it. Where the network is the limit (there is more to send than
 //! may be on its way) time is not what counts but what a byte costs: after a turn that moved little a
-//! worker naps ([`NAP`]) and nothing wakes it, so that the next turn moves much at once. On one core
+//! worker naps ([`NAP`](crate::crew)) and nothing wakes it, so that the next turn moves much at once. On one core
 //! or many, that also makes the time in which a worker works a true measure of what it could still
 //! take ([`spreading`]). Where the network is not the limit and much is under way ([`BULK`]), what
 //! arrives should be read at once: only the home looks on, the others sleep when they have nothing.
@@ -20,27 +20,28 @@ mod reading;
 mod spreading;
 mod timers;
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
-use evener_proto::PathId;
-use evener_proto::Side;
+use evener_proto::{PathId, Side, Why};
 
-use crate::comm::{Comm, Peer, lock};
 use crate::conn::Conn;
-use crate::control::News;
-use crate::doorbell::{BITS, Doorbell};
-use crate::link::{Chore, Link};
+use crate::crew::{LIGHT, Load};
+use crate::doorbell::BITS;
+use crate::link::{Effect, Link};
+use crate::lock::lock;
+use crate::log::Level;
+use crate::news::News;
+use crate::peer::Peer;
 use crate::peers::Claim;
-use crate::stats::{PathStats, WorkerStats};
-use crate::sync::{AtomicBool, Ordering as SyncOrdering};
-use crate::sys::{self, Epoll, Ready, Waker};
-use crate::{Level, Shared};
-use pulling::Flow;
-pub use spreading::Crew;
-use spreading::Load;
+use crate::shared::Shared;
+use crate::stats::WorkerStats;
+use crate::sync::Ordering as SyncOrdering;
+use crate::sys::{self, Epoll, Ready};
+use crate::task::Task;
+use pulling::Delivery;
 
 /// Idle for this long, a worker sleeps.
 const SPIN: Duration = Duration::from_micros(50);
@@ -53,130 +54,9 @@ const FULL_LOOK: Duration = Duration::from_millis(1);
 const ROOMY: usize = 8;
 /// This many bytes being sent are worth a wake, and keep a network busy for longer than it takes.
 const BULK: u64 = 2 << 20;
-/// A turn that moved less, where the network is the limit, was not worth it ...
-const LIGHT: usize = 128 << 10;
-/// ... and there will be more to move after a nap of this, or as long as so much takes to come: the
-/// longer, the slower the network. What is on its way ([`evener_proto::ahead`]) lasts for several.
-const NAP: Duration = Duration::from_micros(25);
-const NAP_MOST: Duration = Duration::from_micros(75);
 /// Timers are looked at this often where the loop is busy.
 const TICK: Duration = Duration::from_millis(2);
 const WAKER: u64 = u64::MAX;
-
-/// What other threads ask of a worker.
-#[derive(Debug)]
-pub enum Task {
-    /// A connection was greeted and answered.
-    Connect {
-        /// With whom: kept until the connection counts.
-        peer: Claim,
-        /// The socket.
-        fd: OwnedFd,
-        /// Its number.
-        path: PathId,
-        /// Index of the interface.
-        interface: u32,
-        /// Its counters.
-        stats: Arc<PathStats>,
-    },
-    /// Another worker's connection, which is now this one's.
-    Adopt(Arc<Peer>, Box<Conn>),
-    /// A comm begins; with a listener, the peer is asked to open it.
-    Begin(Arc<Comm>, Option<u64>),
-    /// The receiving end of a comm that the peer asked for has begun.
-    Accept(Arc<Comm>),
-    /// There is no such listener.
-    Decline(Arc<Peer>, u64),
-    /// A comm ends.
-    Release(Arc<Comm>),
-    /// A path is not worth keeping, or dead.
-    Drop(Arc<Peer>, PathId, &'static str),
-    /// A path is suspect: see [`Chore::Reclaim`].
-    Reclaim(Arc<Peer>, PathId),
-    /// Messages have ended, and connections may have parts of them queued.
-    Detach(Arc<Peer>),
-    /// Half of this worker's connections to a peer are to be another's: for tests.
-    Give(Arc<Peer>, usize),
-    /// An interface lost its carrier.
-    InterfaceDown(u32),
-    /// The end.
-    Stop,
-}
-
-/// The part of a worker that other threads see.
-#[derive(Debug)]
-pub struct Handle {
-    bell: Doorbell,
-    waker: Waker,
-    tasks: Mutex<Vec<Task>>,
-    has_tasks: AtomicBool,
-    /// There is something to pull, and another worker's connections are full.
-    nudged: AtomicBool,
-    /// Some of its connections had room when there was nothing to pull.
-    hungry: AtomicBool,
-    /// What it did.
-    pub counts: WorkerStats,
-}
-
-impl Handle {
-    /// For a worker that is about to start.
-    pub fn new() -> std::io::Result<Handle> {
-        Ok(Handle {
-            bell: Doorbell::default(),
-            waker: Waker::new()?,
-            tasks: Mutex::new(Vec::new()),
-            has_tasks: AtomicBool::new(false),
-            nudged: AtomicBool::new(false),
-            hungry: AtomicBool::new(true),
-            counts: WorkerStats::default(),
-        })
-    }
-
-    /// A comm has posted a request.
-    pub fn ring(&self, bit: usize) {
-        if self.bell.ring(bit) {
-            self.waker.wake();
-        }
-    }
-
-    /// Asks for something.
-    pub fn ask(&self, task: Task) {
-        lock(&self.tasks).push(task);
-        self.has_tasks.store(true, SyncOrdering::SeqCst);
-        if self.bell.must_wake() {
-            self.waker.wake();
-        }
-    }
-
-    /// Says that there is something to pull: whether the worker had room. Where all its connections
-    /// are full, the kernel will tell it when one is not.
-    fn nudge(&self) -> bool {
-        if !self.hungry.swap(false, SyncOrdering::SeqCst) {
-            return false;
-        }
-        WorkerStats::add(&self.counts.nudges, 1);
-        if !self.nudged.swap(true, SyncOrdering::SeqCst) && self.bell.must_wake() {
-            self.waker.wake();
-        }
-        true
-    }
-
-    fn has_news(&self) -> bool {
-        self.bell.rung()
-            || self.has_tasks.load(SyncOrdering::SeqCst)
-            || self.nudged.load(SyncOrdering::SeqCst)
-    }
-
-    /// Drops what the worker has not come to.
-    pub fn clear(&self) {
-        drop(std::mem::take(&mut *lock(&self.tasks)));
-    }
-
-    /// The descriptor that a fork's child must close.
-    pub fn fd(&self) -> i32 {
-        self.waker.fd()
-    }
-}
 
 /// What this worker has of a peer.
 struct Mine {
@@ -190,7 +70,7 @@ struct Mine {
     /// When the kernel was last asked what is on its way.
     looked: Duration,
     /// What its connections here deliver.
-    flow: Flow,
+    delivery: Delivery,
 }
 
 /// See the module.
@@ -261,25 +141,24 @@ impl Worker {
     /// Runs until it is told to stop.
     pub fn run(mut self) {
         let shared = self.shared.clone();
-        let handle = &shared.workers[self.index];
+        let inbox = &shared.workers[self.index];
         let mut ready: Vec<Ready> = Vec::new();
         let (mut idle_since, mut timers_at) = (self.now(), Duration::ZERO);
         let (mut turn, mut polled) = (idle_since, idle_since);
         let roomy = sys::processors() >= ROOMY;
         while !self.stopped {
             let (mut active, mut moved) = (false, 0);
-            if handle.has_tasks.swap(false, SyncOrdering::SeqCst) {
-                let tasks = std::mem::take(&mut *lock(&handle.tasks));
-                for task in tasks {
+            if inbox.has_tasks.swap(false, SyncOrdering::SeqCst) {
+                for task in inbox.take() {
                     self.perform(task);
                 }
                 active = true;
             }
-            if handle.bell.rung() {
-                handle.bell.drain(|bit| self.poll_bit(bit));
+            if inbox.bell.rung() {
+                inbox.bell.drain(|bit| self.poll_bit(bit));
                 active = true;
             }
-            if handle.nudged.swap(false, SyncOrdering::SeqCst) {
+            if inbox.nudged.swap(false, SyncOrdering::SeqCst) {
                 for mine in self.links.iter_mut().flatten() {
                     mine.dirty = true;
                 }
@@ -294,9 +173,9 @@ impl Worker {
             moved += self.pump_dirty();
             active |= moved > 0;
             let now = self.now();
-            let full = self.links.iter().flatten().any(|mine| mine.flow.full);
+            let full = self.links.iter().flatten().any(|mine| mine.delivery.full);
             self.load.count(now - turn, active, full, moved);
-            handle.counts.turn(now - turn, active, full);
+            inbox.counts.turn(now - turn, active, full);
             turn = now;
             if now >= timers_at {
                 timers_at = self.timers(now).min(now + TICK);
@@ -318,25 +197,25 @@ impl Worker {
                 sys::nap(self.load.nap());
                 turn = self.now();
                 self.load.count(turn - now, false, full, 0);
-                handle.counts.napped(turn - now, full);
+                inbox.counts.napped(turn - now, full);
             } else if !active && now - idle_since >= spin {
                 let mut until = self.timers(now);
-                if self.links.iter().flatten().any(|mine| mine.flow.full) {
+                if self.links.iter().flatten().any(|mine| mine.delivery.full) {
                     until = until.min(now + FULL_LOOK);
                 }
-                handle.bell.sleep();
-                if !handle.has_news() {
+                inbox.bell.sleep();
+                if !inbox.has_news() {
                     let timeout = until.saturating_sub(self.now());
                     if self.epoll.wait(&mut ready, Some(timeout)).is_ok() {
                         self.note(&ready, polled);
                     }
                 }
-                handle.bell.awake();
+                inbox.bell.awake();
                 if ready.iter().any(|one| one.token == WAKER) {
-                    handle.waker.clear();
+                    inbox.waker.clear();
                 }
                 idle_since = self.now();
-                handle.counts.slept(idle_since - turn);
+                inbox.counts.slept(idle_since - turn);
                 self.load.sleep(idle_since - turn);
                 turn = idle_since;
                 timers_at = timers_at.min(idle_since + TICK);
@@ -354,7 +233,7 @@ impl Worker {
     fn under_way(&self) -> (u64, u64) {
         let peers = self.links.iter().flatten().map(|mine| &mine.peer);
         peers.fold((0, 0), |(sending, all), peer| {
-            let [send, receive] = &peer.under_way;
+            let [send, receive] = &peer.traffic.under_way;
             let send = send.load(Ordering::Relaxed);
             let receive = receive.load(Ordering::Relaxed);
             (sending + send, all + send + receive)
@@ -408,7 +287,7 @@ impl Worker {
                 dirty: false,
                 wants: false,
                 looked: Duration::ZERO,
-                flow: Flow::default(),
+                delivery: Delivery::default(),
             };
             place_in(&mut self.links, mine)
         })
@@ -456,7 +335,7 @@ impl Worker {
                 self.bits[bit].push((comm.peer.clone(), comm.side, comm.id));
                 comm.bit.store(bit, Ordering::Relaxed);
                 let now = self.now();
-                lock(&comm.peer.link).begin(&comm, listener, now);
+                lock(&comm.peer.link).begin(&comm.requests, listener, now);
                 self.dirty(&comm.peer);
             }
             Task::Accept(comm) => {
@@ -472,14 +351,15 @@ impl Worker {
                 self.bits[bit].retain(|(peer, side, id)| {
                     !(Arc::ptr_eq(peer, &comm.peer) && *side == comm.side && *id == comm.id)
                 });
-                let chores = {
+                let now = self.now();
+                let effects = {
                     let mut link = lock(&comm.peer.link);
-                    link.release(&comm);
-                    link.events(&comm.peer, &self.shared);
-                    link.chores()
+                    link.release(&comm.requests);
+                    link.events(now);
+                    link.effects()
                 };
                 self.dirty(&comm.peer);
-                self.do_chores(&comm.peer, chores);
+                self.apply(&comm.peer, effects);
                 self.forget_if_over(&comm.peer);
             }
             Task::Drop(peer, path, why) => self.drop_path(&peer, path, why),
@@ -508,26 +388,50 @@ impl Worker {
     fn poll_bit(&mut self, bit: usize) {
         for place in 0..self.bits[bit].len() {
             let (peer, side, id) = self.bits[bit][place].clone();
-            let chores = {
+            let now = self.now();
+            let effects = {
                 let mut link = lock(&peer.link);
-                link.poll(side, id, &peer, &self.shared);
-                link.chores()
+                link.poll(side, id, now);
+                link.effects()
             };
             self.dirty(&peer);
-            self.do_chores(&peer, chores);
+            self.apply(&peer, effects);
         }
     }
 
-    /// What was left for after the lock was freed.
-    fn do_chores(&mut self, peer: &Arc<Peer>, chores: Vec<Chore>) {
+    /// Applies what a link has left to its caller, now that its lock is free.
+    fn apply(&mut self, peer: &Arc<Peer>, effects: Vec<Effect>) {
         let mut detach = false;
-        for chore in chores {
-            match chore {
-                Chore::Drop(path) => {
+        for effect in effects {
+            match effect {
+                Effect::Drop(path) => {
                     self.drop_path(peer, path, "nothing was confirmed for too long");
                 }
-                Chore::Reclaim(path) => self.reclaim(peer, path),
-                Chore::Detach => detach = true,
+                Effect::Suspected(path) => {
+                    self.mark(peer, path, true);
+                    self.shared.news(News::Suspected(peer.key, path));
+                    self.reclaim(peer, path);
+                }
+                Effect::Recovered(path) => {
+                    self.mark(peer, path, false);
+                    self.shared.news(News::Recovered(peer.key, path));
+                }
+                Effect::Detach => detach = true,
+                Effect::Offer { comm, listener } => {
+                    // A connection of this worker's has brought it, and keeps the peer meanwhile.
+                    if !self.shared.offer(listener, Claim::of(peer), comm) {
+                        lock(&peer.link).lane.decline(comm);
+                        self.dirty(peer);
+                    }
+                }
+                Effect::Failed { comm, why } => {
+                    let level = match why {
+                        Why::PeerClosed => Level::Debug,
+                        _ => Level::Warn,
+                    };
+                    let text = format!("comm {comm} with {}: {why}", peer.name());
+                    self.shared.log(level, &text);
+                }
             }
         }
         if detach {
@@ -536,6 +440,20 @@ impl Worker {
                 self.shared.workers[other].ask(Task::Detach(peer.clone()));
             }
         }
+    }
+
+    fn mark(&self, peer: &Peer, path: PathId, suspect: bool) {
+        let Some(stats) = lock(&self.shared.paths).get(peer.key.mirror, path).cloned() else {
+            return;
+        };
+        stats.suspected(suspect);
+        let what = if suspect {
+            "is suspect: nothing was confirmed for a while"
+        } else {
+            "carries again"
+        };
+        let text = format!("path {}:{} to {} {what}", stats.nic, stats.port, stats.peer);
+        self.shared.log(Level::Info, &text);
     }
 
     /// The other workers that have connections to a peer.
@@ -651,15 +569,15 @@ impl Worker {
         peer.connections.fetch_sub(1, Ordering::Release);
         lock(&self.shared.paths).end(peer.key.mirror, conn.path, why);
         conn.abandon();
-        let (chores, idle, others) = {
+        let (effects, idle, others) = {
             let mut link = lock(&peer.link);
             for (comm, message) in conn.done.drain(..) {
                 link.unpin(Side::Send, comm, message);
             }
             link.own(conn.path, None);
             link.lane.path_down(conn.path, now);
-            link.events(&peer, &self.shared);
-            (link.chores(), link.is_idle(), link.lane.has_work())
+            link.events(now);
+            (link.effects(), link.is_idle(), link.lane.has_work())
         };
         let stats = &conn.stats;
         let level = if idle { Level::Debug } else { Level::Info };
@@ -670,7 +588,7 @@ impl Worker {
         self.shared.log(level, &text);
         self.shared.news(News::Lost(peer.key, conn.path));
         drop(conn);
-        self.do_chores(&peer, chores);
+        self.apply(&peer, effects);
         if others {
             for other in self.others(&peer) {
                 self.shared.workers[other].nudge();

@@ -10,13 +10,14 @@ use evener_proto::dial::Route;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{Control, DIAL_TIME, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_GREETINGS, PORTS};
-use crate::Level;
-use crate::comm::{PeerKey, lock};
 use crate::hello::{ANSWER, Answer, GREETING, Greeting, MOST_ADDRESSES};
+use crate::lock::lock;
+use crate::log::Level;
+use crate::peer::PeerKey;
 use crate::peers::Claim;
 use crate::stats::PathStats;
 use crate::sys::{self, Memory};
-use crate::worker::Task;
+use crate::task::Task;
 
 impl Control {
     pub(super) fn dial(

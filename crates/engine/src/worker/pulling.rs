@@ -30,7 +30,7 @@ const TURNS: usize = 8;
 
 /// What a worker's connections to a peer deliver, and whether they may have more.
 #[derive(Debug, Default)]
-pub(super) struct Flow {
+pub(super) struct Delivery {
     /// What they may have on their way, all together.
     pub ahead: Ahead,
     /// There is no room for a chunk until something arrives.
@@ -55,7 +55,7 @@ impl Worker {
         let Some(Some(mine)) = self.links.get_mut(index) else {
             return 0;
         };
-        let handle = &self.shared.workers[self.index];
+        let inbox = &self.shared.workers[self.index];
         let peer = mine.peer.clone();
         let (mut any, mut told, mut broken) = (0, false, Vec::new());
         for turn in 0..=TURNS {
@@ -73,7 +73,7 @@ impl Worker {
                     Ok(bytes) => {
                         moved = true;
                         any += bytes;
-                        handle.counts.wrote(bytes, began.elapsed());
+                        inbox.counts.wrote(bytes, began.elapsed());
                         conn.writable = bytes == want || conn.frames() > sys::PIECES / 2;
                     }
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
@@ -88,10 +88,10 @@ impl Worker {
             let now = self.shared.started.elapsed();
             // Where there is more to come the kernel is asked before the lock is taken: it is a call
             // for each connection.
-            let mut looked = mine.wants && look(mine, &mut self.conns, now, &handle.counts);
-            let mut link = enter(&peer, &handle.counts);
+            let mut looked = mine.wants && look(mine, &mut self.conns, now, &inbox.counts);
+            let mut link = enter(&peer, &inbox.counts);
             mine.wants = link.lane.has_frames();
-            looked |= mine.wants && look(mine, &mut self.conns, now, &handle.counts);
+            looked |= mine.wants && look(mine, &mut self.conns, now, &inbox.counts);
             for number in &mine.conns {
                 if let Some(Some(conn)) = self.conns.get_mut(*number) {
                     for (comm, message) in conn.done.drain(..) {
@@ -109,12 +109,12 @@ impl Worker {
             let over = !last && !pulled && (stuck || !has_queued(mine, &self.conns));
             mine.dirty |= last;
             let left = link.lane.has_frames();
-            mine.flow.full &= left;
+            mine.delivery.full &= left;
             // Nothing tells us when there is room again.
-            mine.dirty |= mine.flow.full;
+            mine.dirty |= mine.delivery.full;
             if !left {
                 // Under the lock: who has something for us later sees this.
-                handle.hungry.store(true, SyncOrdering::SeqCst);
+                inbox.hungry.store(true, SyncOrdering::SeqCst);
             }
             if left && (!told || over) {
                 // More than is pulled here at once: others may have room, while this one copies.
@@ -157,7 +157,7 @@ fn look(
             delivered += conn.look(now) as u64;
         }
     }
-    mine.flow.ahead.count(delivered, now);
+    mine.delivery.ahead.count(delivered, now);
     true
 }
 
@@ -208,8 +208,11 @@ fn pull(link: &mut Link, mine: &mut Mine, conns: &mut [Option<Box<Conn>>], now: 
             );
         }
     }
-    let limit = mine.flow.ahead.limit(round_trip, link.workers().count());
-    mine.flow.full = false;
+    let limit = mine
+        .delivery
+        .ahead
+        .limit(round_trip, link.workers().count());
+    mine.delivery.full = false;
     // How full each is; only what gets a chunk changes.
     let mut open: Vec<(f64, usize)> = open
         .into_iter()
@@ -229,14 +232,14 @@ fn pull(link: &mut Link, mine: &mut Mine, conns: &mut [Option<Box<Conn>>], now: 
             return any;
         };
         let (fill, number) = open[place];
-        mine.flow.full = fill >= 1.0 || ahead >= limit;
-        if mine.flow.full && !link.lane.has_control() {
+        mine.delivery.full = fill >= 1.0 || ahead >= limit;
+        if mine.delivery.full && !link.lane.has_control() {
             return any;
         }
         let Some(Some(conn)) = conns.get_mut(number) else {
             return any;
         };
-        let frame = if mine.flow.full {
+        let frame = if mine.delivery.full {
             link.lane.transmit_control(conn.path, now)
         } else {
             link.lane.transmit(conn.path, now)

@@ -6,9 +6,10 @@ use std::time::Instant;
 use evener_proto::{Frame, Side};
 
 use super::{Worker, enter};
-use crate::comm::{Peer, lock};
 use crate::conn::{Arriving, Conn};
-use crate::link::{Chore, Link, Target};
+use crate::link::{Effect, Link, Target};
+use crate::lock::lock;
+use crate::peer::Peer;
 use crate::sys::Memory;
 
 /// A connection reads at most this much before others have their turn.
@@ -27,18 +28,19 @@ impl Worker {
                 continue;
             };
             let peer = mine.peer.clone();
-            let mut chores = Vec::new();
-            let result = self.read(&peer, &mut conn, &mut chores);
+            let mut effects = Vec::new();
+            let result = self.read(&peer, &mut conn, &mut effects);
             let again = conn.readable;
             if let Some(Some(mine)) = self.links.get_mut(conn.link) {
                 mine.dirty = true;
             }
             self.conns[index] = Some(conn);
+            // Before the connection ends: it keeps the peer known, and offers need that.
+            self.apply(&peer, effects);
             match result {
                 Ok(bytes) => any += bytes,
                 Err(why) => self.lose(index, &why),
             }
-            self.do_chores(&peer, chores);
             if again && !self.hot.contains(&index) {
                 self.hot.push(index);
             }
@@ -52,7 +54,7 @@ impl Worker {
         &mut self,
         peer: &Arc<Peer>,
         conn: &mut Conn,
-        chores: &mut Vec<Chore>,
+        effects: &mut Vec<Effect>,
     ) -> Result<usize, String> {
         let (mut total, mut pinned) = (0, None);
         let result = loop {
@@ -60,8 +62,8 @@ impl Worker {
             if let Some((comm, message)) = pinned.take() {
                 link.unpin(Side::Receive, comm, message);
             }
-            let parsed = self.parse(peer, &mut link, conn);
-            chores.append(&mut link.chores());
+            let parsed = self.parse(&mut link, conn);
+            effects.append(&mut link.effects());
             if let Err(why) = parsed {
                 break Err(why);
             }
@@ -119,7 +121,7 @@ impl Worker {
     }
 
     /// Takes frames and their bytes out of the staging buffer.
-    fn parse(&self, peer: &Arc<Peer>, link: &mut Link, conn: &mut Conn) -> Result<(), String> {
+    fn parse(&self, link: &mut Link, conn: &mut Conn) -> Result<(), String> {
         loop {
             if let Some(arriving) = conn.arriving {
                 if arriving.got < arriving.length {
@@ -145,7 +147,7 @@ impl Worker {
                     ..
                 } = arriving;
                 link.lane.filled(comm, message, offset, length);
-                link.events(peer, &self.shared);
+                link.events(self.now());
                 continue;
             }
             let Some(header) = conn.header() else {
@@ -171,7 +173,7 @@ impl Worker {
             let now = self.now();
             let result = link.lane.receive(conn.path, &frame, conn.since, now);
             result.map_err(|error| error.to_string())?;
-            link.events(peer, &self.shared);
+            link.events(now);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use evener_proto::path::Report;
 
 use super::Worker;
-use crate::comm::lock;
+use crate::lock::lock;
 use crate::stats::WorkerStats;
 use crate::sys;
 
@@ -63,10 +63,10 @@ impl Worker {
                     rate: (info.delivery_rate > 0).then_some(info.delivery_rate as f64),
                 };
                 conn.acknowledged = info.bytes_acknowledged;
-                mine.flow.ahead.count(conn.look(now) as u64, now);
+                mine.delivery.ahead.count(conn.look(now) as u64, now);
                 reports.push((conn.path, report, conn.outstanding(), conn.stats.clone()));
             }
-            let chores = {
+            let effects = {
                 let mut link = lock(&peer.link);
                 for (path, report, outstanding, stats) in reports {
                     link.lane.report(path, &report, now);
@@ -84,14 +84,14 @@ impl Worker {
                 mine.conns
                     .sort_by_key(|number| rtt(number).as_nanos() / class);
                 link.lane.on_time(now);
-                link.events(&peer, &self.shared);
+                link.events(now);
                 mine.dirty = true;
                 if let Some(deadline) = link.lane.deadline() {
                     next = next.min(deadline.max(now + Duration::from_millis(1)));
                 }
-                link.chores()
+                link.effects()
             };
-            self.do_chores(&peer, chores);
+            self.apply(&peer, effects);
             self.forget_if_over(&peer);
             self.pump_dirty();
         }

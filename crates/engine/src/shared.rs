@@ -1,0 +1,110 @@
+//! What all threads of an engine see.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use crate::comm::Comm;
+use crate::config::Config;
+use crate::crew::Crew;
+use crate::hello::ProcessId;
+use crate::inbox::Inbox;
+use crate::link::Link;
+use crate::lock::lock;
+use crate::log::{Level, Log};
+use crate::news::News;
+use crate::nics::Nic;
+use crate::paths::Paths;
+use crate::peer::{Peer, PeerKey};
+use crate::peers::{Claim, Peers};
+use crate::stats::Silences;
+use crate::sys;
+
+/// See the module.
+pub struct Shared {
+    pub(crate) config: Config,
+    pub(crate) process: ProcessId,
+    pub(crate) token: [u8; 16],
+    pub(crate) nics: Vec<Nic>,
+    pub(crate) port: u16,
+    pub(crate) congestion: Option<String>,
+    pub(crate) workers: Vec<Inbox>,
+    pub(crate) crew: Mutex<Crew>,
+    pub(crate) waker: sys::Waker,
+    pub(crate) news: Mutex<Vec<News>>,
+    pub(crate) peers: Peers,
+    pub(crate) listeners: Mutex<HashMap<u64, Arc<Mailbox>>>,
+    pub(crate) pending: Mutex<HashMap<u64, Arc<Comm>>>,
+    pub(crate) paths: Mutex<Paths>,
+    pub(crate) next: AtomicU64,
+    pub(crate) next_home: AtomicUsize,
+    pub(crate) started: Instant,
+    pub(crate) silences: Arc<Silences>,
+    pub(crate) broken: AtomicBool,
+    pub(crate) log: Log,
+}
+
+/// Where the comms of a listener arrive.
+#[derive(Debug, Default)]
+pub(crate) struct Mailbox {
+    /// Comms that peers want to open.
+    pub(crate) offers: Mutex<VecDeque<(Claim, u64)>>,
+    /// Those that no worker knows yet.
+    pub(crate) beginning: Mutex<VecDeque<Arc<Comm>>>,
+}
+
+impl Shared {
+    pub(crate) fn log(&self, level: Level, text: &str) {
+        (self.log)(level, text);
+    }
+
+    pub(crate) fn news(&self, news: News) {
+        lock(&self.news).push(news);
+        self.waker.wake();
+    }
+
+    pub(crate) fn take_news(&self) -> Vec<News> {
+        self.waker.clear();
+        std::mem::take(&mut lock(&self.news))
+    }
+
+    pub(crate) fn control_fd(&self) -> i32 {
+        self.waker.fd()
+    }
+
+    pub(crate) fn random(&self) -> u64 {
+        let mut bytes = [0; 8];
+        match getrandom::fill(&mut bytes) {
+            Ok(()) => u64::from_le_bytes(bytes),
+            // It must differ, no more: tokens are not made here.
+            Err(_) => self.next.fetch_add(1, Ordering::Relaxed) ^ 0x9e37_79b9_7f4a_7c15,
+        }
+    }
+
+    /// A claim on the peer with this key, made where it is new.
+    pub(crate) fn peer(
+        &self,
+        key: PeerKey,
+        token: [u8; 16],
+        port: u16,
+        addresses: &[IpAddr],
+    ) -> Claim {
+        self.peers.claim(key, || {
+            let home = self.next_home.fetch_add(1, Ordering::Relaxed) % self.workers.len();
+            let silences = self.silences.clone();
+            let link = Link::new(&self.config, silences, self.started.elapsed());
+            Peer::new(key, token, port, home, addresses.to_vec(), link)
+        })
+    }
+
+    /// A peer wants to open a comm. Whether there is such a listener.
+    pub(crate) fn offer(&self, listener: u64, peer: Claim, comm: u64) -> bool {
+        let Some(mailbox) = lock(&self.listeners).get(&listener).cloned() else {
+            return false;
+        };
+        lock(&mailbox.offers).push_back((peer, comm));
+        true
+    }
+}
