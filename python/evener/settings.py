@@ -137,14 +137,20 @@ def _real(
 
 
 def _choice(
-    group: str, name: str, default: str, choices: tuple[str, ...], meaning: str
+    group: str,
+    name: str,
+    default: str,
+    choices: tuple[str, ...],
+    meaning: str,
+    planned: str = "",
 ) -> Setting[str]:
     def parse(text: str) -> str:
         if text.lower() not in choices:
             raise ValueError(text)
         return text.lower()
 
-    return _declare(Setting(name, group, default, " or ".join(choices), meaning, parse))
+    allowed = " or ".join(choices) + (f" ({planned} is planned)" if planned else "")
+    return _declare(Setting(name, group, default, allowed, meaning, parse))
 
 
 def _text(
@@ -489,6 +495,15 @@ EVENER_NET = _choice(
     "Whether `import evener`, `evener launch` and `evener lab` point NCCL at Evener's plug-in, "
     "where neither NCCL_NET nor NCCL_NET_PLUGIN is set. auto: on machines with GPUs, without RDMA "
     "devices and with 16 processors or more per rank, for jobs of several nodes.",
+)
+EVENER_NET_ENGINE = _choice(
+    _NET,
+    "EVENER_NET_ENGINE",
+    "auto",
+    ("auto", "tcp", "udp"),
+    "What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to "
+    "processes that have udp as well; to others TCP. auto: tcp, until udp is measured better.",
+    planned="xdp",
 )
 EVENER_NET_IFNAME = _text(
     _NET,

@@ -19,6 +19,8 @@ pytestmark = [
 ]
 
 TIMEOUT = 60.0
+ENGINE = "EVENER_NET_ENGINE"
+each_engine = pytest.mark.parametrize("engine", ["tcp", "udp"])
 
 
 def exchange(
@@ -43,6 +45,7 @@ def exchange(
     return merge([line.partition(": ")[2] for line in lines])
 
 
+@each_engine
 @pytest.mark.parametrize(
     "faults",
     [
@@ -59,15 +62,16 @@ def exchange(
     ],
     ids=["black hole", "links down", "three of four black"],
 )
-def test_nothing_is_lost_where_paths_fail(faults: tuple[str, ...]) -> None:
+def test_nothing_is_lost_where_paths_fail(faults: tuple[str, ...], engine: str) -> None:
     with Lab(Spec.parse("2x1@400mbit,paths=4,queue=20ms")) as lab:
-        rows = exchange(lab, 4.0, *faults)
+        rows = exchange(lab, 4.0, *faults, env={ENGINE: engine})
     assert rows[0]["messages"] >= 16
 
 
-def test_every_nic_carries_its_share() -> None:
+@each_engine
+def test_every_nic_carries_its_share(engine: str) -> None:
     with Lab(Spec.parse("2x1@200mbit,nics=2,queue=20ms")) as lab:
-        rows = exchange(lab, 1.0)
+        rows = exchange(lab, 1.0, env={ENGINE: engine})
         sent = []
         for name in ("eth0", "eth1"):
             count = f"/sys/class/net/{name}/statistics/tx_bytes"
@@ -109,7 +113,8 @@ def test_a_lost_carrier_is_noticed_and_comes_back() -> None:
         directory.rmdir()
 
 
-def test_with_no_path_for_too_long_both_ends_get_a_remote_error() -> None:
+@each_engine
+def test_with_no_path_for_too_long_both_ends_get_a_remote_error(engine: str) -> None:
     job = Job(str(plugin_path()), comms=1, depth=2, sizes="65536", seconds=30.0)
     said: dict[int, str] = {0: "", 1: ""}
 
@@ -120,7 +125,7 @@ def test_with_no_path_for_too_long_both_ends_get_a_remote_error() -> None:
     alone = ["sh", "-c", "trap '' TERM; \"$@\" 2>&1; true", "sh", *command(job)]
     with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
         lab.schedule("2s:path0:blackhole", "2s:path1:blackhole")
-        env = {"EVENER_NET_TIMEOUT": "1.5"}
+        env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine}
         result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
     assert result.ok, result
     for text in said.values():

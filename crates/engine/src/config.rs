@@ -6,9 +6,23 @@ use std::time::Duration;
 use crate::nics::Family;
 use crate::zerocopy;
 
+/// What carries what this process sends. It takes what comes by TCP, and unless it is told to use TCP
+/// alone by UDP too, so the processes of a job may differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Choice {
+    /// What is known to be best: TCP, until UDP is measured better.
+    Auto,
+    /// Streams.
+    Tcp,
+    /// Packets, to processes that take them.
+    Udp,
+}
+
 /// What can be chosen.
 #[derive(Debug, Clone)]
 pub struct Config {
+    /// What carries what is sent.
+    pub engine: Choice,
     /// Which interfaces: NCCL's rules.
     pub interfaces: Option<String>,
     /// Which addresses.
@@ -38,6 +52,7 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Config {
+            engine: Choice::Auto,
             interfaces: None,
             family: Family::Any,
             workers: 0,

@@ -41,6 +41,8 @@ pub struct Handle {
     pub listener: u64,
     /// The TCP port of all its addresses.
     pub port: u16,
+    /// It takes packets at the UDP port of the same number.
+    pub udp: bool,
     /// As many of its addresses as fit.
     pub addresses: Vec<IpAddr>,
 }
@@ -51,6 +53,7 @@ impl Handle {
         let mut bytes = [0; HANDLE];
         bytes[0..4].copy_from_slice(&HANDLE_MAGIC);
         bytes[4] = 2;
+        bytes[5] = self.udp.into();
         bytes[6..8].copy_from_slice(&self.port.to_le_bytes());
         bytes[8..24].copy_from_slice(&self.process);
         bytes[24..40].copy_from_slice(&self.token);
@@ -93,6 +96,7 @@ impl Handle {
             token: array(bytes, 24)?,
             listener: u64::from_le_bytes(array(bytes, 40)?),
             port: u16::from_le_bytes(array(bytes, 6)?),
+            udp: bytes[5] & 1 != 0,
             addresses,
         })
     }
@@ -254,7 +258,8 @@ mod tests {
             process: [u8; 16], token: [u8; 16], listener: u64, port: u16,
             addresses in prop::collection::vec(address(), 0..20), cookie: u64,
         ) {
-            let handle = Handle { process, token, listener, port, addresses };
+            let udp = port % 2 == 0;
+            let handle = Handle { process, token, listener, port, udp, addresses };
             let mut bytes = handle.emit();
             Handle::set_cookie(&mut bytes, cookie);
             prop_assert_eq!(Handle::cookie(&bytes), cookie);

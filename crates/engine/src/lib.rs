@@ -11,10 +11,10 @@
 //! All comms between two processes share their connections. Which process it is is told by a
 //! random number, so a comm's handle finds the connections that are there already.
 //!
-//! # The seam for a packet engine
-//! A worker's connections are byte streams. A packet engine replaces [`conn`] (frames in and out of
-//! a path) and the dialling of TCP in [`control`]; [`evener_proto::Lane`], slots, comms and the
-//! public face stay.
+//! # Streams and packets
+//! Workers carry bytes over TCP. The instances of [`udp`] carry them in packets, and need neither links
+//! nor control: slots, comms, listeners and the public face are the same for both. Which one a comm goes
+//! over is decided when it connects ([`Choice`]).
 
 pub mod comm;
 pub mod config;
@@ -57,7 +57,7 @@ use std::time::{Duration, Instant};
 use evener_proto::{PathId, Side, Why};
 
 use comm::Comm;
-pub use config::Config;
+pub use config::{Choice, Config};
 use control::Control;
 use crew::Crew;
 use hello::{HANDLE, Handle};
@@ -66,13 +66,14 @@ use lock::lock;
 pub use log::{Level, Log};
 use news::News;
 use nics::Nic;
-use peer::PeerKey;
+use peer::{PeerKey, Transport};
 use peers::Peers;
 use requests::{ACCEPTED, DECLINED};
 use shared::{Mailbox, Shared};
 pub use slots::{Slot, Status};
 pub use sys::Memory;
 use task::Task;
+use udp::instance::{Door, Instance};
 use worker::Worker;
 
 /// Why something cannot be done.
@@ -145,7 +146,7 @@ impl Engine {
             return Err(Error::NoInterface(config.interfaces));
         }
         let v6 = nics.iter().any(|nic| nic.address.is_ipv6());
-        let (socket, port) = control::listen(v6).map_err(|e| Error::System("listen", e))?;
+        let (socket, port, door) = listen(v6, config.engine == Choice::Udp)?;
         let mut secret = [0; 32];
         getrandom::fill(&mut secret)
             .map_err(|e| Error::System("getrandom", std::io::Error::other(e)))?;
@@ -157,7 +158,12 @@ impl Engine {
             0 => (processors / 4).clamp(1, 8),
             given => given.min(16),
         };
-        let inboxes: Result<Vec<_>, _> = (0..workers).map(|_| Inbox::new()).collect();
+        // Of two engines one waits for peers that speak nothing else.
+        let (streams, instances) = match config.engine {
+            Choice::Udp => (1, workers),
+            Choice::Auto | Choice::Tcp => (workers, 0),
+        };
+        let inboxes: Result<Vec<_>, _> = (0..streams + instances).map(|_| Inbox::new()).collect();
         let inboxes = inboxes.map_err(|e| Error::System("eventfd", e))?;
         let (congestion, why) = congestion(&socket, config.congestion.as_deref());
         let shared = Arc::new(Shared {
@@ -168,7 +174,8 @@ impl Engine {
             port,
             congestion,
             workers: inboxes,
-            crew: Mutex::new(Crew::new(workers)),
+            streams,
+            crew: Mutex::new(Crew::new(streams)),
             waker: sys::Waker::new().map_err(|e| Error::System("eventfd", e))?,
             news: Mutex::new(Vec::new()),
             peers: Peers::default(),
@@ -189,10 +196,16 @@ impl Engine {
         let control = Control::new(shared.clone(), socket);
         let control = control.map_err(|e| Error::System("epoll", e))?;
         engine.spawn("evener-net".into(), move || control.run())?;
-        for index in 0..workers {
+        for index in 0..streams {
             let worker = Worker::new(index, shared.clone());
             let worker = worker.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-net-{index}"), move || worker.run())?;
+        }
+        let mut door = door;
+        for index in shared.instances() {
+            let instance = Instance::new(index, shared.clone(), door.take());
+            let instance = instance.map_err(|e| Error::System("epoll", e))?;
+            engine.spawn(format!("evener-udp-{index}"), move || instance.run())?;
         }
         let nics: Vec<String> = shared
             .nics
@@ -202,8 +215,13 @@ impl Engine {
         shared.log(
             Level::Info,
             &format!(
-                "TCP engine over {}; {workers} worker(s) for {processors} processor(s), {} flows to \
+                "{} over {}; {workers} worker(s) for {processors} processor(s), {} flows to \
                  a peer at the start and at most {}, congestion control {why}",
+                match shared.config.engine {
+                    Choice::Auto => "TCP engine (auto: until UDP is measured better)",
+                    Choice::Tcp => "TCP engine",
+                    Choice::Udp => "UDP engine",
+                },
                 nics.join(", "),
                 shared.config.flows,
                 shared.config.most_flows,
@@ -272,9 +290,9 @@ impl Engine {
 
     /// Has every worker hand half of its connections to the next, as a busy one would: for tests.
     pub fn pass_connections_on(&self) {
-        let count = self.shared.workers.len();
+        let count = self.shared.streams;
         for peer in self.shared.peers.all() {
-            for (index, worker) in self.shared.workers.iter().enumerate() {
+            for (index, worker) in self.shared.workers.iter().take(count).enumerate() {
                 worker.ask(Task::Give(peer.clone(), (index + 1) % count));
             }
         }
@@ -295,6 +313,7 @@ impl Engine {
             token: self.shared.token,
             listener: number,
             port: self.shared.port,
+            udp: !self.shared.instances().is_empty(),
             addresses: self.shared.nics.iter().map(|nic| nic.address).collect(),
         };
         (Listener { number, mailbox }, handle.emit())
@@ -340,17 +359,30 @@ impl Engine {
             return result;
         }
         let parsed = Handle::parse(handle).ok_or(Error::Handle)?;
+        let transport = if self.shared.instances().is_empty() {
+            Transport::Tcp
+        } else if parsed.udp {
+            Transport::Udp
+        } else {
+            let text =
+                "a peer does not take UDP (EVENER_NET_ENGINE is not udp there): TCP goes to it";
+            self.shared.log(Level::Info, text);
+            Transport::Tcp
+        };
         let key = PeerKey {
             process: parsed.process,
             mirror: false,
+            transport,
         };
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let peer = self
             .shared
-            .peer(key, parsed.token, parsed.port, &parsed.addresses);
+            .peer(key, parsed.token, parsed.port, &parsed.addresses, None);
         let comm = Comm::new(number, Side::Send, peer);
         self.begin(&comm, Some(parsed.listener));
-        self.shared.news(News::Want(key));
+        if transport == Transport::Tcp {
+            self.shared.news(News::Want(key));
+        }
         lock(&self.shared.pending).insert(number, comm);
         Handle::set_cookie(handle, number);
         Ok(None)
@@ -468,6 +500,27 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// The TCP socket that all of a process' peers connect to, its port, and with `udp` where hellos come: at
+/// the UDP port of the same number.
+fn listen(v6: bool, udp: bool) -> Result<(socket2::Socket, u16, Option<Door>), Error> {
+    const TRIES: usize = 16;
+    let mut tries = 0;
+    loop {
+        let (socket, port) = control::listen(v6).map_err(|e| Error::System("listen", e))?;
+        if !udp {
+            return Ok((socket, port, None));
+        }
+        match Door::open(v6, port) {
+            Ok(door) => return Ok((socket, port, Some(door))),
+            // Another program has that UDP port.
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < TRIES => {
+                tries += 1;
+            }
+            Err(error) => return Err(Error::System("bind of UDP", error)),
+        }
     }
 }
 

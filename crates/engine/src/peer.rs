@@ -8,6 +8,15 @@ use crate::hello::ProcessId;
 use crate::link::{Link, Traffic};
 use crate::lock::lock;
 
+/// What a connection is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Transport {
+    /// Streams of TCP.
+    Tcp,
+    /// Packets over UDP.
+    Udp,
+}
+
 /// A process, as this one sees it. `mirror`: this very process, seen from the accepting end of a
 /// connection to itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,6 +25,8 @@ pub struct PeerKey {
     pub process: ProcessId,
     /// The accepting end of a connection to ourselves.
     pub mirror: bool,
+    /// What leads there: a process may be reached by both.
+    pub transport: Transport,
 }
 
 /// See the module.

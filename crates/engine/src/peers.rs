@@ -83,6 +83,7 @@ impl Peers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::peer::Transport;
     use std::sync::atomic::AtomicBool;
     use std::thread;
 
@@ -90,6 +91,7 @@ mod tests {
         PeerKey {
             process: [7; 16],
             mirror: false,
+            transport: Transport::Tcp,
         }
     }
 

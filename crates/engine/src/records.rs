@@ -136,7 +136,12 @@ pub fn json(shared: &Shared) -> String {
         .collect();
     let _ = write!(
         out,
-        "\"engine\":\"tcp\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}],\"ended\":[{}]}}}}",
+        "\"engine\":\"{}\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}],\"ended\":[{}]}}}}",
+        if shared.instances().is_empty() {
+            "tcp"
+        } else {
+            "udp"
+        },
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),
         shared.silences.json(),

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::config::Config;
+use crate::config::{Choice, Config};
 use crate::nics::Family;
 use crate::settings_generated::{self as all, Setting};
 use crate::zerocopy::Mode;
@@ -122,6 +122,12 @@ impl Settings {
         let speed = parse(env, &all::SPEED, number(0, u32::MAX as usize))?;
         Ok(Settings {
             config: Config {
+                engine: parse(env, &all::ENGINE, |text| match text {
+                    "auto" => Some(Choice::Auto),
+                    "tcp" => Some(Choice::Tcp),
+                    "udp" => Some(Choice::Udp),
+                    _ => None,
+                })?,
                 interfaces,
                 family,
                 workers: parse(env, &all::WORKERS, number(0, 16))?,
@@ -174,6 +180,7 @@ mod tests {
             ("EVENER_NET_TIMEOUT", "-1"),
             ("EVENER_NET_TIMEOUT", "nan"),
             ("EVENER_NET_DEVICES", "two"),
+            ("EVENER_NET_ENGINE", "xdp"),
         ] {
             let refused = Settings::read(&HashMap::from([(name, value)])).unwrap_err();
             assert!(refused.to_string().contains(name), "{refused}");

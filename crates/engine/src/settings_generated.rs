@@ -18,6 +18,13 @@ pub const NET: Setting = Setting {
     allowed: "auto or off or on",
 };
 
+/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that have udp as well; to others TCP. auto: tcp, until udp is measured better.
+pub const ENGINE: Setting = Setting {
+    name: "EVENER_NET_ENGINE",
+    default: "auto",
+    allowed: "auto or tcp or udp (xdp is planned)",
+};
+
 /// Interfaces that carry NCCL's traffic, by the rules of NCCL_SOCKET_IFNAME (prefixes; `=` exact names; `^` all but these), which is used where this is unset. Neither set: all that run, less loopback, container bridges and link-local addresses.
 pub const IFNAME: Setting = Setting {
     name: "EVENER_NET_IFNAME",

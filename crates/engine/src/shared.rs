@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -17,7 +18,7 @@ use crate::log::{Level, Log};
 use crate::news::News;
 use crate::nics::Nic;
 use crate::paths::Paths;
-use crate::peer::{Peer, PeerKey};
+use crate::peer::{Peer, PeerKey, Transport};
 use crate::peers::{Claim, Peers};
 use crate::stats::Silences;
 use crate::sys;
@@ -30,7 +31,10 @@ pub struct Shared {
     pub(crate) nics: Vec<Nic>,
     pub(crate) port: u16,
     pub(crate) congestion: Option<String>,
+    /// Workers of TCP, and behind them the instances of UDP.
     pub(crate) workers: Vec<Inbox>,
+    /// How many of them are TCP's.
+    pub(crate) streams: usize,
     pub(crate) crew: Mutex<Crew>,
     pub(crate) waker: sys::Waker,
     pub(crate) news: Mutex<Vec<News>>,
@@ -83,16 +87,30 @@ impl Shared {
         }
     }
 
-    /// A claim on the peer with this key, made where it is new.
+    /// The places of the instances of UDP.
+    pub(crate) fn instances(&self) -> Range<usize> {
+        self.streams..self.workers.len()
+    }
+
+    /// A claim on the peer with this key, made where it is new; `home`: the worker that has it, if that is
+    /// known.
     pub(crate) fn peer(
         &self,
         key: PeerKey,
         token: [u8; 16],
         port: u16,
         addresses: &[IpAddr],
+        home: Option<usize>,
     ) -> Claim {
         self.peers.claim(key, || {
-            let home = self.next_home.fetch_add(1, Ordering::Relaxed) % self.workers.len();
+            let home = home.unwrap_or_else(|| {
+                let places = match key.transport {
+                    Transport::Tcp => 0..self.streams,
+                    Transport::Udp => self.instances(),
+                };
+                let next = self.next_home.fetch_add(1, Ordering::Relaxed);
+                places.start + next % places.len().max(1)
+            });
             let silences = self.silences.clone();
             let link = Link::new(&self.config, silences, self.started.elapsed());
             Peer::new(key, token, port, home, addresses.to_vec(), link)

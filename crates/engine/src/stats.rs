@@ -95,6 +95,12 @@ impl PathStats {
         self.busy_us.store(info.busy_us, Relaxed);
     }
 
+    /// What a connection of packets has measured over all of its paths.
+    pub fn measured(&self, round_trip: Duration, lost: u64) {
+        self.rtt_us.store(round_trip.as_micros() as u64, Relaxed);
+        self.retransmits.store(lost, Relaxed);
+    }
+
     /// What the protocol allows it, and why.
     pub fn steered(&self, window: u64, wait: Duration) {
         self.window.store(window, Relaxed);

@@ -1,5 +1,6 @@
 //! What other threads ask of a worker.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -45,6 +46,15 @@ pub enum Task {
     Detach(Arc<Peer>),
     /// Half of this worker's connections to a peer are to be another's: for tests.
     Give(Arc<Peer>, usize),
+    /// A peer that has this process' token wants a UDP connection.
+    Hello {
+        /// Its random number.
+        random: u64,
+        /// What it said.
+        packet: Vec<u8>,
+        /// From where.
+        from: SocketAddr,
+    },
     /// An interface lost its carrier.
     InterfaceDown(u32),
     /// The end.

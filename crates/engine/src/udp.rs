@@ -1,27 +1,25 @@
-//! The packet protocol over UDP sockets: any machine, no privilege. Not in the plug-in yet.
+//! The packet protocol over UDP sockets: any machine, no privilege.
 //!
-//! One socket for each source port. Several packets of one path go to the kernel in one call (GSO) and
-//! come from it in one (GRO); quinn-udp finds out what the kernel has. Sockets are marked as capable
-//! of ECN, and marks by switches are handed on.
+//! [`instance`] is what the engine runs: a thread with its own connections, comms and sockets. The
+//! [`Driver`] here is one connection for tests and measurements. [`ports`] has the sockets of both.
 //!
 //! One thread drives a [`Driver`]: it never blocks but in [`Driver::wait`], and nothing is shared.
 
-use std::io::{self, IoSliceMut};
-use std::net::{SocketAddr, UdpSocket};
-use std::os::fd::AsRawFd;
+mod association;
+pub mod instance;
+pub mod ports;
+mod signals;
+
+use std::io;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use evener_proto::packet::{
     Accepted, Config, Connection, Dropped, Event, JobKey, Own, Place, Span, Stats, accept,
 };
-use quinn_udp::{BATCH_SIZE, EcnCodepoint, RecvMeta, UdpSocketState};
 
 use crate::sys::{Epoll, Ready};
-
-/// Bytes that one call to the kernel takes at most.
-const MOST: usize = 65_000;
-/// Asked for; the kernel gives what net.core.rmem_max allows.
-const BUFFER: usize = 4 << 20;
+use ports::{Batch, Came, Port, Reader};
 
 /// What one end of a connection does with bytes.
 pub trait Bytes {
@@ -29,11 +27,6 @@ pub trait Bytes {
     fn read(&mut self, span: &Span, to: &mut [u8]);
     /// Takes bytes of a message that came in. They are inside of the posted buffer.
     fn place(&mut self, place: Place<'_>);
-}
-
-struct Port {
-    socket: UdpSocket,
-    state: UdpSocketState,
 }
 
 /// A connection over UDP sockets.
@@ -46,20 +39,18 @@ pub struct Driver {
     key: JobKey,
     own: Own,
     begun: Instant,
-    /// Received packets, and packets that wait for the kernel.
-    inbox: Vec<Vec<u8>>,
-    outbox: Vec<u8>,
+    reader: Reader,
+    batch: Batch,
     epoll: Epoll,
     /// Which sockets have something.
     ready: Vec<Ready>,
-    segment: usize,
     /// Calls to the kernel that sent and that received something.
     pub calls: (u64, u64),
     /// Datagrams that the kernel refused to take.
     pub refused: u64,
 }
 
-fn own() -> io::Result<Own> {
+pub(crate) fn own() -> io::Result<Own> {
     let mut bytes = [0; 12];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
     let (random, number) = bytes.split_at(8);
@@ -74,14 +65,9 @@ impl Driver {
         let epoll = Epoll::new()?;
         for at in 0..config.paths.clamp(1, 256) {
             let address = SocketAddr::new(first.ip(), if at == 0 { first.port() } else { 0 });
-            let socket = UdpSocket::bind(address)?;
-            socket.set_nonblocking(true)?;
-            let state = UdpSocketState::new((&socket).into())?;
-            // What the kernel does not grant makes for more losses and no error.
-            let _ = state.set_recv_buffer_size((&socket).into(), BUFFER);
-            let _ = state.set_send_buffer_size((&socket).into(), BUFFER);
-            epoll.add_readable(socket.as_raw_fd(), at as u64)?;
-            ports.push(Port { socket, state });
+            let port = Port::bind(address, None)?;
+            epoll.add_readable(port.fd(), at as u64)?;
+            ports.push(port);
         }
         Ok(Driver {
             ports,
@@ -91,11 +77,10 @@ impl Driver {
             key,
             own: own()?,
             begun: Instant::now(),
-            inbox: vec![vec![0; 1 << 16]; BATCH_SIZE],
-            outbox: Vec::with_capacity(MOST),
+            reader: Reader::new(),
+            batch: Batch::default(),
             epoll,
             ready: Vec::new(),
-            segment: 0,
             calls: (0, 0),
             refused: 0,
         })
@@ -134,7 +119,7 @@ impl Driver {
     /// Of the socket.
     pub fn address(&self) -> io::Result<SocketAddr> {
         match self.ports.first() {
-            Some(port) => port.socket.local_addr(),
+            Some(port) => port.address(),
             None => Err(io::ErrorKind::NotConnected.into()),
         }
     }
@@ -192,7 +177,6 @@ impl Driver {
 
     fn receive(&mut self, memory: &mut dyn Bytes) -> usize {
         let mut came = 0;
-        let mut inbox = std::mem::take(&mut self.inbox);
         if self
             .epoll
             .wait(&mut self.ready, Some(Duration::ZERO))
@@ -200,51 +184,35 @@ impl Driver {
         {
             self.ready.clear();
         }
+        let mut reader = std::mem::take(&mut self.reader);
+        let ports = std::mem::take(&mut self.ports);
         for at in 0..self.ready.len() {
             let at = self.ready[at].token as usize;
-            let mut metas = [RecvMeta::default(); BATCH_SIZE];
-            let port = &self.ports[at];
-            let mut slices: Vec<IoSliceMut<'_>> = inbox
-                .iter_mut()
-                .map(|buffer| IoSliceMut::new(buffer))
-                .collect();
-            // An error says that a port of the peer is closed, or that nothing is there.
-            let Ok(count) = port
-                .state
-                .recv((&port.socket).into(), &mut slices, &mut metas)
-            else {
-                continue;
-            };
-            self.calls.1 += 1;
-            for (buffer, meta) in inbox.iter().zip(&metas).take(count) {
-                let Some(bytes) = buffer.get(..meta.len) else {
-                    continue;
-                };
-                let marked = meta.ecn == Some(EcnCodepoint::Ce);
-                for packet in bytes.chunks(meta.stride.max(1)) {
-                    came += 1;
-                    self.hear(packet, meta.addr, marked, memory);
-                }
+            let hear = |packet: Came<'_>| self.hear(&ports, &packet, memory);
+            if let Some(count) = reader.read(&ports[at], hear) {
+                came += count;
+                self.calls.1 += 1;
             }
         }
-        self.inbox = inbox;
+        (self.reader, self.ports) = (reader, ports);
         came
     }
 
-    fn hear(&mut self, packet: &[u8], from: SocketAddr, marked: bool, memory: &mut dyn Bytes) {
+    fn hear(&mut self, ports: &[Port], came: &Came<'_>, memory: &mut dyn Bytes) {
         let now = self.now();
         if let Some(connection) = &mut self.connection {
-            let _ = connection.receive(packet, marked, now, &mut |place| memory.place(place));
+            let place = &mut |place: Place<'_>| memory.place(place);
+            let _ = connection.receive(came.packet, came.marked, now, place);
             return;
         }
-        match accept(self.config.clone(), self.key, self.own, packet, now) {
+        match accept(self.config.clone(), self.key, self.own, came.packet, now) {
             Ok(Accepted::Connection(connection)) => {
                 self.connection = Some(connection);
-                self.peer = Some(from);
+                self.peer = Some(came.from);
             }
             Ok(Accepted::Reply(reply)) => {
-                if let Some(port) = self.ports.first() {
-                    let _ = port.socket.send_to(&reply, from);
+                if let Some(port) = ports.first() {
+                    port.send(came.from, &reply, reply.len());
                 }
             }
             Err(
@@ -260,55 +228,26 @@ impl Driver {
 
     fn transmit(&mut self, memory: &mut dyn Bytes) {
         let now = self.now();
-        let mut current = None;
-        let mut buffer = [0; 9216];
-        while let Some(sent) = self.connection.as_mut().and_then(|connection| {
-            connection.transmit(now, &mut buffer, &mut |span, to| memory.read(span, to))
-        }) {
-            let path = usize::from(sent.path);
-            // One call holds packets of one path and one size; the last may be shorter.
-            let most = self
-                .ports
-                .get(path)
-                .map_or(1, |port| port.state.max_gso_segments());
-            let full = self.outbox.len() + sent.length > MOST
-                || (self.segment > 0 && self.outbox.len() >= self.segment * most);
-            let ended = self.segment > 0 && !self.outbox.len().is_multiple_of(self.segment);
-            if current != Some(path) || full || ended || sent.length > self.segment {
-                self.flush(current);
-                (current, self.segment) = (Some(path), sent.length);
-            }
-            self.outbox.extend_from_slice(&buffer[..sent.length]);
-        }
-        self.flush(current);
-    }
-
-    fn flush(&mut self, path: Option<usize>) {
-        let (Some(port), Some(peer)) = (path.and_then(|path| self.ports.get(path)), self.peer)
-        else {
-            self.outbox.clear();
+        let (Some(connection), Some(peer)) = (&mut self.connection, self.peer) else {
             return;
         };
-        if !self.outbox.is_empty() {
-            let several = self.outbox.len() > self.segment;
-            let transmit = quinn_udp::Transmit {
-                destination: peer,
-                ecn: Some(EcnCodepoint::Ect0),
-                contents: &self.outbox,
-                segment_size: several.then_some(self.segment),
-                src_ip: None,
-            };
+        let (ports, calls, refused) = (&self.ports, &mut self.calls, &mut self.refused);
+        let mut send = |path: usize, packets: &[u8], segment| {
             // What the kernel has no room for is lost, as in the network, and goes again.
-            if port
-                .state
-                .try_send((&port.socket).into(), &transmit)
-                .is_err()
-            {
-                self.refused += 1;
-            }
-            self.calls.0 += 1;
+            let taken = ports
+                .get(path)
+                .is_some_and(|port| port.send(peer, packets, segment));
+            calls.0 += 1;
+            *refused += u64::from(!taken);
+        };
+        while let Some(sent) = connection.transmit(now, self.batch.place(), &mut |span, to| {
+            memory.read(span, to)
+        }) {
+            let path = usize::from(sent.path);
+            self.batch
+                .add(path, sent.length, ports.get(path), &mut send);
         }
-        self.outbox.clear();
+        self.batch.flush(&mut send);
     }
 
     /// Sleeps until a datagram is there or something is due, `longest` at most.

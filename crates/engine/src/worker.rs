@@ -381,6 +381,8 @@ impl Worker {
                     }
                 }
             }
+            // Of UDP's instances.
+            Task::Hello { .. } => {}
             Task::Stop => self.stopped = true,
         }
     }
@@ -458,7 +460,7 @@ impl Worker {
 
     /// The other workers that have connections to a peer.
     fn others(&self, peer: &Peer) -> Vec<usize> {
-        if self.shared.workers.len() == 1 {
+        if self.shared.streams == 1 {
             return Vec::new();
         }
         let link = lock(&peer.link);

@@ -11,13 +11,46 @@ use std::time::{Duration, Instant};
 
 use evener_engine::comm::Comm;
 use evener_engine::hello::{Greeting, Handle};
-use evener_engine::{Config, Engine, Error, Memory, Slot, Status};
+use evener_engine::{Choice, Config, Engine, Error, Memory, Slot, Status};
 use evener_proto::Frame;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-fn engine(workers: usize) -> Engine {
+/// What must hold whatever carries the bytes.
+macro_rules! with_each_engine {
+    ($($name:ident)*) => {
+        mod tcp {
+            $(#[test]
+            fn $name() {
+                super::$name(super::Choice::Tcp);
+            })*
+        }
+
+        mod udp {
+            $(#[test]
+            fn $name() {
+                super::$name(super::Choice::Udp);
+            })*
+        }
+    };
+}
+
+with_each_engine! {
+    messages_of_all_sizes_arrive
+    many_in_flight_both_ways_keep_their_order
+    connections_change_hands_and_end_while_they_carry
+    a_comm_to_oneself_works
+    connections_that_are_cut_cost_nothing_but_time
+    strangers_stop_nothing
+    closing_with_requests_in_flight_fails_the_other_end
+    a_message_that_is_too_long_is_refused_on_both_ends
+    a_closed_listener_declines
+    comms_come_and_go_without_growth
+}
+
+fn engine(choice: Choice, workers: usize) -> Engine {
     engine_with(Config {
+        engine: choice,
         interfaces: Some("lo".into()),
         workers,
         flows: 4,
@@ -83,10 +116,9 @@ fn pattern(seed: usize, length: usize) -> Vec<u8> {
         .collect()
 }
 
-#[test]
-fn messages_of_all_sizes_arrive() {
+fn messages_of_all_sizes_arrive(choice: Choice) {
     for workers in [1, 2] {
-        let (a, b) = (engine(workers), engine(workers));
+        let (a, b) = (engine(choice, workers), engine(choice, workers));
         let (send, receive) = pair(&a, &b);
         let sizes = [
             0,
@@ -121,11 +153,10 @@ fn messages_of_all_sizes_arrive() {
     }
 }
 
-#[test]
-fn many_in_flight_both_ways_keep_their_order() {
-    let (a, b) = (engine(2), engine(2));
+fn many_in_flight_both_ways_keep_their_order(choice: Choice) {
+    let (a, b) = (engine(choice, 2), engine(choice, 2));
     let (ab, ba) = (pair(&a, &b), pair(&b, &a));
-    let count = 200;
+    let count = if choice == Choice::Udp { 50 } else { 200 };
     std::thread::scope(|scope| {
         for (engine, comm, receiving) in [
             (&a, &ab.0, false),
@@ -161,9 +192,10 @@ fn many_in_flight_both_ways_keep_their_order() {
     });
 }
 
-#[test]
-fn connections_change_hands_and_end_while_they_carry() {
-    let (a, b) = (engine(3), engine(2));
+fn connections_change_hands_and_end_while_they_carry(choice: Choice) {
+    // Packets are authenticated: slow without the compiler's optimizations.
+    let count = if choice == Choice::Udp { 30 } else { 150 };
+    let (a, b) = (engine(choice, 3), engine(choice, 2));
     let (send, receive) = pair(&a, &b);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -180,7 +212,7 @@ fn connections_change_hands_and_end_while_they_carry() {
                 }
             }
         });
-        for number in 0..150 {
+        for number in 0..count {
             let size = 1 + number * 7919 % 2_000_000;
             let mut from = [pattern(number, size), pattern(number + 1, 1000)];
             let mut to = [vec![0; size], vec![0; 2000]];
@@ -209,9 +241,8 @@ fn connections_change_hands_and_end_while_they_carry() {
     b.release(&receive);
 }
 
-#[test]
-fn a_comm_to_oneself_works() {
-    let a = engine(1);
+fn a_comm_to_oneself_works(choice: Choice) {
+    let a = engine(choice, 1);
     let (send, receive) = pair(&a, &a);
     let (mut from, mut to) = (pattern(3, 300_000), vec![0; 300_000]);
     let posted = post(&a, &receive, &mut to).unwrap();
@@ -221,13 +252,13 @@ fn a_comm_to_oneself_works() {
     assert_eq!(from, to);
 }
 
-#[test]
-fn connections_that_are_cut_cost_nothing_but_time() {
+fn connections_that_are_cut_cost_nothing_but_time(choice: Choice) {
+    let count = if choice == Choice::Udp { 30 } else { 200 };
     // As in a Python or C process that has not ignored it: a write to a dead connection must not
     // raise it. Rust's runtime would.
     // SAFETY: no handler is installed.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
-    let (a, b) = (engine(1), engine(1));
+    let (a, b) = (engine(choice, 1), engine(choice, 1));
     let (send, receive) = pair(&a, &b);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -238,7 +269,7 @@ fn connections_that_are_cut_cost_nothing_but_time() {
                 a.cut_paths(2);
             }
         });
-        for number in 0..200 {
+        for number in 0..count {
             let size = 1 + number * 7919 % 2_000_000;
             let (mut from, mut to) = (pattern(number, size), vec![0; size]);
             let posted = post(&b, &receive, &mut to).unwrap();
@@ -251,9 +282,8 @@ fn connections_that_are_cut_cost_nothing_but_time() {
     });
 }
 
-#[test]
-fn strangers_stop_nothing() {
-    let (a, b) = (engine(1), engine(1));
+fn strangers_stop_nothing(choice: Choice) {
+    let (a, b) = (engine(choice, 1), engine(choice, 1));
     let mut strangers = Vec::new();
     for number in 0..300 {
         let Ok(mut stranger) = TcpStream::connect(("127.0.0.1", b.port())) else {
@@ -287,7 +317,7 @@ fn strangers_stop_nothing() {
 /// nor who has the wrong token.
 #[test]
 fn strangers_are_closed_in_time_and_hear_nothing() {
-    let b = engine(1);
+    let b = engine(Choice::Tcp, 1);
     let (_listener, bytes) = b.listen();
     let handle = Handle::parse(&bytes).unwrap();
     let greeting = Greeting {
@@ -326,7 +356,7 @@ fn strangers_are_closed_in_time_and_hear_nothing() {
 /// One that was admitted and then says what makes no sense, as a broken build of ourselves would.
 #[test]
 fn a_peer_that_speaks_nonsense_stops_nothing() {
-    let (a, b) = (engine(1), engine(1));
+    let (a, b) = (engine(Choice::Tcp, 1), engine(Choice::Tcp, 1));
     let (send, receive) = pair(&a, &b);
     let (_listener, bytes) = b.listen();
     let handle = Handle::parse(&bytes).unwrap();
@@ -380,9 +410,8 @@ fn a_peer_that_speaks_nonsense_stops_nothing() {
     assert!(!b.is_broken());
 }
 
-#[test]
-fn closing_with_requests_in_flight_fails_the_other_end() {
-    let (a, b) = (engine(1), engine(1));
+fn closing_with_requests_in_flight_fails_the_other_end(choice: Choice) {
+    let (a, b) = (engine(choice, 1), engine(choice, 1));
     let (send, receive) = pair(&a, &b);
     let (other_send, other_receive) = pair(&a, &b);
     let mut to = vec![0; 4 << 20];
@@ -406,9 +435,8 @@ fn closing_with_requests_in_flight_fails_the_other_end() {
     assert_eq!(from, to);
 }
 
-#[test]
-fn a_message_that_is_too_long_is_refused_on_both_ends() {
-    let (a, b) = (engine(1), engine(1));
+fn a_message_that_is_too_long_is_refused_on_both_ends(choice: Choice) {
+    let (a, b) = (engine(choice, 1), engine(choice, 1));
     let (send, receive) = pair(&a, &b);
     let mut to = vec![0xaa; 100];
     let posted = post(&b, &receive, &mut to).unwrap();
@@ -424,9 +452,8 @@ fn a_message_that_is_too_long_is_refused_on_both_ends() {
     }
 }
 
-#[test]
-fn a_closed_listener_declines() {
-    let (a, b) = (engine(1), engine(1));
+fn a_closed_listener_declines(choice: Choice) {
+    let (a, b) = (engine(choice, 1), engine(choice, 1));
     let (listener, mut handle) = b.listen();
     b.close_listener(&listener);
     let refused = until(|| a.connect(&mut handle).err());
@@ -455,9 +482,8 @@ fn a_peer_that_is_gone_is_an_error_after_the_timeout_and_not_before() {
     a.release(&send);
 }
 
-#[test]
-fn comms_come_and_go_without_growth() {
-    let (a, b) = (engine(1), engine(1));
+fn comms_come_and_go_without_growth(choice: Choice) {
+    let (a, b) = (engine(choice, 1), engine(choice, 1));
     drop(pair(&a, &b));
     let count = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     for round in 0..100 {
@@ -474,4 +500,34 @@ fn comms_come_and_go_without_growth() {
     let flows = a.paths().len() + b.paths().len();
     assert!(flows <= 2 * 8 + 4, "{flows} connections");
     assert!(count() < 3000);
+}
+
+#[test]
+fn processes_with_different_engines_speak_to_each_other() {
+    let (a, b) = (engine(Choice::Udp, 1), engine(Choice::Tcp, 1));
+    for (from, to) in [(&a, &b), (&b, &a)] {
+        let (send, receive) = pair(from, to);
+        let (mut bytes, mut into) = (pattern(5, 300_000), vec![0; 300_000]);
+        let posted = post(to, &receive, &mut into).unwrap();
+        let sent = post(from, &send, &mut bytes).unwrap();
+        assert_eq!((finish(posted), finish(sent)), (300_000, 300_000));
+        assert_eq!(bytes, into);
+    }
+}
+
+#[test]
+fn a_peer_that_ends_says_so_over_udp() {
+    let (a, b) = (engine(Choice::Udp, 1), engine(Choice::Udp, 1));
+    let (send, receive) = pair(&a, &b);
+    drop(receive);
+    b.stop();
+    let mut from = vec![1; 1 << 20];
+    until(|| {
+        // SAFETY: as in `post`; the comm is released before the memory goes.
+        match unsafe { a.post(&send, Memory::of(&mut from)) } {
+            Err(Error::Comm(_)) => Some(()),
+            _ => None,
+        }
+    });
+    a.release(&send);
 }

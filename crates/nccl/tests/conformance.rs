@@ -5,48 +5,21 @@
 #![allow(unsafe_code, reason = "memory is lent to the plug-in as NCCL lends it")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod library;
+mod common;
 
-use std::time::{Duration, Instant};
+use common::{pair, until};
+
+use std::time::Duration;
 
 use evener_drive::{DriveError, NULL, Object, Plugin};
 
-const LIMIT: Duration = Duration::from_secs(30);
 const HOST: i32 = 1;
 
 fn load(version: u32) -> Plugin {
-    library::environment();
-    let mut plugin = Plugin::load(&library::path(), version).unwrap();
+    common::environment();
+    let mut plugin = Plugin::load(&common::path(), version).unwrap();
     plugin.init().unwrap();
     plugin
-}
-
-fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + LIMIT;
-    loop {
-        if let Some(value) = step() {
-            return value;
-        }
-        assert!(Instant::now() < end, "nothing happened for {LIMIT:?}");
-        std::thread::yield_now();
-    }
-}
-
-/// A comm, as the service thread makes one: both sides polled in one loop.
-fn pair(plugin: &Plugin) -> (Object, Object) {
-    let (listener, mut handle) = plugin.listen(0).unwrap();
-    let (mut send, mut receive) = (None, None);
-    until(|| {
-        if send.is_none() {
-            send = plugin.connect(0, &mut handle).unwrap();
-        }
-        if receive.is_none() {
-            receive = plugin.accept(listener).unwrap();
-        }
-        (send.is_some() && receive.is_some()).then_some(())
-    });
-    plugin.close_listen(listener).unwrap();
-    (send.unwrap(), receive.unwrap())
 }
 
 fn isend(plugin: &Plugin, comm: Object, bytes: &mut [u8]) -> Object {
@@ -350,4 +323,9 @@ fn a_thousand_comms_leave_nothing_behind() {
     let grown = resident().saturating_sub(memory);
     assert!(grown < 16 << 20, "{grown} bytes");
     assert!(threads() <= running + 16);
+}
+
+#[test]
+fn the_same_over_udp() {
+    common::again_over_udp("the_same_over_udp");
 }

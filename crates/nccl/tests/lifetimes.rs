@@ -8,39 +8,14 @@
     reason = "memory is lent as NCCL lends it; a fork is the test"
 )]
 
-mod library;
+mod common;
+
+use common::{pair, until};
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use evener_drive::{NULL, Object, Plugin};
-
-fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + Duration::from_secs(60);
-    loop {
-        if let Some(value) = step() {
-            return value;
-        }
-        assert!(Instant::now() < end, "nothing happened");
-        std::thread::yield_now();
-    }
-}
-
-fn pair(plugin: &Plugin) -> (Object, Object) {
-    let (listener, mut handle) = plugin.listen(0).unwrap();
-    let (mut send, mut receive) = (None, None);
-    until(|| {
-        if send.is_none() {
-            send = plugin.connect(0, &mut handle).unwrap();
-        }
-        if receive.is_none() {
-            receive = plugin.accept(listener).unwrap();
-        }
-        (send.is_some() && receive.is_some()).then_some(())
-    });
-    plugin.close_listen(listener).unwrap();
-    (send.unwrap(), receive.unwrap())
-}
 
 fn exchange(plugin: &Plugin, (send, receive): (Object, Object), round: usize) {
     let mut from = vec![round as u8; 20_000];
@@ -129,8 +104,8 @@ fn sockets_of_a_child() -> usize {
 
 #[test]
 fn nothing_stays_behind() {
-    library::environment();
-    let mut plugin = Plugin::load(&library::path(), 11).unwrap();
+    common::environment();
+    let mut plugin = Plugin::load(&common::path(), 11).unwrap();
     plugin.init().unwrap();
     let kept = pair(&plugin);
     for round in 0..50 {
@@ -197,4 +172,7 @@ fn nothing_stays_behind() {
     // The threads' heaps settle within the first fifty.
     let kilobytes = status("VmRSS:") - memory;
     assert!(kilobytes < 2048, "{kilobytes} kB more");
+
+    // What another process does meanwhile would be counted above.
+    common::again_over_udp("no other");
 }

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(unsafe_code, reason = "the environment is set before threads start")]
 
-mod library;
+mod common;
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use evener_drive::Plugin;
 
 #[test]
 fn each_nic_is_a_device_and_carries_its_own_comms() {
-    library::environment();
+    common::environment();
     let v6 = TcpListener::bind("[::1]:0").is_ok();
     // SAFETY: before the library has started a thread.
     unsafe {
@@ -24,7 +24,7 @@ fn each_nic_is_a_device_and_carries_its_own_comms() {
             eprintln!("IPv6 is left out: this machine has no ::1");
         }
     }
-    let mut plugin = Plugin::load(&library::path(), 11).unwrap();
+    let mut plugin = Plugin::load(&common::path(), 11).unwrap();
     plugin.init().unwrap();
     assert_eq!(plugin.devices().unwrap(), 1);
     assert_eq!(plugin.properties(0).unwrap().name, "lo");
@@ -59,4 +59,9 @@ fn each_nic_is_a_device_and_carries_its_own_comms() {
     plugin.close_recv(receive.unwrap()).unwrap();
     plugin.close_listen(listener).unwrap();
     plugin.finalize().unwrap();
+}
+
+#[test]
+fn the_same_over_udp() {
+    common::again_over_udp("the_same_over_udp");
 }

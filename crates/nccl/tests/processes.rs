@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(unsafe_code, reason = "the environment is set before threads start")]
 
-mod library;
+mod common;
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -17,7 +17,7 @@ fn scenario(rank: u32, control: String, pattern: Pattern) -> Scenario {
     Scenario {
         rank,
         control,
-        plugin: Some(library::path()),
+        plugin: Some(common::path()),
         streams: 1,
         version: 11,
         pattern,
@@ -36,7 +36,7 @@ fn scenario(rank: u32, control: String, pattern: Pattern) -> Scenario {
 #[test]
 fn other_process() {
     if let Ok(control) = std::env::var(ROLE) {
-        library::environment();
+        common::environment();
         let ring = std::env::var_os(PATTERN).is_some();
         let pattern = if ring { Pattern::Ring } else { Pattern::Steady };
         run(&scenario(1, control, pattern)).unwrap();
@@ -54,7 +54,7 @@ impl Drop for Ended {
 
 /// What both processes measured, by the first one.
 fn measure(pattern: Pattern) -> Vec<Run> {
-    library::environment();
+    common::environment();
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
     let control = free.local_addr().unwrap().to_string();
     drop(free);
@@ -90,4 +90,9 @@ fn a_ring_of_two_processes_carries_what_was_sent() {
         println!("{one:?}");
         assert!(one.messages >= 5 && one.bandwidth > 0.0);
     }
+}
+
+#[test]
+fn the_same_over_udp() {
+    common::again_over_udp("the_same_over_udp");
 }

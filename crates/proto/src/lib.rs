@@ -34,7 +34,7 @@
 //! # For packets
 //! Nothing here assumes that a path is ordered or reliable, except that a path's *loss* is reported
 //! by its death or suspicion. [`packet`] is a protocol of its own for datagrams, with loss recovery,
-//! authentication and congestion control; no engine drives it in the plug-in yet.
+//! authentication and congestion control; it does without lanes.
 
 pub mod ahead;
 pub mod dial;

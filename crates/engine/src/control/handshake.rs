@@ -13,7 +13,7 @@ use super::{Control, DIAL_TIME, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_
 use crate::hello::{ANSWER, Answer, GREETING, Greeting, MOST_ADDRESSES};
 use crate::lock::lock;
 use crate::log::Level;
-use crate::peer::PeerKey;
+use crate::peer::{PeerKey, Transport};
 use crate::peers::Claim;
 use crate::stats::PathStats;
 use crate::sys::{self, Memory};
@@ -291,8 +291,15 @@ impl Control {
         let key = PeerKey {
             process: greeting.from,
             mirror: greeting.from == shared.process,
+            transport: Transport::Tcp,
         };
-        let peer = shared.peer(key, greeting.from_token, greeting.port, &greeting.addresses);
+        let peer = shared.peer(
+            key,
+            greeting.from_token,
+            greeting.port,
+            &greeting.addresses,
+            None,
+        );
         let path = PathId(greeting.path);
         {
             let mut known = lock(&peer.addresses);

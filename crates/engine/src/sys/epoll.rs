@@ -77,6 +77,32 @@ impl Epoll {
         self.add_with(fd, token, libc::EPOLLIN)
     }
 
+    /// As [`Epoll::wait`], but not rounded up to milliseconds where the kernel (5.11) can.
+    pub fn wait_exactly(&self, ready: &mut Vec<Ready>, timeout: Duration) -> io::Result<()> {
+        let time = libc::timespec {
+            tv_sec: timeout.as_secs() as libc::time_t,
+            tv_nsec: libc::c_long::from(timeout.subsec_nanos()),
+        };
+        // SAFETY: no event is taken (the one that there is room for is thrown away, and is still there
+        // for `wait`); `event` and `time` live through the call; no signals are masked.
+        let done = unsafe {
+            let mut event = libc::epoll_event { events: 0, u64: 0 };
+            libc::syscall(
+                libc::SYS_epoll_pwait2,
+                self.0.as_raw_fd(),
+                &raw mut event,
+                1,
+                &raw const time,
+                std::ptr::null::<libc::sigset_t>(),
+                0,
+            )
+        };
+        if done < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+            return self.wait(ready, Some(timeout));
+        }
+        self.wait(ready, Some(Duration::ZERO))
+    }
+
     /// Waits for at most `timeout` (`None`: for ever) and replaces `ready` with what is.
     pub fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) -> io::Result<()> {
         const MANY: usize = 64;

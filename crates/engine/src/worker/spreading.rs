@@ -18,7 +18,7 @@ impl Worker {
         let [own, kernel] = sys::processor_time();
         self.shared.workers[self.index].counts.used([own, kernel]);
         let load = self.load.take(own + kernel);
-        if self.shared.workers.len() == 1 {
+        if self.shared.streams == 1 {
             return;
         }
         let Some(link) = (0..self.links.len()).max_by_key(|link| self.count(*link)) else {

@@ -339,6 +339,19 @@ impl Connection {
         message
     }
 
+    /// Ends a channel at this side: none of its bytes are asked for or written any more, and nothing more
+    /// is said of its messages. The peer does not hear of it: that is the driver's to say.
+    pub fn forget(&mut self, channel: u32) {
+        self.outgoing.forget(channel);
+        self.incoming.forget(channel);
+        self.events.retain(|event| match event {
+            Event::Sent { channel: of, .. }
+            | Event::Received { channel: of, .. }
+            | Event::TooLong { channel: of, .. } => *of != channel,
+            Event::Connected | Event::Over(_) => true,
+        });
+    }
+
     fn met(&mut self, channel: u32, message: u64, length: u64, met: Met) {
         if let Met::TooLong { room } = met {
             self.control
@@ -381,6 +394,11 @@ impl Connection {
     /// The number that the peer writes into its packets.
     pub fn number(&self) -> u32 {
         self.own.connection
+    }
+
+    /// Whether the peer has proved itself, and it is not over.
+    pub fn is_open(&self) -> bool {
+        self.stage == Stage::Open
     }
 
     /// Why it is over, if it is.

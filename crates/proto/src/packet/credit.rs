@@ -105,6 +105,11 @@ impl Incoming {
             .map(|buffer| buffer.room)
     }
 
+    /// No byte of this channel is placed any more: what still comes counts as heard before.
+    pub fn forget(&mut self, channel: u32) {
+        self.buffers.retain(|key, _| key.0 != channel);
+    }
+
     /// Whether buffers wait.
     pub fn waits(&self) -> bool {
         !self.buffers.is_empty()

@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::format::CHUNK;
 use crate::ranges::Ranges;
@@ -76,6 +76,8 @@ pub struct Outgoing {
     messages: FxHashMap<Key, Message>,
     small: VecDeque<Key>,
     large: VecDeque<Key>,
+    /// Channels of which nothing goes any more.
+    closed: FxHashSet<u32>,
 }
 
 impl Outgoing {
@@ -110,8 +112,8 @@ impl Outgoing {
         if let Some(total) = self.waiting.remove(&key) {
             return Some(self.start(key, total, room));
         }
-        // One that is said twice.
-        if message < self.next(channel) {
+        // One that is said twice, or for nothing.
+        if message < self.next(channel) || self.closed.contains(&channel) {
             return Some(Met::Waits);
         }
         if self.credits.len() >= MOST_CREDITS && !self.credits.contains_key(&key) {
@@ -155,6 +157,17 @@ impl Outgoing {
         } else {
             list.push_back(key)
         }
+    }
+
+    /// Nothing of this channel goes any more, and its credits mean nothing.
+    pub fn forget(&mut self, channel: u32) {
+        self.closed.insert(channel);
+        self.next.remove(&channel);
+        self.waiting.retain(|key, _| key.0 != channel);
+        self.credits.retain(|key, _| key.0 != channel);
+        self.messages.retain(|key, _| key.0 != channel);
+        self.small.retain(|key| key.0 != channel);
+        self.large.retain(|key| key.0 != channel);
     }
 
     /// Whether there is something that could go now.

@@ -1,0 +1,200 @@
+//! UDP sockets: several packets go to the kernel in one call (GSO) and come from it in one (GRO).
+//! quinn-udp finds out what the kernel has. Packets are marked as capable of ECN, and marks by
+//! switches are handed on.
+
+use std::io::{self, IoSliceMut};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsRawFd, RawFd};
+
+use quinn_udp::{BATCH_SIZE, EcnCodepoint, RecvMeta, UdpSocketState};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::fds;
+
+/// Bytes that one call to the kernel takes at most.
+const MOST: usize = 65_000;
+/// The largest datagram that is made here.
+pub const LARGEST: usize = 9_216;
+/// Asked for; the kernel gives what net.core.rmem_max allows.
+const BUFFER: usize = 4 << 20;
+
+/// One socket: one source port.
+pub struct Port {
+    socket: UdpSocket,
+    state: UdpSocketState,
+}
+
+impl Port {
+    /// Bound to this address, and to this interface where one is named.
+    ///
+    /// # Errors
+    /// Of the socket.
+    pub fn bind(address: SocketAddr, device: Option<&str>) -> io::Result<Port> {
+        let domain = Domain::for_address(address);
+        let socket = Socket::new(domain, Type::DGRAM.nonblocking(), Some(Protocol::UDP))?;
+        if address.is_ipv6() && address.ip().is_unspecified() {
+            socket.set_only_v6(false)?;
+        }
+        if let Some(name) = device {
+            // It makes things better where the kernel allows it; it is not needed.
+            let _ = socket.bind_device(Some(name.as_bytes()));
+        }
+        socket.bind(&address.into())?;
+        let socket = UdpSocket::from(socket);
+        let state = UdpSocketState::new((&socket).into())?;
+        // What the kernel does not grant makes for more losses and no error.
+        let _ = state.set_recv_buffer_size((&socket).into(), BUFFER);
+        let _ = state.set_send_buffer_size((&socket).into(), BUFFER);
+        fds::note(socket.as_raw_fd());
+        Ok(Port { socket, state })
+    }
+
+    /// The descriptor, to wait for.
+    pub fn fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+
+    /// Where it is.
+    ///
+    /// # Errors
+    /// Of the socket.
+    pub fn address(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    /// Packets of `segment` bytes each (the last may be shorter) that one call takes.
+    fn segments(&self) -> usize {
+        self.state.max_gso_segments()
+    }
+
+    /// Hands packets of `segment` bytes each to the kernel. `false`: it has refused them, and they are
+    /// lost, as in the network.
+    pub fn send(&self, to: SocketAddr, packets: &[u8], segment: usize) -> bool {
+        let several = packets.len() > segment;
+        let transmit = quinn_udp::Transmit {
+            destination: to,
+            ecn: Some(EcnCodepoint::Ect0),
+            contents: packets,
+            segment_size: several.then_some(segment),
+            src_ip: None,
+        };
+        self.state
+            .try_send((&self.socket).into(), &transmit)
+            .is_ok()
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        fds::forget(self.socket.as_raw_fd());
+    }
+}
+
+/// A packet that came.
+pub struct Came<'a> {
+    /// Its bytes.
+    pub packet: &'a [u8],
+    /// From where.
+    pub from: SocketAddr,
+    /// To which address of this host, where the kernel says so.
+    pub to: Option<IpAddr>,
+    /// A switch says that its queue is long.
+    pub marked: bool,
+}
+
+/// Buffers for packets that come, for one thread. The default has none.
+#[derive(Default)]
+pub struct Reader(Vec<Vec<u8>>);
+
+impl Reader {
+    /// With as many buffers as one call fills.
+    pub fn new() -> Self {
+        Reader(vec![vec![0; 1 << 16]; BATCH_SIZE])
+    }
+
+    /// One call to the kernel: `each` gets what came. How many packets; `None`: nothing was there.
+    pub fn read(&mut self, port: &Port, mut each: impl FnMut(Came<'_>)) -> Option<usize> {
+        let mut metas = [RecvMeta::default(); BATCH_SIZE];
+        let mut slices: Vec<IoSliceMut<'_>> = self
+            .0
+            .iter_mut()
+            .map(|buffer| IoSliceMut::new(buffer))
+            .collect();
+        // An error says that a port of the peer is closed, or that nothing is there.
+        let count = port
+            .state
+            .recv((&port.socket).into(), &mut slices, &mut metas)
+            .ok()?;
+        let mut came = 0;
+        for (buffer, meta) in self.0.iter().zip(&metas).take(count) {
+            let bytes = buffer.get(..meta.len).unwrap_or_default();
+            for packet in bytes.chunks(meta.stride.max(1)) {
+                came += 1;
+                each(Came {
+                    packet,
+                    from: SocketAddr::new(meta.addr.ip().to_canonical(), meta.addr.port()),
+                    to: meta.dst_ip.map(|ip| ip.to_canonical()),
+                    marked: meta.ecn == Some(EcnCodepoint::Ce),
+                });
+            }
+        }
+        Some(came)
+    }
+}
+
+/// Packets of one path and one size (the last may be shorter) that wait for one call.
+pub struct Batch {
+    bytes: Vec<u8>,
+    filled: usize,
+    segment: usize,
+    path: usize,
+}
+
+impl Default for Batch {
+    fn default() -> Self {
+        Batch {
+            bytes: vec![0; MOST + LARGEST],
+            filled: 0,
+            segment: 0,
+            path: 0,
+        }
+    }
+}
+
+impl Batch {
+    /// Where the next packet is to be written.
+    pub fn place(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.filled..self.filled + LARGEST]
+    }
+
+    /// A packet of `length` bytes for this path was written there. What waited and does not go with it
+    /// goes before it: `send` gets path, bytes and the size of a packet.
+    pub fn add(
+        &mut self,
+        path: usize,
+        length: usize,
+        port: Option<&Port>,
+        mut send: impl FnMut(usize, &[u8], usize),
+    ) {
+        let most = port.map_or(1, Port::segments);
+        let full = self.filled + length > MOST || self.filled >= self.segment * most;
+        let ended = self.segment > 0 && !self.filled.is_multiple_of(self.segment);
+        if self.filled > 0 && (path != self.path || full || ended || length > self.segment) {
+            send(self.path, &self.bytes[..self.filled], self.segment);
+            self.bytes.copy_within(self.filled..self.filled + length, 0);
+            self.filled = 0;
+        }
+        if self.filled == 0 {
+            (self.path, self.segment) = (path, length);
+        }
+        self.filled += length;
+    }
+
+    /// What waits goes.
+    pub fn flush(&mut self, mut send: impl FnMut(usize, &[u8], usize)) {
+        if self.filled > 0 {
+            send(self.path, &self.bytes[..self.filled], self.segment);
+            self.filled = 0;
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! What two instances say about comms: 24 bytes each, as messages of channel 0, acted on in the order
+//! in which they were said.
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0 | 1 open, 2 opened, 3 declined, 4 closed |
+//! | 4..8 | channel: the initiator chooses it |
+//! | 8..16 | open: the comm, by the sending process' number |
+//! | 16..24 | open: the listener |
+
+use std::collections::{HashMap, VecDeque};
+
+/// Bytes of a signal.
+pub const SIGNAL: usize = 24;
+/// Signals that may be on their way to one end.
+pub const WINDOW: usize = 64;
+/// The channel of signals.
+pub const CHANNEL: u32 = 0;
+
+/// One signal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Signal {
+    /// The initiator wants to open a comm at a listener.
+    Open {
+        /// Its channel from now on.
+        channel: u32,
+        /// The sending process' number of it.
+        comm: u64,
+        /// Which listener.
+        listener: u64,
+    },
+    /// It is open.
+    Opened(u32),
+    /// There is no such listener.
+    Declined(u32),
+    /// An end has closed it.
+    Closed(u32),
+}
+
+impl Signal {
+    fn emit(self) -> [u8; SIGNAL] {
+        let (kind, channel, comm, listener) = match self {
+            Signal::Open {
+                channel,
+                comm,
+                listener,
+            } => (1, channel, comm, listener),
+            Signal::Opened(channel) => (2, channel, 0, 0),
+            Signal::Declined(channel) => (3, channel, 0, 0),
+            Signal::Closed(channel) => (4, channel, 0, 0),
+        };
+        let mut bytes = [0; SIGNAL];
+        bytes[0] = kind;
+        bytes[4..8].copy_from_slice(&u32::to_le_bytes(channel));
+        bytes[8..16].copy_from_slice(&u64::to_le_bytes(comm));
+        bytes[16..24].copy_from_slice(&u64::to_le_bytes(listener));
+        bytes
+    }
+
+    fn parse(bytes: &[u8; SIGNAL]) -> Option<Signal> {
+        let word = |at: usize| {
+            bytes[at..]
+                .first_chunk()
+                .map(|part| u64::from_le_bytes(*part))
+        };
+        let channel = u32::from_le_bytes(*bytes[4..].first_chunk()?);
+        match bytes[0] {
+            1 => Some(Signal::Open {
+                channel,
+                comm: word(8)?,
+                listener: word(16)?,
+            }),
+            2 => Some(Signal::Opened(channel)),
+            3 => Some(Signal::Declined(channel)),
+            4 => Some(Signal::Closed(channel)),
+            _ => None,
+        }
+    }
+}
+
+/// The signals of one connection, both ways.
+#[derive(Debug)]
+pub struct Signals {
+    /// Said and not known to have arrived.
+    out: HashMap<u64, [u8; SIGNAL]>,
+    /// Buffers for the next ones; message `n` has place `n % WINDOW`.
+    buffers: [[u8; SIGNAL]; WINDOW],
+    arrived: [bool; WINDOW],
+    next: u64,
+    heard: VecDeque<Signal>,
+}
+
+impl Default for Signals {
+    fn default() -> Self {
+        Signals {
+            out: HashMap::new(),
+            buffers: [[0; SIGNAL]; WINDOW],
+            arrived: [false; WINDOW],
+            next: 0,
+            heard: VecDeque::new(),
+        }
+    }
+}
+
+impl Signals {
+    /// `signal` is message `number` of the channel.
+    pub fn say(&mut self, number: u64, signal: Signal) {
+        self.out.insert(number, signal.emit());
+    }
+
+    /// Bytes of a signal that is on its way.
+    pub fn read(&self, number: u64, offset: u64, to: &mut [u8]) {
+        let from = self
+            .out
+            .get(&number)
+            .and_then(|bytes| bytes.get(offset as usize..));
+        if let Some(from) = from.and_then(|from| from.get(..to.len())) {
+            to.copy_from_slice(from);
+        }
+    }
+
+    /// Message `number` has arrived at the peer.
+    pub fn sent(&mut self, number: u64) {
+        self.out.remove(&number);
+    }
+
+    /// Whether all that was said has arrived.
+    pub fn is_idle(&self) -> bool {
+        self.out.is_empty()
+    }
+
+    /// Bytes of message `number` came.
+    pub fn place(&mut self, number: u64, offset: u64, bytes: &[u8]) {
+        let buffer = &mut self.buffers[number as usize % WINDOW];
+        if let Some(to) = buffer.get_mut(offset as usize..)
+            && let Some(to) = to.get_mut(..bytes.len())
+        {
+            to.copy_from_slice(bytes);
+        }
+    }
+
+    /// All of message `number` is there: how many buffers are free again, and to be posted.
+    pub fn received(&mut self, number: u64) -> usize {
+        self.arrived[number as usize % WINDOW] = true;
+        let mut free = 0;
+        loop {
+            let place = self.next as usize % WINDOW;
+            if !std::mem::take(&mut self.arrived[place]) {
+                return free;
+            }
+            // What this version does not know it does not act on.
+            self.heard.extend(Signal::parse(&self.buffers[place]));
+            self.next += 1;
+            free += 1;
+        }
+    }
+
+    /// The next signal of the peer's.
+    pub fn hear(&mut self) -> Option<Signal> {
+        self.heard.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_are_heard_in_the_order_in_which_they_were_said() {
+        let (mut one, mut other) = (Signals::default(), Signals::default());
+        let open = Signal::Open {
+            channel: 7,
+            comm: 1 << 40,
+            listener: 9,
+        };
+        let said = [
+            open,
+            Signal::Opened(7),
+            Signal::Declined(8),
+            Signal::Closed(7),
+        ];
+        for round in 0..100u64 {
+            for (at, signal) in said.iter().enumerate() {
+                one.say(round * 4 + at as u64, *signal);
+            }
+            for at in (0..4).rev() {
+                let number = round * 4 + at;
+                for (from, to) in [(10, SIGNAL), (0, 10)] {
+                    let mut part = vec![0; to - from];
+                    one.read(number, from as u64, &mut part);
+                    other.place(number, from as u64, &part);
+                }
+                assert_eq!(other.received(number), if at == 0 { 4 } else { 0 });
+                one.sent(number);
+            }
+            let heard: Vec<_> = std::iter::from_fn(|| other.hear()).collect();
+            assert_eq!(heard, said);
+        }
+        assert!(one.is_idle());
+    }
+
+    #[test]
+    fn what_is_no_signal_is_passed_over() {
+        let mut signals = Signals::default();
+        signals.place(0, 0, &[99; SIGNAL]);
+        signals.place(0, 20, &[0; SIGNAL]);
+        assert_eq!(signals.received(0), 1);
+        assert_eq!(signals.hear(), None);
+    }
+}
