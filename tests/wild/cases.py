@@ -108,10 +108,14 @@ CASES = (
     Case("trainer-reentrant", "transformers", "trainer", args=("--reentrant",)),
     Case("trainer-again", "transformers", "trainer", args=("--again",)),
     Case("trainer-residuals", "transformers", "residuals", doors=("auto",)),
+    Case("trainer-topk", "transformers", "residuals", args=("--topk",), doors=("auto",)),
     Case("accelerate", "accelerate", "accelerate_loop"),
     Case("lightning", "lightning", "lightning_fit"),
     Case("lightning-manual", "lightning", "lightning_fit", args=("--manual",)),
     Case("lightning-residuals", "lightning", "residuals", args=("--lightning",), doors=("auto",)),
+    Case(
+        "lightning-topk", "lightning", "residuals", args=("--lightning", "--topk"), doors=("auto",)
+    ),
     Case("timm", "timm", "timm_loop"),
     Case("peft", "peft", "peft_lora"),
     Case("trl-sft", "trl", "trl_sft"),

@@ -1,5 +1,5 @@
-"""What INT8 has not sent yet, through the checkpoints of Trainer and of Lightning: saved in the
-middle, and there again after a resume. The script is nobody's; the framework saves and loads.
+"""What INT8 or top-k has not sent yet, through the checkpoints of Trainer and of Lightning: saved
+in the middle, and there again after a resume. The framework saves and loads, not the script.
 
 Under a door the model is accelerated with a forced form, so that something is owed in each step.
 """
@@ -15,6 +15,9 @@ from tests.wild import harness as wild
 
 DOOR = bool(os.environ.get("EVENER_DDP"))
 HALF = wild.STEPS // 2
+TOPK = "--topk" in sys.argv
+if TOPK:  # the model is small
+    os.environ["LIGHT_TOPK_THRESHOLD"] = "0"
 owed: list[dict[str, torch.Tensor]] = []
 
 
@@ -42,7 +45,10 @@ def accelerate(ddp: nn.Module) -> None:
     if DOOR:
         import evener.ddp
 
-        evener.ddp.accelerate(ddp, mode="int8")
+        if TOPK:
+            evener.ddp.accelerate(ddp, mode="topk", ratio=0.25)
+        else:
+            evener.ddp.accelerate(ddp, mode="int8")
 
 
 def look(ddp: nn.Module) -> None:
@@ -70,7 +76,8 @@ def trainer(resume: bool) -> nn.Module:
         output_dir=str(wild.OUT / "trainer"),
         max_steps=wild.STEPS if resume else HALF,
         per_device_train_batch_size=4,
-        learning_rate=1e-3,
+        learning_rate=1e-2 if TOPK else 1e-3,
+        optim="sgd" if TOPK else "adamw_torch",
         logging_steps=1,
         save_steps=HALF,
         use_cpu=True,
@@ -108,6 +115,8 @@ def lightning_(resume: bool) -> nn.Module:
                 look(self.trainer.strategy.model)
 
         def configure_optimizers(self):
+            if TOPK:
+                return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     made = lightning.Trainer(
@@ -134,6 +143,7 @@ def lightning_(resume: bool) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lightning", action="store_true")
+    parser.add_argument("--topk", action="store_true", help="a quarter of the entries, and SGD")
     train = lightning_ if parser.parse_args().lightning else trainer
     wild.begin()
     wild.watch(Net())  # where training begins
