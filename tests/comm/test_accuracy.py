@@ -10,7 +10,13 @@ from benchmarks import accuracy_digits as digits
 
 from tests import worlds
 
-SEEDS = [0]
+SEEDS = [0, 1]
+# Points of accuracy that a form may lose on these seeds. Of ten seeds, 8 epochs of SGD each, the
+# differences to exact were -0.1 +- 0.3 (INT8), -2.8 +- 2.0 (top-k) and -4.4 +- 2.3 (in chunks):
+# means and 95% intervals. In 99 of 100 cases the mean of two more seeds lies within these margins.
+# Top-k that forgets its residual loses 17 and 20.5 on these two. (Under AdamW it loses as much with
+# it as without, so SGD it is.)
+MARGINS = {"int8": 1.1, "topk": 9.7, "topk-chunk": 12.5}
 # Each form as it is, without the guard.
 ENVIRONMENT = {**digits.ENVIRONMENT, "EVENER_GUARD_STEPS": "0"}
 
@@ -19,7 +25,7 @@ def trained(rank: int, size: int, modes: list[str]) -> dict[str, list[float]]:
     by_name = {(v.optimizer, v.name): v for v in digits.VARIANTS}
     return {
         mode: [
-            digits.train(rank, size, by_name["adamw", mode], seed, epochs=8)["accuracy"]
+            digits.train(rank, size, by_name["sgd", mode], seed, epochs=8)["accuracy"]
             for seed in SEEDS
         ]
         for mode in modes
@@ -28,16 +34,14 @@ def trained(rank: int, size: int, modes: list[str]) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_compressed_training_reaches_the_accuracy_of_exact() -> None:
-    """The bounds are far from what is measured, so that no seed can flake them."""
-    modes = ["exact", "int8", "topk", "topk-chunk"]
-    both = worlds.run([1, 1], trained, modes, env=ENVIRONMENT, timeout=170)
+    both = worlds.run([1, 1], trained, ["exact", *MARGINS], env=ENVIRONMENT, timeout=170)
     assert both[1] == both[0]  # all ranks end with the same model
-    mean = {mode: statistics.mean(values) for mode, values in both[0].items()}
-    print(mean)
-    assert mean["exact"] > 93
-    assert mean["int8"] > mean["exact"] - 1.5
-    assert mean["topk"] > mean["exact"] - 10
-    assert mean["topk-chunk"] > mean["exact"] - 10
+    print(both[0])
+    exact = both[0].pop("exact")
+    assert statistics.mean(exact) > 90
+    for mode, values in both[0].items():
+        difference = digits.summary(values, exact)["difference"]
+        assert difference > -MARGINS[mode], (mode, values, exact)
 
 
 def test_the_interval_is_that_of_paired_differences() -> None:
