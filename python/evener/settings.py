@@ -591,6 +591,25 @@ EVENER_EMBEDDING_TOKEN = _text(
 
 # --- log ---
 
+_ZERO = "Memory"
+
+EVENER_SSD_IO = _choice(
+    _ZERO,
+    "EVENER_SSD_IO",
+    "auto",
+    ("auto", "io_uring", "threads"),
+    "How `evener.zero` reads and writes its file on an SSD. `auto`: io_uring where it is allowed, "
+    "else a pool of threads; one line says which.",
+)
+EVENER_SSD_TIMEOUT = _real(
+    _ZERO,
+    "EVENER_SSD_TIMEOUT",
+    120.0,
+    "Seconds without an answer from the SSD after which training ends with an error.",
+    allowed="a number of seconds from 1",
+    ok=lambda value: 1.0 <= value < 1e6,
+)
+
 _LOG = "Log"
 
 EVENER_LOG = _choice(

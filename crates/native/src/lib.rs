@@ -16,6 +16,7 @@ mod embedding;
 mod launch;
 mod negotiate;
 mod optimizer;
+mod ssd;
 mod staging;
 
 use evener_drive::bench::{self, Pattern, Scenario};
@@ -180,6 +181,8 @@ mod _native {
     use super::optimizer::{
         adam_step, instruction_sets, lion_step, optimizer_threads, sgd_step, sum_of_squares,
     };
+    #[pymodule_export]
+    use super::ssd::SsdStore;
     #[pymodule_export]
     use super::staging::StagedExchange;
     #[pymodule_export]

@@ -23,6 +23,13 @@ import click
     "--gpu", default="auto", help="Budget of each GPU, as 24GB or 24GiB. auto: all that is free."
 )
 @click.option("--host", default="auto", help="Budget of host memory, as 110GB. auto: what is free.")
+@click.option(
+    "--ssd",
+    default="",
+    metavar="FOLDER:SIZE",
+    help="An SSD as third tier, as /mnt/nvme:500GB. Its rate is measured here; with --on it is "
+    "taken from ssd=GB/s of the machine (3).",
+)
 @click.option("--batch", default="1x1024", show_default=True, help="Micro-batch: rows x tokens.")
 @click.option("--accumulation", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="GPUs.")

@@ -14,7 +14,7 @@ from torch import nn
 from evener.errors import UsageError
 from evener.zero import budget as budgets
 from evener.zero import device as devices
-from evener.zero import moments, rules, schedule, shapes
+from evener.zero import moments, rules, schedule, shapes, ssd
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
@@ -88,6 +88,11 @@ def plan(
     else:
         units = cut(module, small=settings.small)
     limit = _budget(settings, device, ranks)
+    made = plan_units(units, settings, measured, replace(limit, ssd=0), tokens, ranks, profile)
+    if made.fits or not limit.ssd:
+        return made
+    if not measured.ssd:
+        measured = replace(measured, ssd=ssd.measure(limit.folder).both)
     return plan_units(units, settings, measured, limit, tokens, ranks, profile)
 
 
@@ -187,6 +192,7 @@ def initialize(
     machine: Machine | None = None,
     weights: Source | str | Path | None = None,
     resident: set[str] | None = None,
+    away: set[str] | None = None,
     streaming: bool = False,
     example: Any = None,
 ) -> tuple[Engine, ZeroOptimizer, None, Any]:
@@ -198,8 +204,9 @@ def initialize(
     which only shapes count. Its step is traced with these; other inputs later are traced when they
     come. `weights`: a folder of safetensors, or a function (name, parameter) -> value: `model` may
     then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
-    chunks on the accelerator) and `streaming` (of states through it): in place of what is
-    planned. A GPU budget in bytes limits torch's allocator from here until the engine is closed.
+    chunks on the accelerator), `away` (of those with states on the SSD, in the budget's folder) and
+    `streaming` (of states through the accelerator): in place of what is planned. A GPU budget in
+    bytes limits torch's allocator from here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """
     settings = read(config, world_size())
@@ -232,8 +239,8 @@ def initialize(
     head = _head(model, settings)
     try:
         engine = _engine(
-            model, settings, device, numbers, machine, weights, resident, streaming, batch, example,
-            head, undo,
+            model, settings, device, numbers, machine, weights, resident, away, streaming, batch,
+            example, head, undo,
         )  # fmt: skip
     except BaseException:
         if head is not None:
@@ -257,13 +264,14 @@ def _engine(
     machine: Machine | None,
     weights: Source | None,
     resident: set[str] | None,
+    away: set[str] | None,
     streaming: bool,
     batch: Batch | None,
     example: Any,
     head: Head | None,
     undo: Callable[[], None],
 ) -> Engine:
-    call, made = None, None
+    call, made, folder = None, None, ""
     if resident is None:
         call = _call(model, settings, batch, example)
         units, profile = cut_and_trace(model, numbers, settings, device.device, call, head)
@@ -274,7 +282,10 @@ def _engine(
         tokens = _tokens(settings, batch)
         made = _planned(units, settings, machine, device, tokens, ranks, profile)
         resident, streaming = made.resident, made.streaming
+        away, folder = made.away, made.budget.folder
     else:
+        if away:
+            folder = _budget(settings, device.device, world_size()).folder
         units, profile = cut(model, numbers, small=settings.small), None
         ranks = join(device.device)
     if settings.ignored:
@@ -289,6 +300,8 @@ def _engine(
         stage=settings.stage,
         ranks=ranks,
         source=weights,
+        away=away,
+        folder=folder,
     )
     offload = None
     mode = made.checkpointing if made else settings.checkpointing
@@ -343,7 +356,10 @@ def _planned(
         machine = replace(machine, reserve=reserve, network=ranks.network)
         machine, budget = ranks.agree((machine, budget))
     world = ranks.world
-    made = plan_units(units, config, machine, budget, tokens, world, profile)
+    made = plan_units(units, config, machine, replace(budget, ssd=0), tokens, world, profile)
+    if not made.fits and budget.ssd:
+        machine = _with_ssd(machine, budget, ranks)
+        made = plan_units(units, config, machine, budget, tokens, world, profile)
     if not made.fits:
         raise NoFitError(made, nearest(units, config, machine, budget, tokens, world, profile))
     logger.info(
@@ -356,9 +372,33 @@ def _planned(
         "the cores and the streaming lane" if made.streaming else "the cores",
         made.bound,
     )
+    if made.ssd_bytes:
+        logger.info(
+            "%.2f GB of states on the SSD in %s: at most so much is written per step",
+            made.ssd_bytes / 1e9,
+            budget.folder,
+        )
     if isinstance(config.budget, Mapping) and "gpu" in config.budget:
         device.limit(budget.gpu - made.gpu_reserve)
     return made
+
+
+def _with_ssd(machine: Machine, budget: budgets.Budget, ranks: Ranks) -> Machine:
+    """With the rate of the SSD, measured by all ranks at once: each gets its part."""
+    if machine.ssd:
+        return machine
+    meet()
+    found = ssd.measure(budget.folder)
+    logger.info(
+        "SSD in %s: %.2f GB/s read, %.2f written, %.2f both at once (%s)",
+        budget.folder,
+        found.read / 1e9,
+        found.write / 1e9,
+        found.both / 1e9,
+        found.way,
+    )
+    rate = ranks.agree(found.both) if ranks.world > 1 else found.both
+    return replace(machine, ssd=rate)
 
 
 def _leave_meta(model: nn.Module) -> None:

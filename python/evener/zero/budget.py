@@ -4,6 +4,7 @@ never the machine's total alone."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,13 @@ KEEP = 0.95
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of accelerator memory (each GPU) and of host memory (this process)."""
+    """Bytes of accelerator memory (each GPU), of host memory (this process), and of a file on the
+    SSD (this process) in `folder`."""
 
     gpu: int
     host: int
+    ssd: int = 0
+    folder: str = ""
 
 
 def size(text: str | int | float, name: str) -> int:
@@ -122,11 +126,32 @@ def resolve(
         raise UsageError(
             f"budget {budget!r} is not known", 'give "auto" or {"gpu": "24GB", "host": "110GB"}'
         )
-    if unknown := set(given) - {"gpu", "host"}:
-        raise UsageError(f"budget has no entry {', '.join(sorted(unknown))}", "it has gpu and host")
+    if unknown := set(given) - {"gpu", "host", "ssd"}:
+        raise UsageError(
+            f"budget has no entry {', '.join(sorted(unknown))}", "it has gpu, host and ssd"
+        )
     gpu, host = given.get("gpu", "auto"), given.get("host", "auto")
     free = gpu_free or 0
+    folder, room = place(given["ssd"], ranks_here) if given.get("ssd") else ("", 0)
     return Budget(
         free if gpu == "auto" else size(gpu, "gpu"),
         int(host_free() * KEEP) // ranks_here if host == "auto" else size(host, "host"),
+        room,
+        folder,
     )
+
+
+def place(text: str | int, ranks_here: int = 1) -> tuple[str, int]:
+    """Folder and bytes from `/mnt/nvme:500GB`; from `/mnt/nvme` a share of what is free there.
+    Raises UsageError."""
+    example = 'give a folder with a size, as "/mnt/nvme:500GB"'
+    if not isinstance(text, str):
+        raise UsageError(f"budget ssd={text!r} names no folder", example)
+    folder, colon, amount = text.rpartition(":")
+    if not colon or not has_unit(amount):
+        folder, amount = text, ""
+    if not folder or not Path(folder).is_dir():
+        raise UsageError(f"budget ssd={text!r}: {folder or 'nothing'} is no folder", example)
+    if amount:
+        return folder, size(amount, "ssd")
+    return folder, int(shutil.disk_usage(folder).free * KEEP) // ranks_here

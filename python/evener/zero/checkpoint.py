@@ -34,13 +34,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as read_all
 from torch.distributed.checkpoint.state_dict_saver import save as write_all
 
@@ -60,11 +66,14 @@ class CheckpointError(EvenerError):
 
 class Piece(torch.Tensor):
     """This rank's part [start, start + n) of a flat tensor of `whole` elements, as
-    torch.distributed.checkpoint asks such objects to describe themselves."""
+    torch.distributed.checkpoint asks such objects to describe themselves. `fetch`: gives the part
+    where it is not in memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     part: torch.Tensor
     reading: Callable[[], None]
+    fetch: Callable[[], torch.Tensor] | None
+    keep: Callable[[torch.Tensor, int], None] | None
     place: ChunkStorageMetadata
     whole: torch.Size
 
@@ -76,6 +85,7 @@ class Piece(torch.Tensor):
         piece = part.as_subclass(Piece)
         piece.part = part
         piece.reading = reading
+        piece.fetch = piece.keep = None
         piece.place = ChunkStorageMetadata(torch.Size([start]), torch.Size([part.numel()]))
         piece.whole = torch.Size([whole])
         return piece
@@ -98,7 +108,25 @@ class Piece(torch.Tensor):
 
     def __get_tensor_shard__(self, _index: MetadataIndex) -> torch.Tensor:
         self.reading()
-        return self.part
+        return self.part if self.fetch is None else self.fetch()
+
+
+class _Reader(DefaultLoadPlanner):
+    """What was read for a part that is not in memory goes where it belongs."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Where a part is read to."""
+        piece = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(piece, Piece) and piece.keep is not None:
+            return torch.empty(read_item.lengths, dtype=piece.part.dtype)
+        found: torch.Tensor = super().resolve_tensor(read_item)
+        return found
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """After `tensor` was filled: a part of a flat tensor, or all of it."""
+        piece = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(piece, Piece) and piece.keep is not None:
+            piece.keep(tensor, int(read_item.dest_offsets[0]))
 
 
 class _Progress:
@@ -130,7 +158,8 @@ def _pieces(engine: Engine, progress: _Progress | None = None) -> dict[str, Any]
     """Views of everything that this rank holds. What a rank has nothing of is not in it."""
     found: dict[str, Any] = {}
     for chunk in engine.chunks():
-        tensors = chunk.states.tensors()
+        formats = chunk.formats()
+        held = chunk.states.tensors()
         share = chunk.states.weights.numel()
         begin = engine.rank * share
         for piece in chunk.group.pieces:
@@ -138,14 +167,25 @@ def _pieces(engine: Engine, progress: _Progress | None = None) -> dict[str, Any]
             high = min(piece.offset + piece.numel, begin + share)
             if low >= high:
                 continue
-            for kind, tensor in tensors.items():
-                view = tensor[low - begin : high - begin]
+            for kind, dtype in formats.items():
+                if kind in held:
+                    view = held[kind][low - begin : high - begin]
+                else:  # a shape without memory: it is on the SSD
+                    view = torch.empty(1, dtype=dtype).expand(high - low)
                 entry = Piece.of(view, low - piece.offset, piece.numel)
+                if kind not in held:
+                    place = kind, low - begin
+                    entry.fetch = functools.partial(chunk.read, *place, high - begin)
+                    entry.keep = functools.partial(_keep, chunk, *place)
                 if progress is not None:
                     progress.left[chunk.index] += 1
                     entry.reading = functools.partial(progress.reading, chunk)
                 found[f"{piece.name}.{kind}"] = entry
     return found
+
+
+def _keep(chunk: Chunk, kind: str, begin: int, values: torch.Tensor, offset: int) -> None:
+    chunk.write(kind, begin + offset, values)
 
 
 def _random_states() -> dict[str, Any]:
@@ -401,7 +441,12 @@ def load(engine: Engine, path: str | Path) -> Any:
     meta = _check(path, engine)
     wanted = _pieces(engine)
     try:
-        read_all(wanted, storage_reader=FileSystemReader(path), no_dist=engine.world == 1)
+        read_all(
+            wanted,
+            storage_reader=FileSystemReader(path),
+            planner=_Reader(),
+            no_dist=engine.world == 1,
+        )
     except (CheckpointException, RuntimeError, OSError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be loaded: {error}", "load an earlier one"

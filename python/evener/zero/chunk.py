@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from evener.zero.device import Event
-from evener.zero.states import States
+from evener.zero.ssd import Away
+from evener.zero.states import States, part
 from evener.zero.units import Group
 
 
@@ -53,6 +54,8 @@ class Chunk:
     """Places of the parameters that have had a gradient since the last step, on this rank."""
     steps: list[int] = field(default_factory=list)
     """Optimizer steps of each parameter: one without a gradient takes none, as in torch."""
+    away: Away | None = None
+    """The states that are on the SSD; `states` lacks them."""
     gradient_event: Event | None = None
     load_event: Event | None = None
     updated_event: Event | None = None
@@ -90,6 +93,54 @@ class Chunk:
             else:
                 runs.append(Run(low, high, self.steps[place]))
         return runs
+
+    def formats(self) -> dict[str, torch.dtype]:
+        """All states that there are, wherever they are, by name."""
+        found = {name: tensor.dtype for name, tensor in self.states.tensors().items()}
+        if self.away is not None:
+            found |= {name: self.away.dtype(name) for name in self.away.names}
+        return found
+
+    def read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of one of the states: a view, or a copy of what is on the SSD."""
+        if self.away is not None and name in self.away.names:
+            return self.away.read(name, begin, end)
+        return self.states.tensors()[name][begin:end]
+
+    def write(self, name: str, begin: int, values: torch.Tensor) -> None:
+        """Set elements of one of the states, from `begin` on."""
+        if self.away is not None and name in self.away.names:
+            self.away.write(name, begin, values.to("cpu", self.away.dtype(name)))
+        else:
+            self.states.tensors()[name][begin : begin + values.numel()].copy_(values)
+
+    def full(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """The float32 weights of elements [begin, end) of this share, or what is stored of a
+        frozen chunk: a copy where they are not stored so."""
+        end = self.states.weights.numel() if end is None else end
+        inside = part(self.states, begin, end)
+        if self.away is None or not self.group.trainable:
+            return inside.full()
+        if "lower" in self.away.names:
+            inside.lower = self.away.read("lower", begin, end)
+        elif "master" in self.away.names:
+            return self.away.read("master", begin, end)
+        return inside.full()
+
+    def store(self, begin: int, values: torch.Tensor) -> None:
+        """Set the float32 weights from element `begin` on; `values` where the weights are."""
+        inside = part(self.states, begin, begin + values.numel())
+        if self.away is None:
+            inside.store(values)
+            return
+        if "lower" in self.away.names:
+            inside.lower = torch.empty(values.numel(), dtype=torch.int16)
+        elif "master" in self.away.names:
+            inside.master = torch.empty(values.numel())
+        inside.store(values.cpu())
+        for name in ("lower", "master"):
+            if name in self.away.names:
+                self.away.write(name, begin, inside.tensors()[name])
 
     def bind(self) -> None:
         """Parameters become views of the flat buffer."""

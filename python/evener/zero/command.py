@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evener.errors import UsageError
+from evener.units import has_unit
 from evener.zero import report
 from evener.zero.api import plan
 from evener.zero.config import Config
@@ -46,8 +47,11 @@ def _show(made: Plan, console: Console) -> None:
     for tier, total, limit in (
         ("gpu", made.gpu_bytes, made.budget.gpu),
         ("host", made.host_bytes, made.budget.host),
+        ("ssd", made.ssd_bytes, made.budget.ssd),
     ):
         places = [p for p in made.places if p.where == tier]
+        if tier == "ssd" and not limit:
+            continue
         count = sum(p.numel for p in places)
         where.add_row(
             tier,
@@ -64,6 +68,11 @@ def _show(made: Plan, console: Console) -> None:
         times.add_row(name, f"{seconds:.4f}")
     times.add_row("[bold]step[/]", f"[bold]{made.step_seconds:.4f}[/]")
     console.print(times)
+    if made.ssd_bytes:
+        console.print(
+            f"SSD: {made.ssd_bytes / 1e9:.2f} GB of states are read and written once per step; "
+            "weights and gradients of these chunks are on the host"
+        )
     lanes = "the cores and the streaming lane" if made.streaming else "the cores"
     console.print(f"activations: {made.checkpointing}; optimizer on the host's states: {lanes}")
     console.print(
@@ -72,11 +81,20 @@ def _show(made: Plan, console: Console) -> None:
     )
 
 
+def _elsewhere(text: str) -> str:
+    """The budget of an SSD that need not be here: any folder stands for its own."""
+    folder, colon, amount = text.rpartition(":")
+    if not colon or not has_unit(amount):
+        raise UsageError(f"--ssd {text!r} has no size", "write it as /mnt/nvme:500GB")
+    return text if Path(folder).is_dir() else f"{Path.cwd()}:{amount}"
+
+
 def run_plan(
     model: str,
     on: str | None,
     gpu: str,
     host: str,
+    ssd: str,
     batch: str,
     accumulation: int,
     ranks: int,
@@ -97,7 +115,9 @@ def run_plan(
         loss=loss,
     )
     limits: dict[str, str | int] = {
-        name: text for name, text in (("gpu", gpu), ("host", host)) if text != "auto"
+        name: text
+        for name, text in (("gpu", gpu), ("host", host), ("ssd", ssd or "auto"))
+        if text != "auto"
     }
     found, lines, record = None, [], {}
     if on is None and torch.cuda.is_available():
@@ -106,6 +126,9 @@ def run_plan(
     else:
         imagined = imagine(on or DEFAULT)
         machine, lines = imagined.machine, imagined.words
+        if ssd:
+            lines = [*lines, f"SSD {machine.ssd / 1e9:g} GB/s, read and written at once (assumed)"]
+            limits["ssd"] = _elsewhere(ssd)
         if on is None:
             lines = [f"no GPU is here: {DEFAULT} is assumed (--on names another)", *lines]
         limits.setdefault("gpu", imagined.memory)
@@ -120,6 +143,8 @@ def run_plan(
         ranks=ranks,
         machine=machine,
     )
+    if not record.get("assumed") and made.ssd_bytes:
+        lines = [*lines, f"SSD              measured in {made.budget.folder}"]
     if as_json:
         click.echo(json.dumps({"plan": made.to_dict(), **record}, indent=2))
     else:

@@ -96,7 +96,7 @@ _ELSEWHERE = {
     "wandb": "curves are written by your script",
     "comet": "curves are written by your script",
     "csv_monitor": "curves are written by your script",
-    "aio": "there is no SSD tier yet",
+    "aio": "the SSD tier sets its own block size and depth",
     "communication_data_type": "ranks reduce gradients in data_types.grad_accum_dtype",
     "flops_profiler": "see zero.report",
     "comms_logger": "see zero.report",
@@ -219,7 +219,11 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     _read_batches(config, source, ranks)
     own = _section(source, "evener")
     _refuse("evener", own, _EVENER)
-    config.budget = own.get("budget", config.budget)
+    budget = own.get("budget", "auto")
+    if isinstance(config.budget, Mapping):  # what nvme_path said of the SSD
+        config.budget = {**config.budget, **(budget if isinstance(budget, Mapping) else {})}
+    else:
+        config.budget = budget
     if "moments" in own:
         config.moments = _dtype(own["moments"], "evener.moments")
         if config.moments == torch.float16:
@@ -264,16 +268,24 @@ def _read_zero(config: Config, zero: Mapping[str, Any]) -> None:
                 | _PASSED_OVER_OFFLOAD)  # fmt: skip
         where = section.get("device", "cpu")
         if where == "nvme":
+            if not section.get("nvme_path"):
+                raise ConfigError(
+                    f"zero_optimization.{name} has device nvme and no nvme_path", "name a folder"
+                )
+            config.budget = {"ssd": str(section["nvme_path"])}
+        if where not in ("cpu", "none", "nvme"):
             raise ConfigError(
-                f"zero_optimization.{name}.device = 'nvme'", "the SSD tier is planned; use cpu"
+                f"zero_optimization.{name}.device = {where!r}", "use cpu, nvme or none"
             )
-        if where not in ("cpu", "none"):
-            raise ConfigError(f"zero_optimization.{name}.device = {where!r}", "use cpu or none")
-        if name == "offload_param" and section and where == "cpu" and stage != 3:
+        if name == "offload_param" and section and where != "none" and stage != 3:
             raise ConfigError(
                 f"zero_optimization.offload_param contradicts stage {stage}", "use stage 3"
             )
-        config.ignored += [f"zero_optimization.{name}.{key}" for key in section if key != "device"]
+        config.ignored += [
+            f"zero_optimization.{name}.{key}"
+            for key in section
+            if key not in ("device", "nvme_path")
+        ]
 
 
 def _read_precision(config: Config, source: Mapping[str, Any]) -> None:

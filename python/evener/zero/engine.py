@@ -134,7 +134,9 @@ class Engine:
             ranks=(self.rank, self.world),
             streaming=streaming,
             spans=self.spans,
+            ssd=store.ssd,
         )
+        self._endured = store.ssd.moved() if store.ssd else (0, 0)
         self._loading = Loading(
             [chunks for _, chunks in store.units],
             device,
@@ -276,11 +278,16 @@ class Engine:
                     self._loading.keep(chunk)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: what the plan expected of accelerator and host, and the accelerator's peak as its
-        allocator holds it, with what the context takes."""
+        """Bytes: what the plan expected of accelerator, host and SSD, the accelerator's peak as its
+        allocator holds it, with what the context takes, and what was read and written on the SSD
+        since the start."""
         plan = self.plan
         reserve = plan.gpu_reserve if plan else 0
+        read, written = self.store.ssd.moved() if self.store.ssd else (0, 0)
         return {
+            "ssd planned": plan.ssd_bytes if plan else 0,
+            "ssd read": read,
+            "ssd written": written,
             "gpu planned": plan.gpu_bytes if plan else 0,
             "host planned": plan.host_bytes if plan else 0,
             "gpu peak": self.device.peak_bytes() + reserve,
@@ -349,6 +356,8 @@ class Engine:
     def drain(self) -> None:
         """Wait until every optimizer step that was begun is done. Raises what failed in one."""
         failed = self._lanes.wait()
+        if isinstance(failed, EvenerError):
+            raise failed
         if failed is not None:
             raise EvenerError(
                 f"an optimizer step on the host failed: {failed}", "see the cause above"
@@ -418,6 +427,7 @@ class Engine:
             return False
         with self.spans.host("wait", "training for the last update", "drain"):
             self.drain()
+        self._endurance()
         self.global_steps += 1
         jobs = []
         for chunk, places in zip(chunks, moving, strict=True):
@@ -439,6 +449,20 @@ class Engine:
         if self._stats and self._stats.due:
             self._write_stats(self._stats)
         return True
+
+    def _endurance(self) -> None:
+        """What the step before has moved to and from the SSD; said once."""
+        if self.store.ssd is None:
+            return
+        now = self.store.ssd.moved()
+        moved = now[0] - self._endured[0], now[1] - self._endured[1]
+        self._endured = now
+        if self.global_steps == 1:
+            logger.info(
+                "SSD: %.2f GB read and %.2f GB written per step",
+                moved[0] / 1e9,
+                moved[1] / 1e9,
+            )
 
     def _learn(self) -> None:
         """In the first steps: does the plan hold?"""
@@ -473,10 +497,27 @@ class Engine:
                         "peak": self.device.peak_bytes(),
                     },
                     {"name": "host", "bytes": total, "used": used, "peak": peak},
+                    *self._ssd_tier(),
                 ],
                 "updated": self.updated,
             }
         )
+
+    def _ssd_tier(self) -> list[dict[str, Any]]:
+        file = self.store.ssd
+        if file is None:
+            return []
+        read, written = file.moved()
+        return [
+            {
+                "name": "ssd",
+                "bytes": file.size,
+                "used": file.size,
+                "peak": file.size,
+                "read": read,
+                "written": written,
+            }
+        ]
 
     def _scale(self, norm: torch.Tensor) -> float | None:
         """What gradients are multiplied by: unscaled and clipped. None: the step is skipped."""

@@ -5,7 +5,8 @@ accelerator, updates them there and brings them back: it uses PCIe and what host
 beyond what the cores reach. Whichever lane is free takes the next slice, in the order of the next
 forward pass, so the work is shared by what each lane reaches at this moment, with no ratio to set.
 The bits do not depend on who took a slice: the kernels do the same operations, and random bits
-depend on an element's index alone.
+depend on an element's index alone. What has its states on the SSD is the host lane's: it takes such
+a chunk block by block, while the next ones come and the last ones go home (`ssd.Ring`).
 
 # Who may touch what
 A slice belongs to the lane that took it. A chunk's `updated` is set when its last slice is done, or
@@ -32,6 +33,7 @@ from evener.zero.device import Device, Event
 from evener.zero.planner import SLOTS
 from evener.zero.rules import Rule
 from evener.zero.spans import Spans
+from evener.zero.ssd import BUFFERS, Ring, Ssd
 from evener.zero.states import SLICE, Noise, States, part
 
 
@@ -47,10 +49,11 @@ class Update:
 
 @dataclass
 class _Slice:
+    """`runs`: what is updated; one, unless `block` is the number of a block on the SSD."""
+
     job: Update
-    begin: int
-    end: int
-    step: int
+    runs: list[Run]
+    block: int | None = None
 
 
 @dataclass
@@ -87,9 +90,11 @@ class Lanes:
         streaming: bool = False,
         slice_numel: int = SLICE,
         spans: Spans | None = None,
+        ssd: Ssd | None = None,
     ) -> None:
         self.rule = rule
         self.device = device
+        self._ring = None if ssd is None else Ring(ssd)
         self.threads = threads_for(_optimizers.threads())
         self.streaming = streaming
         self.spans = spans or Spans(device)
@@ -119,26 +124,43 @@ class Lanes:
         """Begin these updates, in this order. `chunk.updated` must be clear."""
         with self._state:
             for job in jobs:
-                slices = [
-                    _Slice(job, begin, min(begin + self._slice, run.end), run.step)
-                    for run in job.runs
-                    for begin in range(run.begin, run.end, self._slice)
-                ]
+                slices = self._cut(job)
                 self._left[job.chunk.index] = len(slices)
                 self._queue.extend(slices)
                 if not slices:  # all that moves is in the other ranks' shares
                     job.chunk.updated.set()
             self._state.notify_all()
 
+    def _cut(self, job: Update) -> list[_Slice]:
+        if job.chunk.away is None:
+            return [
+                _Slice(job, [Run(begin, min(begin + self._slice, run.end), run.step)])
+                for run in job.runs
+                for begin in range(run.begin, run.end, self._slice)
+            ]
+        size = job.chunk.away.layout.block
+        blocks: dict[int, list[Run]] = {}
+        for run in job.runs:
+            for block in range(run.begin // size, -(-run.end // size)):
+                low, high = max(run.begin, block * size), min(run.end, (block + 1) * size)
+                blocks.setdefault(block, []).append(Run(low, high, run.step))
+        return [_Slice(job, runs, block) for block, runs in sorted(blocks.items())]
+
     def wait(self) -> BaseException | None:
-        """Until all that was put is done, also on the accelerator. What failed, once."""
+        """Until all that was put is done, also on the accelerator and on the SSD. What failed,
+        once; but what failed on the SSD always, as its states are lost."""
         with self._state:
-            self._state.wait_for(lambda: not self._queue and not self._busy)
+            self._state.wait_for(
+                lambda: not self._queue and not self._busy and not self._unwritten()
+            )
         for slot in self._slots:
             if slot.empty is not None:
                 slot.empty.synchronize()
         failed, self._failed = self._failed, None
-        return failed
+        return failed or (self._ring.failed if self._ring else None)
+
+    def _unwritten(self) -> bool:
+        return self._ring is not None and self._ring.writing
 
     @property
     def failed(self) -> bool:
@@ -155,18 +177,49 @@ class Lanes:
             thread.join()
         self._slots.clear()
 
-    def _take(self) -> _Slice | None:
+    def _next(self, streaming: bool) -> int | None:
+        """The place in the queue of what a lane takes next."""
+        if not streaming:
+            return 0 if self._queue else None
+        return next((i for i, piece in enumerate(self._queue) if piece.block is None), None)
+
+    def _take(self, streaming: bool = False) -> _Slice | None:
+        while True:
+            with self._state:
+                self._state.wait_for(
+                    lambda: (
+                        self._next(streaming) is not None
+                        or self._closed
+                        or (not streaming and self._unwritten())
+                    )
+                )
+                place = self._next(streaming)
+                if place is not None:
+                    self._busy += 1
+                    piece = self._queue[place]
+                    del self._queue[place]
+                    return piece
+                if streaming or not self._unwritten():
+                    return None
+                self._busy += 1
+            self._flush()
+
+    def _flush(self) -> None:
+        """Nothing else is to do: until the SSD has all."""
+        assert self._ring is not None
+        try:
+            with self.spans.host("wait", "host lane for the SSD", "flush"):
+                self._ring.flush()
+        except BaseException as error:  # noqa: BLE001  # raised again by the engine's drain()
+            self._failed = error
         with self._state:
-            self._state.wait_for(lambda: self._queue or self._closed)
-            if not self._queue:
-                return None
-            self._busy += 1
-            return self._queue.popleft()
+            self._busy -= 1
+            self._state.notify_all()
 
     def _finish(self, piece: _Slice, lane: str) -> None:
         with self._state:
             self._busy -= 1
-            self.done[lane] += piece.end - piece.begin
+            self.done[lane] += sum(run.end - run.begin for run in piece.runs)
             chunk = piece.job.chunk
             self._left[chunk.index] -= 1
             if self._left[chunk.index] == 0:
@@ -180,7 +233,7 @@ class Lanes:
         self.device.attach()
         while (piece := self._take()) is not None:
             try:
-                self._on_host(piece)
+                self._on_ssd(piece) if piece.block is not None else self._on_host(piece)
             except BaseException as error:  # noqa: BLE001  # raised again by the engine's drain()
                 self._failed = error
             self._finish(piece, "host")
@@ -191,18 +244,54 @@ class Lanes:
         if chunk.gradient_event is not None:
             chunk.gradient_event.synchronize()
         chunk.saved.wait()
-        noise = self._noise(chunk, piece.begin)
+        for run in piece.runs:
+            self._update(job, run, part(chunk.states, run.begin, run.end))
+
+    def _update(self, job: Update, run: Run, states: States) -> None:
+        """One run by the cores."""
+        chunk = job.chunk
+        assert chunk.gradient is not None
+        noise = self._noise(chunk, run.begin)
         with self.spans.host("optimizer", "host lane", chunk.group.name):
             self.rule.on_host(
-                part(chunk.states, piece.begin, piece.end),
-                chunk.gradient[piece.begin : piece.end],
+                states,
+                chunk.gradient[run.begin : run.end],
                 job.hyper,
-                piece.step,
+                run.step,
                 job.scale,
                 _optimizers.Run(
                     threads=self.threads, seed=noise.seed, stream=noise.stream, offset=noise.offset
                 ),
             )
+
+    def _on_ssd(self, piece: _Slice) -> None:
+        job, chunk, ring = piece.job, piece.job.chunk, self._ring
+        assert ring is not None and chunk.away is not None and piece.block is not None
+        with self._state:
+            ahead = [p for p in self._queue if p.block is not None][:BUFFERS]
+        wanted = [(p.job.chunk.away, p.block) for p in [piece, *ahead]]
+        ring.ahead([(away, block) for away, block in wanted if away and block is not None])
+        if chunk.gradient_event is not None:
+            chunk.gradient_event.synchronize()
+        chunk.saved.wait()
+        with self.spans.host("wait", "host lane for the SSD", chunk.group.name):
+            held = ring.take(chunk.away, piece.block)
+        for run in piece.runs:
+            low, high = run.begin - held.begin, run.end - held.begin
+            there = {name: tensor[low:high] for name, tensor in held.tensors.items()}
+            weights = chunk.states.weights[run.begin : run.end]
+            self._update(
+                job,
+                run,
+                States(
+                    weights,
+                    there.get("lower"),
+                    there.get("master"),
+                    there.get("first"),
+                    there.get("second"),
+                ),
+            )
+        ring.give(held)
 
     def _streaming_lane(self) -> None:
         self.device.attach()
@@ -213,7 +302,7 @@ class Lanes:
             if slot.empty is not None:
                 # Before the next slice is taken: it may be the host's until there is room.
                 slot.empty.synchronize()
-            piece = self._take()
+            piece = self._take(streaming=True)
             if piece is None:
                 return
             try:
@@ -227,9 +316,10 @@ class Lanes:
         job, chunk, device = piece.job, piece.job.chunk, self.device
         assert chunk.gradient is not None
         chunk.saved.wait()
-        numel = piece.end - piece.begin
-        home = part(chunk.states, piece.begin, piece.end).tensors()
-        gradient = chunk.gradient[piece.begin : piece.end]
+        (run,) = piece.runs
+        numel = run.end - run.begin
+        home = part(chunk.states, run.begin, run.end).tensors()
+        gradient = chunk.gradient[run.begin : run.end]
         there = {name: slot.room(name, tensor, numel, device) for name, tensor in home.items()}
         moved = slot.room("gradient", gradient, numel, device)
         name = chunk.group.name
@@ -255,8 +345,8 @@ class Lanes:
                 there.get("first"),
                 there.get("second"),
             )
-            noise = self._noise(chunk, piece.begin)
-            self.rule.on_device(states, moved, job.hyper, piece.step, job.scale, noise)
+            noise = self._noise(chunk, run.begin)
+            self.rule.on_device(states, moved, job.hyper, run.step, job.scale, noise)
         device.wait("states out", device.record("optimizer"))
         with self.spans.device("copy", "states out", name), device.on("states out"):
             for key, tensor in home.items():

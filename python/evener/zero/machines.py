@@ -59,6 +59,8 @@ HOST = 0.5
 """Share of the peak of all channels that an optimizer with copies beside it reaches; assumed."""
 HOST_ADAM = 26.0
 """Bytes of host memory for a parameter that the cores update (docs/benchmarks/memory.md)."""
+SSD = 3.0
+"""GB/s that an NVMe disk with PCIe 4 reads and writes at once, without end; assumed."""
 CONTEXT = 1_000_000_000
 """Bytes that CUDA and its kernels take: 0.92 to 0.99 GB on an H200."""
 PROCESS = 1_500_000_000
@@ -76,8 +78,8 @@ class Imagined:
 
 def imagine(text: str) -> Imagined:
     """From `a100-40gb,pcie4,ddr4-8ch` (the last two may be left out), or from numbers:
-    `gpu=40GB,tflops=312,hbm=1555,pcie=31.5,dram=205` (GB/s of the peaks). Names and numbers may be
-    mixed: a number wins. Raises UsageError."""
+    `gpu=40GB,tflops=312,hbm=1555,pcie=31.5,dram=205,ssd=3` (GB/s of the peaks; of the SSD what it
+    reads and writes at once). Names and numbers may be mixed: a number wins. Raises UsageError."""
     gpu: Gpu | None = None
     link = dram = 0.0
     numbers: dict[str, str] = {}
@@ -99,15 +101,15 @@ def imagine(text: str) -> Imagined:
                 f"machine {part!r} is not known",
                 f"{fix}known: {', '.join(known)}; or gpu=40GB,tflops=312,hbm=1555",
             )
-    if unknown := set(numbers) - {"gpu", "tflops", "hbm", "pcie", "dram"}:
+    if unknown := set(numbers) - {"gpu", "tflops", "hbm", "pcie", "dram", "ssd"}:
         raise UsageError(
             f"machine {', '.join(sorted(unknown))} is not known",
-            "give gpu=40GB, tflops=, hbm=, pcie=, dram= (GB/s)",
+            "give gpu=40GB, tflops=, hbm=, pcie=, dram=, ssd= (GB/s)",
         )
     gpu = _given(gpu, numbers, text)
     link = _number(numbers, "pcie", link or PCIE[gpu.pcie])
     dram = _number(numbers, "dram", dram or 8 * DRAM["ddr5" if gpu.pcie == 5 else "ddr4"])
-    return _made(gpu, link, dram)
+    return _made(gpu, link, dram, _number(numbers, "ssd", SSD))
 
 
 def _channels(part: str) -> float:
@@ -150,7 +152,7 @@ def _given(gpu: Gpu | None, numbers: dict[str, str], text: str) -> Gpu:
     )
 
 
-def _made(gpu: Gpu, link: float, dram: float) -> Imagined:
+def _made(gpu: Gpu, link: float, dram: float, ssd: float) -> Imagined:
     machine = Machine(
         flops=FLOPS * gpu.tflops * 1e12,
         h2d=LINK * link * 1e9,
@@ -163,6 +165,7 @@ def _made(gpu: Gpu, link: float, dram: float) -> Imagined:
         bandwidth=HBM * gpu.hbm * 1e9,
         launch=LAUNCH,
         cores=gpu.cores,
+        ssd=ssd * 1e9,
     )
     words = [
         f"GPU {gpu.memory / 1e9:.1f} GB, {gpu.tflops:g} TFLOP/s bf16, {gpu.hbm:g} GB/s: "

@@ -29,10 +29,15 @@ class _Part:
     high: int
     begin: int
 
-    def of(self, name: str) -> torch.Tensor:
-        """A view of one moment."""
-        whole = self.chunk.states.tensors()[name]
-        return whole[self.begin : self.begin + self.high - self.low]
+    def read(self, name: str) -> torch.Tensor:
+        """One moment: a view, or a copy of what is on the SSD."""
+        return self.chunk.read(name, self.begin, self.begin + self.high - self.low)
+
+    def write(self, name: str, values: torch.Tensor | None) -> None:
+        """Set it; None: to zeros."""
+        if values is None:
+            values = torch.zeros(self.high - self.low)
+        self.chunk.write(name, self.begin, values)
 
 
 def collect(engine: Engine, groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -46,8 +51,8 @@ def collect(engine: Engine, groups: list[dict[str, Any]]) -> dict[int, dict[str,
             continue
         entry: dict[str, Any] = {"step": torch.tensor(float(part.chunk.steps[part.place]))}
         for name, own in engine.rule.moments.items():
-            if own in part.chunk.states.tensors():
-                value = part.of(own).detach().to("cpu", copy=True)
+            if own in part.chunk.formats():
+                value = part.read(own).detach().to("cpu", copy=True)
                 entry[name] = value if engine.world > 1 else value.view(parameter.shape)
         if engine.world > 1:
             entry["range"] = (part.low, part.high)
@@ -78,13 +83,10 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
         for part, entry in jobs:
             part.chunk.steps[part.place] = int(entry.get("step", 0))
             for name, own in names.items():
-                if own not in part.chunk.states.tensors():
+                if own not in part.chunk.formats():
                     continue
                 value = entry.get(name)
-                if value is None:
-                    part.of(own).zero_()
-                else:
-                    part.of(own).copy_(value.reshape(-1))
+                part.write(own, None if value is None else value.reshape(-1))
     for group, values in zip(groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
 

@@ -14,24 +14,29 @@ on their way are played through moment by moment for what lives where; else thei
 added up. Of a kept chunk (a tied weight, used at both ends of the model) the weights are always on
 the accelerator, and the states go to the host where there is no room.
 
+What the host has no room for goes to the SSD, from the end of the model and as little as will do:
+the states that only the optimizer reads. Weights and gradients stay on the host.
+
 # The time
 With exact clipping the optimizer waits for the whole backward pass:
 `T = max(backward, its copies) + max(forward, optimizer on the host, its copies)`, each micro-batch
 before the last without the optimizer; the last forward pass is played through chunk by chunk, as
 each waits for its update and its copy (`_next_forward`). The optimizer runs at the cores' rate, or
 at that of both lanes (see `lanes`) where that was measured to be higher: then the streaming lane
-stands still while weights come in by the same wires.
+stands still while weights come in by the same wires. States on the SSD are read and written once,
+at the rate of the file with both going on at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from evener.zero.budget import Budget
 from evener.zero.host import pages
 from evener.zero.profile import Held, Profile, peaks, seconds
+from evener.zero.ssd import SMALL, buffer_bytes, size_of
 from evener.zero.states import SLICE
 from evener.zero.store import Formats, share_of
 
@@ -72,6 +77,8 @@ class Machine:
     """Bytes/s of the accelerator's own memory, read and written (0: not measured)."""
     launch: float = 0.0
     """Seconds that an operation takes at least, whatever its size."""
+    ssd: float = 0.0
+    """Bytes/s of the SSD's file, read and written at once (0: not measured)."""
     cores: int = 0
     """Multiprocessors of a CUDA GPU that is not here; 0: what is here is asked."""
 
@@ -114,12 +121,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk lives: "gpu" or "host"."""
+    """Where a chunk lives: "gpu", "host", or "ssd": with the states that only the optimizer reads
+    there (`away` bytes), and the rest (`bytes`) on the host."""
 
     name: str
     numel: int
     where: str
     bytes: int
+    away: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,11 +158,18 @@ class Plan:
     """Numbers of the units that are recomputed, where the step was traced."""
     traced: bool = False
     """Whether activations were traced, and not estimated from shapes."""
+    ssd_bytes: int = 0
+    """Of the file; each step reads and writes at most so many."""
 
     @property
     def resident(self) -> set[str]:
         """Names of the chunks whose states are on the accelerator."""
         return {place.name for place in self.places if place.where == "gpu"}
+
+    @property
+    def away(self) -> set[str]:
+        """Names of the chunks with states on the SSD."""
+        return {place.name for place in self.places if place.where == "ssd"}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -290,6 +306,7 @@ def plan(
         size = _bytes_on(part, formats, work, where)
         host += size if where == "host" else 0
         places.append(Place(part.name, part.numel, where, size))
+    places, host, ssd = _spilled(parts, places, formats, work, budget, host)
     problem = ""
     if gpu > budget.gpu:
         problem = (
@@ -301,6 +318,8 @@ def plan(
             f"{host / 1e9:.2f} GB of host memory are needed, the budget is "
             f"{budget.host / 1e9:.2f} GB"
         )
+        if budget.ssd:
+            problem += f", with {ssd / 1e9:.2f} of {budget.ssd / 1e9:.2f} GB of the SSD in use"
     times = _times(parts, places, formats, work, machine)
     last = _next_forward(
         places, times, formats, work, machine, {p.name for p in parts if p.trainable}
@@ -325,7 +344,41 @@ def plan(
         offloaded=work.offloaded,
         recomputed=sorted(work.recompute),
         traced=work.profile is not None,
+        ssd_bytes=ssd,
     )
+
+
+def _spilled(
+    parts: Sequence[Part],
+    places: list[Place],
+    formats: Formats,
+    work: Work,
+    budget: Budget,
+    host: int,
+) -> tuple[list[Place], int, int]:
+    """The places, with as many chunks on the SSD as the host has no room for; the bytes of host
+    memory and of the file."""
+    if not budget.ssd or host <= budget.host:
+        return places, host, 0
+    fields = formats.away(["moment"] * work.moments)
+    dtypes = [dtype for _, dtype in fields]
+    host += buffer_bytes(sum(dtype.itemsize for dtype in dtypes))
+    places, used = list(places), 0
+    for at in reversed(range(len(places))):
+        part, place = parts[at], places[at]
+        share = share_of(part.numel, work.ranks)
+        away = size_of(share, dtypes)
+        if place.where != "host" or not part.trainable or away < SMALL or not fields:
+            continue
+        if used + away > budget.ssd:
+            continue
+        rest = pages(share, formats.compute.itemsize) + pages(share, formats.gradient.itemsize)
+        places[at] = replace(place, where="ssd", bytes=rest, away=away)
+        host -= place.bytes - rest
+        used += away
+        if host <= budget.host:
+            break
+    return places, host, used
 
 
 def _mode(work: Work) -> str:
@@ -345,8 +398,9 @@ def _times(
 ) -> dict[str, float]:
     trainable = {p.name: p.trainable for p in parts}
     total = sum(p.numel for p in parts)
-    moved = sum(p.numel for p in places if p.where == "host") / work.ranks
-    updated = sum(p.numel for p in places if p.where == "host" and trainable[p.name]) / work.ranks
+    below = [p for p in places if p.where != "gpu"]
+    moved = sum(p.numel for p in below) / work.ranks
+    updated = sum(p.numel for p in below if trainable[p.name]) / work.ranks
     kept = sum(p.numel for p in places if p.where == "gpu" and trainable[p.name]) / work.ranks
     forward = 2.0 * work.tokens * total / machine.flops
     backward = forward * (3 if work.checkpointing else 2)
@@ -374,6 +428,7 @@ def _times(
         "activations out": work.offloaded / machine.d2h,
         "device optimizer": kept / machine.device_adam,
         "gather": gathered,
+        "SSD": 2 * sum(p.away for p in places) / machine.ssd if machine.ssd else 0.0,
     }
 
 
@@ -388,15 +443,16 @@ def _next_forward(
     """Seconds from the end of a backward pass to the end of the next forward pass: the last
     gradient goes out, then chunk after chunk is updated, comes in and is computed with. What a unit
     computes is taken as its share of the parameters."""
-    mine = [p for p in places if p.where == "host" and p.name in trainable]
+    mine = [p for p in places if p.where != "gpu" and p.name in trainable]
     share = times["host optimizer"] / max(1, sum(p.numel for p in mine))
+    each = times["SSD"] / max(1, sum(p.away for p in places))
     compute = times["forward"] / max(1, sum(p.numel for p in places))
     begin = mine[0].numel / work.ranks * formats.gradient.itemsize / machine.d2h if mine else 0.0
     updated, arrived, done = begin, 0.0, 0.0
     for place in places:
-        if place.where == "host":
+        if place.where != "gpu":
             if place.name in trainable:
-                updated += place.numel * share
+                updated += max(place.numel * share, place.away * each)
                 arrived = max(arrived, updated)
             arrived += place.numel / work.ranks * formats.compute.itemsize / machine.h2d
             done = max(done, arrived)
@@ -415,7 +471,7 @@ def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[flo
         "PCIe": max(times["weights in"] + times["activations out"], times["gradients out"]),
         "network": 2 * times["gather"],
     }
-    last = {**forward, "host memory": times["host optimizer"]}
+    last = {**forward, "host memory": times["host optimizer"], "SSD": times["SSD"]}
     phases = [backward] * work.accumulation + [forward] * (work.accumulation - 1) + [last]
     blame: dict[str, float] = {}
     for phase in phases:

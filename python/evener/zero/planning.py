@@ -56,7 +56,12 @@ def plan_units(
 ) -> Plan:
     """The plan of units that were cut: of all ways that the configuration leaves open the fastest
     that fits, or the one that is nearest to fitting. `profile`: of the traced step; without it
-    activations are estimated from shapes."""
+    activations are estimated from shapes. The SSD is used where nothing fits without it."""
+    if budget.ssd:
+        without = replace(budget, ssd=0)
+        made = plan_units(units, config, machine, without, tokens, ranks, profile)
+        if made.fits:
+            return made
     gains = machine.balanced > 1.05 * machine.host_adam
     lanes = [False, True] if config.balance == "auto" and gains else [config.balance is True]
     parts = shapes.parts_of(units)
@@ -154,6 +159,9 @@ def nearest(
         said.append(f"a gpu budget of {size / 1e9 + 0.005:.2f} GB")
     if size := least(False):
         said.append(f"a host budget of {size / 1e9 + 0.005:.2f} GB")
+    wide = plan_units(units, config, machine, replace(budget, ssd=1 << 50), tokens, ranks, profile)
+    if wide.fits and wide.ssd_bytes:
+        said.append(f'an SSD: "ssd": "/folder:{wide.ssd_bytes / 1e9 + 0.005:.2f}GB" in the budget')
     if config.checkpointing != "auto" and fits(replace(config, checkpointing="auto"), budget):
         said.append('evener.checkpointing = "auto"')
     if config.moments == torch.float32 and fits(replace(config, moments=torch.bfloat16), budget):

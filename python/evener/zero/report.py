@@ -46,6 +46,9 @@ def write(engine: Engine, spans: list[Span], path: str | Path, probe: Probe | No
         if gradient is not None:
             states += gradient.numel() * gradient.element_size()
         where = "accelerator" if chunk.resident else "host"
+        if chunk.away is not None:
+            places.append({"name": chunk.group.name, "where": "ssd",
+                           "bytes": chunk.away.layout.bytes, "parameters": 0})  # fmt: skip
         places.append({"name": chunk.group.name, "where": where, "bytes": states,
                        "parameters": chunk.group.numel})  # fmt: skip
     total, used, peak = engine.store.host.usage()
@@ -222,7 +225,7 @@ def _residency(record: dict[str, Any]) -> str:
     places = record["places"]
     total = max(1, sum(place["bytes"] for place in places))
     out = []
-    for where in ("accelerator", "host"):
+    for where in ("accelerator", "host", "ssd"):
         here = [place for place in places if place["where"] == where]
         size = sum(place["bytes"] for place in here)
         out.append(f"<h3>{where}: {len(here)} chunks, {size / 1e9:.2f} GB</h3><div class='bar'>")
@@ -265,5 +268,5 @@ svg text { font: 12px system-ui, sans-serif; } svg line { stroke: #e3e7eb; }
   table { font-size: .8rem; } td, th { padding-right: 6px; } h1 { font-size: 1.3rem; }
 }
 @media screen and (max-width: 600px) { .wide { display: none; } .narrow { display: block; } }
-.accelerator { background: #1f5fa8; } .host { background: #d69400; }
+.accelerator { background: #1f5fa8; } .host { background: #d69400; } .ssd { background: #7b4fa8; }
 </style></head><body><main>"""

@@ -14,7 +14,8 @@ from evener.zero.device import Device
 from evener.zero.host import HostMemory, pages
 from evener.zero.ranks import Ranks
 from evener.zero.rules import Rule
-from evener.zero.states import States, part
+from evener.zero.ssd import Ssd, size_of
+from evener.zero.states import States
 from evener.zero.units import Group, Unit
 
 ALIGN = 8
@@ -35,6 +36,15 @@ class Formats:
         master = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 6}[self.compute]
         return master + moments * self.moments.itemsize + self.gradient.itemsize
 
+    def away(self, places: Iterable[str]) -> list[tuple[str, torch.dtype]]:
+        """What goes to the SSD of a chunk whose moments have these places: all that only the
+        optimizer reads."""
+        rest: dict[torch.dtype, list[tuple[str, torch.dtype]]] = {
+            torch.bfloat16: [("lower", torch.int16)],
+            torch.float16: [("master", torch.float32)],
+        }
+        return [*rest.get(self.compute, []), *((place, self.moments) for place in places)]
+
     def device_bytes(self, moments: int = 2) -> int:
         """Bytes of accelerator memory a resident trainable parameter."""
         return self.host_bytes(moments)
@@ -49,6 +59,7 @@ class Store:
     formats: Formats
     host: HostMemory
     parameter_order: list[tuple[int, int]]
+    ssd: Ssd | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +74,12 @@ def share_of(numel: int, world: int) -> int:
 
 
 def host_need(
-    groups: Iterable[Group], formats: Formats, rule: Rule, world: int, resident: set[str]
+    groups: Iterable[Group],
+    formats: Formats,
+    rule: Rule,
+    world: int,
+    resident: set[str],
+    away: set[str],
 ) -> int:
     """Bytes of the host arena."""
     total = 0
@@ -71,7 +87,10 @@ def host_need(
         if group.name in resident:
             continue
         share = share_of(group.numel, world)
-        for dtype in _host_dtypes(group, formats, rule):
+        dtypes = _host_dtypes(group, formats, rule)
+        if group.name in away:
+            dtypes = [formats.compute, formats.gradient]
+        for dtype in dtypes:
             if share * dtype.itemsize >= _SMALL:
                 total += pages(share, dtype.itemsize)
     return total
@@ -107,18 +126,22 @@ def build(
     ranks: Ranks | None = None,
     pin: bool = True,
     source: Source | None = None,
+    away: set[str] | None = None,
+    folder: str = "",
 ) -> Store:
     """Move `model` into chunks, one at a time: its parameters' own memory is given back on the way.
 
     `resident`: names of the groups whose states are on the accelerator. Unit 0's always are, but
     for the kept ones, whose weights alone stay. With several ranks, rank 0's values are taken by
-    all.
+    all. `away`: names of the groups whose states are on the SSD, in `folder`.
     """
     ranks = ranks or Ranks()
     world = ranks.world
+    away = (away or set()) - resident
     resident = resident | {g.name for g in units[0].groups if not g.kept}
     everything = [g for unit in units for g in unit.groups]
-    host = HostMemory(host_need(everything, formats, rule, world, resident), pin=pin)
+    host = HostMemory(host_need(everything, formats, rule, world, resident, away), pin=pin)
+    ssd = _ssd([g for g in everything if g.name in away], formats, rule, world, folder)
     built: list[tuple[Unit, list[Chunk]]] = []
     index = 0
     places: dict[nn.Parameter, tuple[int, int]] = {}
@@ -127,7 +150,8 @@ def build(
         chunks = []
         for cluster in unit.groups:
             stays = cluster.name in resident
-            chunk = _chunk(cluster, index, formats, rule, device, host, stays, world)
+            spilled = ssd if cluster.name in away and not stays else None
+            chunk = _chunk(cluster, index, formats, rule, device, host, stays, world, spilled)
             chunk.keeps = number == 0 or stage <= 2 or (stays and world == 1)
             chunk.placeholder = placeholder
             _fill(chunk, device, ranks, source)
@@ -147,7 +171,15 @@ def build(
         built.append((unit, chunks))
     _move_buffers(model, device.device)
     order = [places[p] for p in model.parameters() if p.requires_grad]
-    return Store(built, formats, host, order)
+    return Store(built, formats, host, order, ssd)
+
+
+def _ssd(groups: list[Group], formats: Formats, rule: Rule, world: int, folder: str) -> Ssd | None:
+    dtypes = [dtype for _, dtype in formats.away(rule.moments.values())]
+    size = sum(size_of(share_of(group.numel, world), dtypes) for group in groups if group.trainable)
+    if not size:
+        return None
+    return Ssd(folder, size, sum(dtype.itemsize for dtype in dtypes))
 
 
 def _chunk(
@@ -159,6 +191,7 @@ def _chunk(
     host: HostMemory,
     resident: bool,
     world: int,
+    ssd: Ssd | None = None,
 ) -> Chunk:
     share = share_of(group.numel, world)
 
@@ -170,9 +203,15 @@ def _chunk(
             return tensor.pin_memory() if device.device.type == "cuda" else tensor
         return host.tensor(share, dtype)
 
-    states, gradient = states_of(group.trainable, formats, rule, make)
+    away = None
+    if ssd is not None and group.trainable:
+        away = ssd.layout(formats.away(rule.moments.values()), share)
+        states = States(make(formats.compute), None, None, None, None)
+        gradient: torch.Tensor | None = make(formats.gradient)
+    else:
+        states, gradient = states_of(group.trainable, formats, rule, make)
     flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
-    return Chunk(index, group, states, gradient, flat, resident, False, flat[:1])
+    return Chunk(index, group, states, gradient, flat, resident, False, flat[:1], away=away)
 
 
 def states_of(
@@ -226,7 +265,7 @@ def _fill(
             low, high = max(piece.offset + start, begin), min(piece.offset + stop, end)
             if low < high:
                 mine = values[low - piece.offset - start : high - piece.offset - start]
-                part(chunk.states, low - begin, high - begin).store(mine)
+                chunk.store(low - begin, mine)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

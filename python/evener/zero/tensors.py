@@ -84,7 +84,7 @@ def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -
     with work.open("wb") if engine.rank == 0 else open(os.devnull, "wb") as file:  # noqa: PTH123
         file.write(struct.pack("<Q", len(text)) + text)
         for chunk in engine.chunks():
-            full = chunk.states.full()
+            full = chunk.full()
             if engine.world > 1:
                 mine = full.to(engine.device.device)
                 full = torch.empty(

@@ -21,7 +21,6 @@ from evener.zero.chunk import Chunk
 from evener.zero.config import Config
 from evener.zero.engine import Engine
 from evener.zero.ranks import world_size
-from evener.zero.states import part
 from evener.zero.units import Piece
 
 
@@ -109,8 +108,9 @@ def _show(model: nn.Module, engine: Engine) -> None:
 
 def value_of(chunk: Chunk, piece: Piece) -> torch.Tensor:
     """A parameter's value on the CPU: float32 where it is trained, else as it is computed with."""
-    inside = part(chunk.states, piece.offset, piece.offset + piece.numel)
-    full = inside.full() if chunk.group.trainable else inside.weights
+    begin, end = piece.offset, piece.offset + piece.numel
+    trained = chunk.group.trainable
+    full = chunk.full(begin, end) if trained else chunk.states.weights[begin:end]
     return full.detach().to("cpu", copy=True).view(piece.shape)
 
 
@@ -125,12 +125,11 @@ def _check_shapes(named: Mapping[str, tuple[Chunk, Piece]], state: Mapping[str, 
 
 @torch.no_grad()
 def _set(chunk: Chunk, piece: Piece, value: torch.Tensor) -> None:
-    inside = part(chunk.states, piece.offset, piece.offset + piece.numel)
-    flat = value.detach().reshape(-1).to(inside.weights.device)
+    flat = value.detach().reshape(-1).to(chunk.states.weights.device)
     if chunk.group.trainable:
-        inside.store(flat.float())
+        chunk.store(piece.offset, flat.float())
     else:
-        inside.weights.copy_(flat)
+        chunk.states.weights[piece.offset : piece.offset + piece.numel].copy_(flat)
     chunk.refresh()
 
 
