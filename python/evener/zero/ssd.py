@@ -171,7 +171,7 @@ def _store(folder: str | Path, size: int, count: int, room: int) -> Any:
 
 class Ssd:
     """One rank's file, with `size` bytes in `folder`. `widest`: bytes of an element's states.
-    Raises SsdError where it cannot be had."""
+    Raises SsdError where there is no such file or room."""
 
     def __init__(
         self, folder: str | Path, size: int, widest: int, *, block: int | None = None

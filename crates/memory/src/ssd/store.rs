@@ -171,7 +171,7 @@ impl Store {
     }
 
     /// Asks for a read or a write. A read shows in the buffer when [`Store::wait`] has returned;
-    /// until then nobody touches the buffer.
+    /// before that nobody touches the buffer.
     ///
     /// # Errors
     /// [`SsdError::Misuse`]; or an earlier failure's consequence: a store that has stalled takes
