@@ -44,6 +44,7 @@ LEVELS = [
 USES = {
     ("bench", "lab"),  # a bench may run in a lab
     ("embedding", "comm"),  # a table over ranks: groups, hosts
+    ("zero", "comm"),  # which ranks share a host
     ("pipeline", "comm"),  # what every rank hears of: comm.watch
     ("moe", "comm"),  # the same, and which ranks share a host
     ("plan", "bench"),  # the models and the clock of the bench

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from evener.errors import UsageError
@@ -25,7 +26,7 @@ from evener.zero.planning import NoFitError, cut_and_trace, formats_of, nearest,
 from evener.zero.pretrained import given_with, source_for
 from evener.zero.probe import probe
 from evener.zero.profile import Profile
-from evener.zero.ranks import Ranks, join, meet, world_size
+from evener.zero.ranks import Layout, Ranks, crossing, join, layout, meet, world_size
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Spans
 from evener.zero.store import Source, build, group_numbers
@@ -278,8 +279,9 @@ def _engine(
         if machine is None:
             machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
         # After the probe: what it found beside the allocator is without the communicators.
-        ranks = join(device.device)
         tokens = _tokens(settings, batch)
+        ranks, rate = _join(units, settings, machine, device, tokens, profile)
+        machine = replace(machine, between=rate)
         made = _planned(units, settings, machine, device, tokens, ranks, profile)
         resident, streaming = made.resident, made.streaming
         away, folder = made.away, made.budget.folder
@@ -287,7 +289,7 @@ def _engine(
         if away:
             folder = _budget(settings, device.device, world_size()).folder
         units, profile = cut(model, numbers, small=settings.small), None
-        ranks = join(device.device)
+        ranks = _forced(settings, device, layout())
     if settings.ignored:
         logger.info("taken and not needed: %s", ", ".join(settings.ignored))
     store = build(
@@ -350,16 +352,18 @@ def _planned(
 ) -> Plan:
     """A plan that fits, the same on all ranks, and a limit on the allocator by it."""
     budget = _budget(config, device.device, ranks.world)
-    if ranks.world > 1:
+    if ranks.size > 1:
         # Ranks that recompute or gather otherwise would wait for ever.
         reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
         machine = replace(machine, reserve=reserve, network=ranks.network)
         machine, budget = ranks.agree((machine, budget))
     world = ranks.world
-    made = plan_units(units, config, machine, replace(budget, ssd=0), tokens, world, profile)
+    copies = ranks.replicas
+    without = replace(budget, ssd=0)
+    made = plan_units(units, config, machine, without, tokens, world, profile, copies)
     if not made.fits and budget.ssd:
         machine = _with_ssd(machine, budget, ranks)
-        made = plan_units(units, config, machine, budget, tokens, world, profile)
+        made = plan_units(units, config, machine, budget, tokens, world, profile, copies)
     if not made.fits:
         raise NoFitError(made, nearest(units, config, machine, budget, tokens, world, profile))
     logger.info(
@@ -383,6 +387,77 @@ def _planned(
     return made
 
 
+def _forced(config: Config, device: devices.Device, nodes: Layout) -> Ranks:
+    """What the configuration says of nodes; "auto" shares states out over all ranks."""
+    if config.nodes != "replicate" or not nodes.able:
+        return join(device.device)
+    return join(device.device, nodes, crossing(device.device, nodes)[0], config.crossing)
+
+
+def _join(
+    units: list[Unit],
+    config: Config,
+    machine: Machine,
+    device: devices.Device,
+    tokens: int,
+    profile: Profile | None,
+) -> tuple[Ranks, float]:
+    """The ranks, with a copy of the states on each node where that is asked for, or fits and is
+    planned to be faster; and the rate between nodes. Collective."""
+    nodes = layout()
+    if not nodes.able:
+        if config.nodes == "replicate" and len(nodes.nodes) > 1:
+            raise UsageError(
+                "evener.nodes = 'replicate' needs the same number of ranks on every node",
+                f"there are {', '.join(str(len(ranks)) for ranks in nodes.nodes)}",
+            )
+        return join(device.device), 0.0
+    group, rate = crossing(device.device, nodes)
+    size, inner, copies = world_size(), len(nodes.nodes[0]), len(nodes.nodes)
+    budget = _budget(config, device.device, inner)
+    measured = replace(machine, between=rate, ssd=machine.ssd or 1e9)
+    ways = {
+        # Inside a node the network was not measured; it is far faster than between nodes.
+        "replicate": plan_units(units, config, measured, budget, tokens, inner, profile, copies),
+        "shard": plan_units(
+            # A ring passes the wires between nodes once, whatever the ranks on each.
+            units,
+            config,
+            replace(measured, network=rate * inner),
+            budget,
+            tokens,
+            size,
+            profile,
+        ),
+    }
+    fitting = [name for name, made in ways.items() if made.fits]
+    chosen = config.nodes
+    if chosen == "auto":
+        chosen = min(fitting, key=lambda name: ways[name].step_seconds, default="shard")
+    box = [chosen]
+    dist.broadcast_object_list(box, src=0)
+    chosen = box[0]
+    words = [
+        f"{name}: {made.step_seconds:.3f} s per step" if made.fits else f"{name}: {made.problem}"
+        for name, made in ways.items()
+    ]
+    logger.info(
+        "%d nodes, %.2f GB/s between them: %s (%s; %s)",
+        copies,
+        rate / 1e9,
+        "each has a copy of the states" if chosen == "replicate" else "all share the states",
+        "asked for"
+        if config.nodes != "auto"
+        else "planned to be faster"
+        if len(fitting) > 1
+        else "the other does not fit",
+        "; ".join(words),
+    )
+    if chosen == "replicate":
+        return join(device.device, nodes, group, config.crossing), rate
+    return join(device.device), rate
+
+
 def _with_ssd(machine: Machine, budget: budgets.Budget, ranks: Ranks) -> Machine:
     """With the rate of the SSD, measured by all ranks at once: each gets its part."""
     if machine.ssd:
@@ -397,7 +472,7 @@ def _with_ssd(machine: Machine, budget: budgets.Budget, ranks: Ranks) -> Machine
         found.both / 1e9,
         found.way,
     )
-    rate = ranks.agree(found.both) if ranks.world > 1 else found.both
+    rate = ranks.agree(found.both) if ranks.size > 1 else found.both
     return replace(machine, ssd=rate)
 
 

@@ -220,10 +220,11 @@ class Save:
 
     def __init__(self, engine: Engine, folder: Path, extra: Any) -> None:
         self._before = [p for p in folder.glob("step-*") if _order(p)[0] == engine.global_steps]
-        self._group: dist.ProcessGroup | None = _group(engine)
+        self._group, self._writers = _group(engine)
         name = self._name(engine.global_steps)
         self.final, self._work = folder / name, folder / f".{name}.writing"
-        self._rank, self._world = engine.rank, engine.world
+        self._rank, self._world = engine.ranks.number, engine.ranks.size
+        self._shares, self._writes = engine.world, engine.ranks.replica == 0
         self._error: BaseException | None = None
         self.told = False
         """Whether somebody has asked for the result."""
@@ -301,13 +302,14 @@ class Save:
             work.mkdir()
         self._barrier()
         # No copies ahead, and no sorting by size with them: read in the order of the entries.
-        writer = FileSystemWriter(work, sync_files=True, per_thread_copy_ahead=0)
-        write_all(
-            self._entries,
-            storage_writer=writer,
-            no_dist=self._world == 1,
-            process_group=self._group,
-        )
+        if self._writes:  # the other nodes' copies are the same
+            writer = FileSystemWriter(work, sync_files=True, per_thread_copy_ahead=0)
+            write_all(
+                self._entries,
+                storage_writer=writer,
+                no_dist=self._shares == 1,
+                process_group=self._writers,
+            )
         self._progress.finish()
         self._entries = {}
         torch.save(self._random, work / f"random-{self._rank}.pt")
@@ -332,15 +334,22 @@ def _root(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1].strip()}"
 
 
-def _group(engine: Engine) -> dist.ProcessGroup | None:
-    """For the writers of several ranks, so that theirs do not mix with training's collectives."""
-    if engine.world == 1:
-        return None
+def _group(engine: Engine) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Of all ranks, and of those that write, so that theirs do not mix with training's
+    collectives."""
+    if engine.ranks.size == 1:
+        return None, None
     previous = engine.saving
     if isinstance(previous, Save):
-        return previous._group
+        return previous._group, previous._writers
     made: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return made
+    if engine.ranks.replicas == 1:
+        return made, made
+    places: list[Any] = [None] * engine.ranks.size
+    dist.all_gather_object(places, (engine.ranks.replica, dist.get_rank()), group=made)
+    first = sorted(rank for replica, rank in places if replica == 0)
+    writers: dist.ProcessGroup = dist.new_group(first, backend="gloo")
+    return made, writers
 
 
 def save(engine: Engine, folder: str | Path, extra: Any = None) -> Path:
@@ -368,7 +377,7 @@ def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
         "step": engine.global_steps,
         "skipped": engine.skipped_steps,
         "micro_steps": engine.micro_steps,
-        "ranks": engine.world,
+        "ranks": engine.ranks.size,
         "kind": engine.rule.name,
         "chunk_steps": {c.group.name: list(c.steps) for c in engine.chunks()},
         "groups": [
@@ -464,8 +473,8 @@ def load(engine: Engine, path: str | Path) -> Any:
         vars(engine.scaler).update(meta["scaler"])
     if engine.scheduler and meta["scheduler"]:
         engine.scheduler.load_state_dict(meta["scheduler"])
-    states = path / f"random-{engine.rank}.pt"
-    if states.exists() and meta["ranks"] == engine.world:
+    states = path / f"random-{engine.ranks.number}.pt"
+    if states.exists() and meta["ranks"] == engine.ranks.size:
         _restore_random(torch.load(states, weights_only=True))
     return meta["extra"]
 

@@ -49,6 +49,8 @@ class Chunk:
     filled: bool = False
     """`gradient` holds something since the last step."""
     touched: bool = False
+    crossed: bool = False
+    """`gradient` holds the mean of all copies (see `ranks`)."""
     norms: torch.Tensor | None = None
     given: set[int] = field(default_factory=set)
     """Places of the parameters that have had a gradient since the last step, on this rank."""

@@ -35,7 +35,9 @@ class Config:
     vocabulary), "fused" (of any model), "chunked" (the loss is `zero.cross_entropy`), or "plain".
     balance: whether the optimizer's states stream through the accelerator beside the cores; "auto":
     where the probe shows a gain. stale_updates: a pass does not wait for the optimizer. compile:
-    each block by torch.compile (a string: by this backend).
+    each block by torch.compile (a string: by this backend). nodes: "replicate" (each node has a
+    copy of the states), "shard", or "auto": what the plan finds faster of those that fit. crossing:
+    dtype of gradients between nodes.
     """
 
     stage: int = 3
@@ -63,6 +65,8 @@ class Config:
     gradient: torch.dtype | None = None
     seed: int = 0
     device: str = "auto"
+    nodes: str = "auto"
+    crossing: torch.dtype | None = None
     ignored: list[str] = field(default_factory=list)
 
 
@@ -121,7 +125,7 @@ _FP16 = {
 }  # fmt: skip
 _EVENER = {
     "budget", "moments", "depth", "device", "checkpointing", "loss", "balance", "stale_updates",
-    "compile",
+    "compile", "nodes", "crossing",
 }  # fmt: skip
 
 
@@ -233,6 +237,9 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)
     config.balance = _choice(own, "balance", ("auto", False, True), "auto")
     config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
+    config.nodes = str(_choice(own, "nodes", ("auto", "replicate", "shard"), "auto"))
+    if own.get("crossing", "exact") != "exact":
+        config.crossing = _dtype(own["crossing"], "evener.crossing")
     config.compile = own.get("compile", False)
     if not isinstance(config.compile, bool | str):
         raise ConfigError(

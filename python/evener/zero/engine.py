@@ -23,7 +23,8 @@ made and the pass runs again (`boundary`).
 # Ranks
 Every rank holds 1/N of each chunk's states. stage 1: gradients are reduced once a step; stage 2:
 reduced to the rank's share in every backward pass; stage 3: weights are shared out too, and
-gathered when a unit is loaded. All ranks must run the same units in the same order.
+gathered when a unit is loaded. All ranks must run the same units in the same order. Where nodes
+have copies of the states, gradients cross between them once per step (`ranks`, `gradients`).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Engine:
         self.param_groups: list[dict[str, Any]] = []
         self.spans = offload.spans if offload else Spans(device)
         self._norm: torch.Tensor | None = None
-        self._stats = StatsFile.open("zero", self.rank)
+        self._stats = StatsFile.open("zero", self.ranks.number)
         self._stats_last = (0, time.monotonic())
         self._step_began = 0.0
         self._closed = False
@@ -190,8 +191,9 @@ class Engine:
             device,
             check=self._look,
             room=self.room.make,
-            retry=self.world == 1,
+            retry=self.ranks.size == 1,
         )
+        self._gradients.last = accumulation == 1
         self._head = head
         self._chunked = chunked
         self._undo = undo
@@ -280,7 +282,7 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes: what the plan expected of accelerator, host and SSD, the accelerator's peak as its
         allocator holds it, with what the context takes, and what was read and written on the SSD
-        since the start."""
+        and given to other nodes' copies of the states since the start."""
         plan = self.plan
         reserve = plan.gpu_reserve if plan else 0
         read, written = self.store.ssd.moved() if self.store.ssd else (0, 0)
@@ -292,6 +294,7 @@ class Engine:
             "host planned": plan.host_bytes if plan else 0,
             "gpu peak": self.device.peak_bytes() + reserve,
             "passes run again": self._boundary.again,
+            "gradients between nodes": self._gradients.crossed_bytes,
         }
 
     def train(self, mode: bool = True) -> Engine:
@@ -313,7 +316,9 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """The backward pass of one micro-batch."""
+        self._gradients.last = (self.micro_steps + 1) % self.accumulation == 0
         self.scale(loss).backward()
+        self._gradients.last = self.accumulation == 1
         self.flush()
         self.micro_steps += 1
         return loss
@@ -332,6 +337,7 @@ class Engine:
         self.flush()
         self._gradients.finish()
         chunks = [c for c in self.chunks() if c.group.trainable and c.filled]
+        self._gradients.cross(chunks, done=False)
         return self._gradients.norm(chunks) / (self.scaler.scale if self.scaler else 1.0)
 
     def get_global_grad_norm(self) -> float | None:
@@ -342,7 +348,7 @@ class Engine:
         """Forget gradients that no step has used. A forward pass whose backward pass is still to
         come stays as it is: many loops call this between the two."""
         for chunk in self.chunks():
-            chunk.filled = chunk.touched = False
+            chunk.filled = chunk.touched = chunk.crossed = False
             chunk.norms = None
             chunk.given.clear()
             chunk.arrived.clear()
@@ -416,7 +422,9 @@ class Engine:
         """Update the weights from all gradients since the last time; False where it was skipped."""
         self.flush()
         self._gradients.finish()
+        self._gradients.last = self.accumulation == 1
         chunks = [c for c in self.chunks() if c.group.trainable and c.filled]
+        self._gradients.cross(chunks)
         scale = self._scale(self._gradients.norm(chunks))
         moving = self._moving(chunks)
         for chunk in chunks:
@@ -541,7 +549,7 @@ class Engine:
 
     def _moving(self, chunks: list[Chunk]) -> list[set[int]]:
         """The places of the parameters that had a gradient on any rank. Collective."""
-        if self.world == 1:
+        if self.ranks.size == 1:
             return [set(chunk.given) for chunk in chunks]
         places = [(c, p) for c, chunk in enumerate(chunks) for p in range(len(chunk.group.pieces))]
         mine = [place in chunks[c].given for c, place in places]

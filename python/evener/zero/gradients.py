@@ -2,7 +2,11 @@
 
 Those of a chunk's parameters are put together when all have come; reduced over the ranks (stage 1
 with accumulation: once a step), added to the sum of earlier micro-batches, their norms taken on the
-accelerator, and copied home by a stream of their own. At most `depth` copies are on their way.
+accelerator, and copied home by a stream of their own. At most `depth` copies are on their way. With
+several ranks all of this is done in a stream of its own, beside the model's backward pass.
+
+Where nodes have copies of the states, the sum crosses between them once per step: chunk by chunk in
+the last micro-batch's backward pass, or, where nobody says which is the last, before the step.
 
 A backward pass that failed for want of memory is run again (see `boundary`). A chunk whose gradient
 it had delivered is passed over then: it comes once per pass.
@@ -10,6 +14,8 @@ it had delivered is passed over then: it comes once per pass.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +51,10 @@ class Gradients:
         self._spans = spans
         self._once = once
         self.depth = depth
+        self.last = False
+        """Whether this backward pass is the last one before the step: then sums cross."""
+        self.crossed_bytes = 0
+        """Bytes of gradients that this rank has given to other copies, as they were sent."""
         self._stale_updates = stale_updates
         self._delivered: set[int] = set()
         """Chunks whose gradient this backward pass has delivered."""
@@ -94,8 +104,27 @@ class Gradients:
     def finish(self) -> None:
         """Before an optimizer step: reduce what was kept until now."""
         sums, self._sums = self._sums, {}
+        self.last = True
         for chunk, whole in sums.values():
             self._deliver(chunk, whole)
+
+    def cross(self, chunks: list[Chunk], done: bool = True) -> None:
+        """What has not crossed between copies does now: before an optimizer step (`done`), or to
+        know the norm. Collective."""
+        if self._ranks.replicas == 1:
+            return
+        for chunk in chunks:
+            if chunk.filled and not chunk.crossed:
+                self._cross_sum(chunk)
+            chunk.crossed = not done
+
+    @torch.no_grad()
+    def _cross_sum(self, chunk: Chunk) -> None:
+        with self._aside():
+            share = self._earlier(chunk).clone()
+            self._send(share, chunk)
+            chunk.norms = self._norms(chunk, share)
+            self._home(chunk, share, share)
 
     def clear(self) -> None:
         """Forget what was kept."""
@@ -131,31 +160,72 @@ class Gradients:
         chunk.touched = True
         self._delivered.add(chunk.index)
 
+    @property
+    def _shared(self) -> bool:
+        return self._ranks.size > 1
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """In a stream of its own, after what was computed; one rank has nothing to wait for."""
+        device = self._device
+        if not self._shared:
+            yield
+            return
+        done = device.record("compute")
+        with device.on("reduce"):
+            device.wait("reduce", done)
+            yield
+
     @torch.no_grad()
     def _deliver(self, chunk: Chunk, whole: torch.Tensor) -> None:
         """Reduce over ranks, add what is there, take the norms, bring it home."""
         assert chunk.gradient is not None
-        share = whole
-        if self._ranks.world > 1:
-            share = torch.empty(chunk.gradient.numel(), dtype=whole.dtype, device=whole.device)
-            self._ranks.reduce(share, whole)
-        if chunk.filled:
-            share += self._earlier(chunk)
-        norms = self._norms(chunk, share)
-        chunk.filled, chunk.norms = True, norms
+        with self._aside():
+            share = whole
+            if self._ranks.world > 1:
+                share = torch.empty(chunk.gradient.numel(), dtype=whole.dtype, device=whole.device)
+                with self._spans.device("communication", "reduce", f"reduce {chunk.group.name}"):
+                    self._ranks.reduce(share, whole)
+            crosses = self._ranks.replicas > 1 and (self.last or chunk.crossed)
+            if crosses and chunk.crossed:  # what was there has crossed: only what is new does now
+                self._send(share, chunk)
+            if chunk.filled:
+                share += self._earlier(chunk)
+            if crosses and not chunk.crossed:
+                self._send(share, chunk)
+            chunk.crossed = crosses
+            chunk.filled, chunk.norms = True, self._norms(chunk, share)
+            self._home(chunk, share, whole)
+
+    def _send(self, share: torch.Tensor, chunk: Chunk) -> None:
+        with self._spans.device("communication", "reduce", f"between nodes {chunk.group.name}"):
+            self._ranks.cross(share)
+        count = self._ranks.replicas
+        width = (self._ranks.form or share.dtype).itemsize
+        self.crossed_bytes += 2 * (count - 1) * share.numel() * width // count
+
+    def _home(self, chunk: Chunk, share: torch.Tensor, whole: torch.Tensor) -> None:
+        """To where the states are. `whole` and `share` live until they were read."""
+        assert chunk.gradient is not None
+        device = self._device
+        here = "reduce" if self._shared else "compute"
         if chunk.resident:
             chunk.gradient.copy_(share)
+            if self._shared:
+                self._leave(chunk, device.record(here), share, whole)
             return
         if self._stale_updates:
             chunk.updated.wait()  # its last gradient is still being read
-        device = self._device
-        done = device.record("compute")
+        done = device.record(here)
         with device.on("d2h"):
             device.wait("d2h", done)
             with self._spans.device("copy", "d2h", chunk.group.name):
                 chunk.gradient.copy_(share, non_blocking=True)
             chunk.gradient_event = device.record("d2h")
-        self._leaving.append((chunk.gradient_event, (share, whole)))
+        self._leave(chunk, chunk.gradient_event, share, whole)
+
+    def _leave(self, chunk: Chunk, event: Event, *held: torch.Tensor) -> None:
+        self._leaving.append((event, held))
         if len(self._leaving) > self.depth:
             with self._spans.host("wait", "training for gradients out", chunk.group.name):
                 self._leaving.pop(0)[0].synchronize()
@@ -169,7 +239,7 @@ class Gradients:
         with self._device.on("d2h"):
             earlier = chunk.gradient.to(self._device.device, non_blocking=True)
             event = self._device.record("d2h")
-        self._device.wait("compute", event)
+        self._device.wait("reduce" if self._shared else "compute", event)
         event.synchronize()
         return earlier
 
@@ -184,6 +254,8 @@ class Gradients:
     @torch.no_grad()
     def norm(self, chunks: list[Chunk]) -> torch.Tensor:
         """The norm of all gradients of all ranks, a float32 scalar on the accelerator."""
+        if self._shared:
+            self._device.wait("compute", self._device.record("reduce"))
         if self._ranks.world == 1:
             norms = {c.index: c.norms for c in chunks if c.norms is not None}
             each = [norms[index][place] for index, place in self._order if index in norms]

@@ -79,6 +79,8 @@ class Machine:
     """Seconds that an operation takes at least, whatever its size."""
     ssd: float = 0.0
     """Bytes/s of the SSD's file, read and written at once (0: not measured)."""
+    between: float = 0.0
+    """Bytes/s that a rank receives from other nodes (0: not measured)."""
     cores: int = 0
     """Multiprocessors of a CUDA GPU that is not here; 0: what is here is asked."""
 
@@ -105,6 +107,10 @@ class Work:
     accumulation: int = 1
     checkpointing: bool = True
     ranks: int = 1
+    replicas: int = 1
+    """Copies of the states, each shared by `ranks`: gradients cross between them once."""
+    crossing: int = 0
+    """Bytes of a gradient's element as it crosses; 0: as it is."""
     depth: int = 2
     moments: int = 2
     streaming: bool = False
@@ -209,6 +215,8 @@ def _need(
         if part.stays:
             stays += _bytes_on(part, formats, work, "gpu")
             stays += size if work.ranks > 1 else 0
+        elif work.ranks > 1 and part.trainable and part.name in resident:
+            stays += size  # gathered once, beside this rank's share
         elif part.kept and (work.ranks > 1 or part.name not in resident):
             stays += size
     # An update in torch operations needs float32 copies of one slice.
@@ -254,7 +262,9 @@ def held(parts: Sequence[Part], resident: Set[str], formats: Formats, ranks: int
                 part.unit,
                 part.numel * formats.compute.itemsize,
                 part.numel * formats.gradient.itemsize if part.trainable else 0,
-                moves=not part.stays and not part.kept and (not stays or ranks > 1),
+                moves=not part.stays
+                and not part.kept
+                and (not stays or (ranks > 1 and not part.trainable)),
                 leaves=part.trainable and not stays,
             )
         )
@@ -325,7 +335,7 @@ def plan(
         places, times, formats, work, machine, {p.name for p in parts if p.trainable}
     )
     step, bound = _step(times, work, last)
-    tokens = work.tokens * work.accumulation * work.ranks
+    tokens = work.tokens * work.accumulation * work.ranks * work.replicas
     return Plan(
         fits=not problem,
         problem=problem,
@@ -411,10 +421,17 @@ def _times(
         if work.recompute:
             share = len(work.recompute) / len(profile.repeated)
             backward += share * (seconds(profile.backward_recomputed, *rates) - backward)
-    gathered = 0.0
+    gathered = again = crossing = 0.0
     if work.ranks > 1 and machine.network:
-        gathered = total * formats.compute.itemsize * (work.ranks - 1) / work.ranks
-        gathered /= machine.network
+        each = formats.compute.itemsize * (work.ranks - 1) / work.ranks / machine.network
+        gathered = total * each
+        again = gathered - each * sum(
+            p.numel for p in places if p.where == "gpu" and trainable[p.name]
+        )
+    if work.replicas > 1 and machine.between:
+        width = work.crossing or formats.gradient.itemsize
+        crossing = (kept + updated) * width * 2 * (work.replicas - 1) / work.replicas
+        crossing /= machine.between
     arriving = moved * formats.compute.itemsize / machine.h2d
     optimizer = updated / machine.host_adam
     if work.streaming and machine.balanced:
@@ -428,6 +445,8 @@ def _times(
         "activations out": work.offloaded / machine.d2h,
         "device optimizer": kept / machine.device_adam,
         "gather": gathered,
+        "gather again": again,
+        "between nodes": crossing,
         "SSD": 2 * sum(p.away for p in places) / machine.ssd if machine.ssd else 0.0,
     }
 
@@ -469,10 +488,12 @@ def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[flo
     backward = {
         "GPU": times["backward"],
         "PCIe": max(times["weights in"] + times["activations out"], times["gradients out"]),
-        "network": 2 * times["gather"],
+        "network": times["gather again"] + times["gather"],
     }
+    crossing = {**backward, "network": backward["network"] + times["between nodes"]}
     last = {**forward, "host memory": times["host optimizer"], "SSD": times["SSD"]}
-    phases = [backward] * work.accumulation + [forward] * (work.accumulation - 1) + [last]
+    phases = [backward] * (work.accumulation - 1) + [crossing]
+    phases += [forward] * (work.accumulation - 1) + [last]
     blame: dict[str, float] = {}
     for phase in phases:
         name = max(phase, key=lambda name: phase[name])

@@ -53,13 +53,14 @@ def plan_units(
     tokens: int,
     ranks: int,
     profile: Profile | None = None,
+    replicas: int = 1,
 ) -> Plan:
     """The plan of units that were cut: of all ways that the configuration leaves open the fastest
     that fits, or the one that is nearest to fitting. `profile`: of the traced step; without it
     activations are estimated from shapes. The SSD is used where nothing fits without it."""
     if budget.ssd:
         without = replace(budget, ssd=0)
-        made = plan_units(units, config, machine, without, tokens, ranks, profile)
+        made = plan_units(units, config, machine, without, tokens, ranks, profile, replicas)
         if made.fits:
             return made
     gains = machine.balanced > 1.05 * machine.host_adam
@@ -70,6 +71,8 @@ def plan_units(
         activations=0,
         accumulation=config.accumulation,
         ranks=ranks,
+        replicas=replicas,
+        crossing=0 if config.crossing is None else config.crossing.itemsize,
         depth=config.depth,
         moments=len(config.rule.moments),
         profile=profile,

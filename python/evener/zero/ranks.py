@@ -1,9 +1,15 @@
 """The ranks that share a model's states, and what their communicators take.
 
-There are two communicators because two threads issue collectives: the loader gathers weights, the
-training thread reduces gradients. Each thread's order is the same on every rank; how the two
-interleave is not, and one communicator would need that too (ranks would wait for each other for
-ever).
+# Several nodes
+States are shared out over all ranks ("shard"), or over those of one node, and every node has a copy
+("replicate"). Then weights never cross the network between nodes, and gradients cross once per
+optimizer step: each rank's share with those of the same place on the other nodes (`cross`). The
+sum is made in one place and sent to all, so the copies stay equal bit for bit.
+
+There are two communicators in a node because two threads issue collectives: the loader gathers
+weights, the training thread reduces gradients. Each thread's order is the same on every rank; how
+the two interleave is not, and one communicator would need that too (ranks would wait for each other
+for ever).
 
 NCCL's buffers lie beside torch's allocator and grow with channels, peers and algorithms. So that a
 budget can hold: channels are bounded, all collectives here are of the ring's kind (an all-reduce
@@ -20,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener.comm.world.topology import host_identity
+
 CHANNELS = 8
 """Of each NCCL communicator, and so the multiprocessors that it takes from the model: well above
 100 GB/s over NVLink, where a block's weights are needed at some tens of GB/s."""
@@ -30,7 +38,8 @@ WARM = 16 << 20
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place. Without groups: it is alone, and no collective may be called."""
+    """This rank's place among the `world` ranks that share one copy of the states, and that copy's
+    among `replicas`. Without groups: it is alone, and no collective may be called."""
 
     rank: int = 0
     world: int = 1
@@ -40,15 +49,53 @@ class Ranks:
     """Accelerator memory of the communicators."""
     network: float = 0.0
     """Bytes/s that a rank receives in a gather (0: not measured)."""
+    replica: int = 0
+    replicas: int = 1
+    between: dist.ProcessGroup | None = None
+    """The ranks of this one's place in all copies."""
+    form: torch.dtype | None = None
+    """What gradients cross in (None: as they are)."""
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.world * self.replicas
+
+    @property
+    def number(self) -> int:
+        """This rank among all: 0 speaks for all."""
+        return self.replica * self.world + self.rank
+
+    def cross(self, share: torch.Tensor) -> None:
+        """`share` [n] becomes the mean of all copies' shares; on the training thread."""
+        if self.replicas == 1:
+            return
+        sent = share if self.form is None else share.to(self.form)
+        count, rest = divmod(sent.numel(), self.replicas)
+        if rest:
+            dist.all_reduce(sent, group=self.between)
+        else:
+            mine = torch.empty(count, dtype=sent.dtype, device=sent.device)
+            dist.reduce_scatter_tensor(mine, sent, group=self.between)
+            dist.all_gather_into_tensor(sent, mine, group=self.between)
+        share.copy_(sent)
+        share /= self.replicas
 
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         """`whole` [world * n] from every rank's `mine` [n]; on the loader's thread, or while it
         has nothing to do."""
         dist.all_gather_into_tensor(whole, mine, group=self.weights)
 
+    def collect(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        """As `gather`, on the training thread."""
+        dist.all_gather_into_tensor(whole, mine, group=self.gradients)
+
     def broadcast(self, values: torch.Tensor) -> None:
         """Rank 0's values to all; before training."""
-        dist.broadcast(values, group_src=0, group=self.weights)
+        if self.replicas > 1:
+            dist.broadcast(values, group_src=0, group=self.between)
+        if self.world > 1:
+            dist.broadcast(values, group_src=0, group=self.weights)
 
     def reduce(self, share: torch.Tensor, whole: torch.Tensor) -> None:
         """`share` [n] of the mean of every rank's `whole` [world * n]; on the training thread."""
@@ -63,22 +110,31 @@ class Ranks:
 
     def any(self, mine: torch.Tensor) -> torch.Tensor:
         """Where any rank's uint8 [n] is not zero; on the training thread."""
-        every = torch.empty(self.world, mine.numel(), dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(every.view(-1), mine, group=self.gradients)
-        return every.amax(0)
+        for count, group in ((self.world, self.gradients), (self.replicas, self.between)):
+            if count > 1:
+                every = torch.empty(count, mine.numel(), dtype=mine.dtype, device=mine.device)
+                dist.all_gather_into_tensor(every.view(-1), mine, group=group)
+                mine = every.amax(0)
+        return mine
 
     def agree(self, given: Any) -> Any:
         """Rank 0's object on all ranks."""
         held = [given]
-        dist.broadcast_object_list(held, group=self.weights, group_src=0)
+        if self.replicas > 1:
+            dist.broadcast_object_list(held, group=self.between, group_src=0)
+        if self.world > 1:
+            dist.broadcast_object_list(held, group=self.weights, group_src=0)
         return held[0]
 
     def largest(self, number: int, device: torch.device) -> int:
         """The largest of every rank's numbers."""
-        every = torch.empty(self.world, dtype=torch.int64, device=device)
         mine = torch.tensor([number], dtype=torch.int64, device=device)
-        self.gather(every, mine)
-        return int(every.max())
+        for count, group in ((self.world, self.weights), (self.replicas, self.between)):
+            if count > 1:
+                every = torch.empty(count, dtype=torch.int64, device=device)
+                dist.all_gather_into_tensor(every, mine, group=group)
+                mine = every.max().reshape(1)
+        return int(mine)
 
 
 def world_size() -> int:
@@ -92,22 +148,101 @@ def meet() -> None:
         dist.barrier()
 
 
-def join(device: torch.device) -> Ranks:
-    """The ranks of the default process group, in communicators of their own; alone without one."""
-    world = world_size()
-    if world == 1:
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks share a node. nodes: the ranks of each, by the place in their node."""
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def able(self) -> bool:
+        """Whether each node may have a copy: there are several, of one size."""
+        return len(self.nodes) > 1 and len({len(ranks) for ranks in self.nodes}) == 1
+
+
+def layout() -> Layout:
+    """Of the default process group; collective."""
+    if world_size() == 1:
+        return Layout(((0,),))
+    names: list[Any] = [None] * world_size()
+    dist.all_gather_object(names, host_identity())
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        nodes.setdefault(name, []).append(rank)
+    return Layout(tuple(tuple(ranks) for ranks in nodes.values()))
+
+
+def crossing(device: torch.device, nodes: Layout) -> tuple[dist.ProcessGroup, float]:
+    """The group of this rank's place on all nodes, and bytes/s that a rank receives in it while all
+    ranks of a node do the same: measured with 16 MB (1 MB where no GPU is). Collective."""
+    rank, mine = dist.get_rank(), None
+    for place in range(len(nodes.nodes[0])):
+        members = [ranks[place] for ranks in nodes.nodes]
+        group = _group(device, "between nodes", members)
+        mine = group if rank in members else mine
+    assert mine is not None
+    numel = (8 << 20) if device.type == "cuda" else (1 << 19)
+    whole = torch.zeros(numel * len(nodes.nodes), dtype=torch.bfloat16, device=device)
+    share = whole[:numel].clone()
+
+    def idle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    rates = []
+    for turn in range(4):
+        idle()
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(whole, share, group=mine)
+        idle()
+        if turn:
+            rates.append((whole.nbytes - share.nbytes) / (time.perf_counter() - start))
+    dist.reduce_scatter_tensor(share, whole, group=mine)
+    idle()
+    slowest: list[Any] = [None] * world_size()
+    dist.all_gather_object(slowest, sorted(rates)[1])
+    return mine, min(slowest)
+
+
+def join(
+    device: torch.device,
+    nodes: Layout | None = None,
+    between: dist.ProcessGroup | None = None,
+    form: torch.dtype | None = None,
+) -> Ranks:
+    """The ranks of the default process group, in communicators of their own; alone without one.
+    `between` (of `crossing`): each of `nodes` has a copy of the states."""
+    size = world_size()
+    if size == 1:
         return Ranks()
-    rank = dist.get_rank()
-    if device.type != "cuda":
-        return Ranks(rank, world, dist.new_group(), dist.new_group())
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    ranks = Ranks(rank, world, _bounded("weights"), _bounded("gradients"))
+    number = dist.get_rank()
+    if nodes is None or between is None:
+        rank, world, replica, replicas = number, size, 0, 1
+        sets = [list(range(size))]
+    else:
+        replica = next(n for n, ranks in enumerate(nodes.nodes) if number in ranks)
+        rank, world = nodes.nodes[replica].index(number), len(nodes.nodes[0])
+        replicas, sets = len(nodes.nodes), [list(ranks) for ranks in nodes.nodes]
+    alone = Ranks(rank, world, None, None, replica=replica, replicas=replicas, between=between,
+                  form=form)  # fmt: skip
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if world == 1:
+        return alone
+    made = []
+    for name in ("weights", "gradients"):
+        groups = [_group(device, name, members) for members in sets]
+        made.append(next(g for g, members in zip(groups, sets, strict=True) if number in members))
+    ranks = replace(alone, weights=made[0], gradients=made[1])
+    if not cuda:
+        return ranks
     for numel in (world, WARM // world * world):
         whole = torch.zeros(numel, dtype=torch.bfloat16, device=device)
         share = whole[: numel // world].clone()
         ranks.gather(whole, share)
-        ranks.broadcast(whole)
+        dist.broadcast(whole, group_src=0, group=ranks.weights)
         ranks.reduce(share, whole)
         ranks.total(share[:1])
     torch.cuda.synchronize(device)
@@ -122,10 +257,16 @@ def join(device: torch.device) -> Ranks:
     return replace(ranks, bytes=max(0, before - after), network=rate)
 
 
-def _bounded(name: str) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = CHANNELS
+def _group(device: torch.device, name: str, members: list[int]) -> dist.ProcessGroup:
+    """Of these ranks; all ranks call it."""
+    options = None
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = CHANNELS
     group: dist.ProcessGroup = dist.new_group(
-        backend="nccl", pg_options=options, group_desc=f"evener {name}"
+        members,
+        backend="nccl" if options else None,
+        pg_options=options,
+        group_desc=f"evener {name}",
     )
     return group

@@ -152,7 +152,8 @@ def build(
             stays = cluster.name in resident
             spilled = ssd if cluster.name in away and not stays else None
             chunk = _chunk(cluster, index, formats, rule, device, host, stays, world, spilled)
-            chunk.keeps = number == 0 or stage <= 2 or (stays and world == 1)
+            # With several ranks gathered once per step: what is here need not come again.
+            chunk.keeps = number == 0 or stage <= 2 or (stays and (world == 1 or cluster.trainable))
             chunk.placeholder = placeholder
             _fill(chunk, device, ranks, source)
             if chunk.keeps:
@@ -259,7 +260,7 @@ def _fill(
         for start in range(0, piece.numel, FILL):
             stop = min(start + FILL, piece.numel)
             values = flat[start:stop].to(device.device, dtype)
-            if ranks.world > 1:
+            if ranks.size > 1:
                 values = values.contiguous()
                 ranks.broadcast(values)
             low, high = max(piece.offset + start, begin), min(piece.offset + stop, end)

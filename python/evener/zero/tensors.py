@@ -79,9 +79,10 @@ def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     work = path.with_name(f".{path.name}.writing")
-    if engine.rank == 0:
+    first = engine.ranks.number == 0
+    if first:
         path.parent.mkdir(parents=True, exist_ok=True)
-    with work.open("wb") if engine.rank == 0 else open(os.devnull, "wb") as file:  # noqa: PTH123
+    with work.open("wb") if first else open(os.devnull, "wb") as file:  # noqa: PTH123
         file.write(struct.pack("<Q", len(text)) + text)
         for chunk in engine.chunks():
             full = chunk.full()
@@ -90,13 +91,13 @@ def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -
                 full = torch.empty(
                     mine.numel() * engine.world, dtype=mine.dtype, device=mine.device
                 )
-                engine.ranks.gather(full, mine)
+                engine.ranks.collect(full, mine)
             for piece in chunk.group.pieces:
                 data = full[piece.offset : piece.offset + piece.numel].to("cpu", dtype)
                 file.write(data.contiguous().view(torch.uint8).numpy().tobytes())
         file.flush()
-        if engine.rank == 0:
+        if first:
             os.fsync(file.fileno())
-    if engine.rank == 0:
+    if first:
         work.replace(path)
     return path

@@ -1,0 +1,194 @@
+"""A model of transformers offloaded on several nodes, against one GPU.
+
+    evener lab run --nodes 2 --slots 1 --link 25gbit -- python benchmarks/zero_nodes.py [options]
+
+Each process is a node with one GPU (`--slots 1`), or one of several. First every process trains
+alone, as if it were the only one; then all together, with one copy of the states per node
+(`--nodes shard`: shared by all; `auto`: what the plan finds faster). Reported by rank 0: tokens/s
+of both and their ratio, bytes that its node's cards sent per step (the kernel's counters) against
+the plan's, and what the plan predicted. Llama 2.7B of benchmarks/zero_zoo.py, 8 x 1024 tokens per
+micro-batch and GPU; gradients cross once per step of `--accumulation` micro-batches. --tiny: a
+small model on CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zero_zoo as zoo
+
+from evener import zero
+
+GB = 1_000_000_000
+
+
+def sent() -> int:
+    """Bytes that this node's cards have sent, loopback apart."""
+    total = 0
+    for card in Path("/sys/class/net").iterdir():
+        if card.name != "lo":
+            total += int((card / "statistics/tx_bytes").read_text())
+    return total
+
+
+def join() -> tuple[int, int, int]:
+    """Rank, number of ranks and place in the node; the lab and torchrun set the same variables."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return rank, size, int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def card(local: int, size: int) -> torch.device:
+    """This rank's GPU: in a lab all nodes see all GPUs, so nodes share them out."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = int(os.environ.get("RANK", "0"))
+    count = torch.cuda.device_count()
+    number = rank if count >= size else local % count
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def share_cores(rank: int, size: int) -> None:
+    """An equal part of this machine's cores for each rank."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) >= 2 * size:
+        each = len(cpus) // size
+        os.sched_setaffinity(0, cpus[rank * each : (rank + 1) * each])
+        torch.set_num_threads(each)
+
+
+def train(given: argparse.Namespace, device: torch.device, label: str) -> dict[str, Any]:
+    """Tokens/s of all ranks together, and what went over the cards."""
+    together = dist.is_initialized()
+    tiny = given.tiny
+    model = zoo.model_of(given.model, tiny)
+    rows = 2 if tiny else given.rows
+    batch = zoo.batch_of(given.model, rows, model, device.type, tiny)
+    own: dict[str, Any] = {
+        "checkpointing": "auto",
+        "device": device.type,
+        "budget": {"gpu": int(given.gpu * GB), "host": int(given.host * GB)},
+        "nodes": given.nodes,
+    }
+    if given.crossing != "exact":
+        own["crossing"] = given.crossing
+    config = {
+        "bf16": {"enabled": not tiny},
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": given.accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "data_types": {"grad_accum_dtype": given.gradients},
+        "evener": own,
+    }
+    engine, *_ = zero.initialize(model=model, config=config, example=batch, weights=zoo.value_of)
+    plan = engine.plan
+    assert plan is not None
+
+    def step() -> None:
+        for _ in range(given.accumulation):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+    def idle() -> None:
+        engine.drain()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if together:
+            dist.barrier()
+
+    for _ in range(given.warmup):
+        step()
+    idle()
+    before, crossed, begun = sent(), engine.memory()["gradients between nodes"], time.perf_counter()
+    for _ in range(given.steps):
+        step()
+    idle()
+    seconds = (time.perf_counter() - begun) / given.steps
+    wire = (sent() - before) / given.steps
+    mine = engine.memory()["gradients between nodes"] - crossed
+    ranks = dist.get_world_size() if together else 1
+    tokens = rows * (32 if tiny else zoo.MODELS[given.model][2]) * given.accumulation * ranks
+    found = {
+        "label": label,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "planned_seconds": plan.step_seconds,
+        "bound": plan.bound,
+        "times": plan.times,
+        "copies": engine.ranks.replicas,
+        "wire_per_step": wire,
+        "payload_per_step": mine / given.steps,
+        "gpu_planned": plan.gpu_bytes,
+        "gpu_peak": engine.memory()["gpu peak"],
+    }
+    trained = sum(c.group.numel for c in engine.chunks() if c.group.trainable)
+    width = (engine.ranks.form or engine.store.formats.gradient).itemsize
+    copies = engine.ranks.replicas
+    found["planned_payload"] = trained / engine.world * width * 2 * (copies - 1) / copies
+    engine.close()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    """Alone, then together."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", default="llama 2.7B", choices=list(zoo.MODELS))
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--accumulation", type=int, default=8)
+    parser.add_argument("--gradients", default="bf16", choices=["bf16", "fp32"], help="summed in")
+    parser.add_argument("--crossing", default="exact", choices=["exact", "bf16", "fp16"])
+    parser.add_argument("--nodes", default="replicate", choices=["auto", "replicate", "shard"])
+    parser.add_argument("--gpu", type=float, default=24, help="GB")
+    parser.add_argument("--host", type=float, default=90, help="GB for each process")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--skip-alone", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a small model on CPUs: a dry run")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    rank, size, local = join()
+    logging.getLogger("evener.zero").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    share_cores(rank, size)
+    device = card(local, size)
+    rows = []
+    if not given.skip_alone:
+        rows.append(train(given, device, "one GPU, all of them at once"))
+    if size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        rows.append(train(given, device, f"{size} GPUs"))
+        dist.destroy_process_group()
+    if rank != 0:
+        return
+    for row in rows:
+        line = (
+            f"{row['label']:30} {row['seconds']:.3f} s {row['tokens_per_second']:9,.0f} tokens/s, "
+            f"plan x {row['planned_seconds'] / row['seconds']:.2f} ({row['bound']})"
+        )
+        if row["planned_payload"]:
+            line += (
+                f"; copies {row['copies']}; this node's cards sent {row['wire_per_step'] / GB:.3f} "
+                f"GB per step, {row['wire_per_step'] / row['planned_payload']:.3f} x the plan's; "
+                f"payload {row['payload_per_step'] / row['planned_payload']:.3f} x"
+            )
+        print(line, flush=True)
+    if len(rows) > 1:
+        ratio = rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"]
+        print(f"{size} GPUs are {ratio:.2f} x one", flush=True)
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
