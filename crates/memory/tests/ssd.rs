@@ -6,7 +6,7 @@ use evener_memory::ssd::requests::{Op, Span};
 use evener_memory::ssd::store::{Store, Way};
 use evener_memory::ssd::{ALIGN, SsdError};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 const ROOM: usize = 16 * ALIGN;
@@ -14,11 +14,6 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
-}
-
-fn store(folder: &Path, blocks: usize, way: Way) -> Store {
-    let size = (blocks * ROOM) as u64;
-    Store::new(folder, size, 4, ROOM, 4, PATIENCE, way).unwrap()
 }
 
 fn span(buffer: usize, block: usize) -> Span {
@@ -205,7 +200,8 @@ fn a_disk_that_fails_creeps_or_is_silent_never_hangs() {
 
 #[test]
 fn rates_are_measured_with_the_operations_that_are_made() {
-    let mut one = store(&folder(), 32, Way::Auto);
+    let size = (32 * ROOM) as u64;
+    let mut one = Store::new(&folder(), size, 4, ROOM, 4, PATIENCE, Way::Auto).unwrap();
     let rates = measure(&mut one, u64::MAX, 1.0).unwrap();
     assert!(rates.read > 0.0 && rates.write > 0.0 && rates.both > 0.0);
     assert_eq!(one.moved().written, (2 * 32 + 16) * ROOM as u64);

@@ -326,9 +326,7 @@ mod tests {
                                 prop_assert!(!busy && block + blocks as u64 <= BLOCKS);
                                 asked.push((ticket, write, span, false));
                                 if write {
-                                    for cell in block as usize..block as usize + blocks {
-                                        wanted[cell] = ticket + 1;
-                                    }
+                                    wanted[block as usize..][..blocks].fill(ticket + 1);
                                 }
                             }
                             Err(_) => prop_assert!(busy || block + blocks as u64 > BLOCKS),

@@ -85,22 +85,20 @@ impl Backend for Uring {
         unsafe { self.ring.submission().push(&entry) }
             .map_err(|_| io::Error::other("the submission ring is full"))?;
         self.running += 1;
-        loop {
-            match self.ring.submit() {
-                Ok(_) => return Ok(()),
-                // It stays in the ring; `collect` submits it again.
+        match self.ring.submit() {
+            Ok(_) => Ok(()),
+            // It stays in the ring; `collect` submits it again.
+            Err(error)
+                if matches!(
+                    error.raw_os_error(),
+                    Some(libc::EAGAIN) | Some(libc::EBUSY) | Some(libc::EINTR)
+                ) =>
+            {
+                Ok(())
+            }
+            Err(error) => {
+                self.running -= 1;
                 Err(error)
-                    if matches!(
-                        error.raw_os_error(),
-                        Some(libc::EAGAIN) | Some(libc::EBUSY) | Some(libc::EINTR)
-                    ) =>
-                {
-                    return Ok(());
-                }
-                Err(error) => {
-                    self.running -= 1;
-                    return Err(error);
-                }
             }
         }
     }
