@@ -12,7 +12,9 @@ queue behind those of another, and the network has something to carry between tw
 
 Backward takes turns by itself. Autograd runs, of what is ready, what was made last; so each part
 goes on counting where the one before it stopped (`_count_on`), and the order is that of forward,
-reversed.
+reversed. The first goes on from the caller's number, and the caller from the last one's: else what
+the caller made would come before the parts' on one rank and after them on another, and with it
+collectives of layers that run again.
 """
 
 from __future__ import annotations
@@ -69,9 +71,9 @@ class Turns:
         self._turn = 0
         self._changed = threading.Condition()
         self._stopped = False
-        # The number of autograd's last node, whoever made it.
-        self._number = -1
+        # The number of autograd's last node, whoever made it: the caller, or a part.
         self._counted = torch.is_grad_enabled()
+        self._number = _count() if self._counted else -1
         self.error: BaseException | None = None
         others = [_other_state(device) for _ in range(parts - 1)]
         self._random = [_random_state(device), *others]
@@ -108,8 +110,10 @@ class Turns:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """The caller's thread goes on with the first part's random numbers."""
+        """The caller's thread goes on: with the first part's random numbers, and counting."""
         _set_random_state(self._device, self._random[0])
+        if self._counted:
+            _count_on(self._number)
 
     def _leave(self, index: int) -> None:
         if self._counted:
