@@ -132,6 +132,7 @@ def train(given: argparse.Namespace, device: torch.device, label: str) -> dict[s
     trained = sum(c.group.numel for c in engine.chunks() if c.group.trainable)
     width = (engine.ranks.form or engine.store.formats.gradient).itemsize
     copies = engine.ranks.replicas
+    found["ranks_per_node"] = engine.world
     found["planned_payload"] = trained / engine.world * width * 2 * (copies - 1) / copies
     engine.close()
     if device.type == "cuda":
@@ -178,7 +179,9 @@ def main() -> None:
         if row["planned_payload"]:
             line += (
                 f"; copies {row['copies']}; this node's cards sent {row['wire_per_step'] / GB:.3f} "
-                f"GB per step, {row['wire_per_step'] / row['planned_payload']:.3f} x the plan's; "
+                f"GB per step, "
+                f"{row['wire_per_step'] / row['planned_payload'] / row['ranks_per_node']:.3f} x "
+                "the plan's; "
                 f"payload {row['payload_per_step'] / row['planned_payload']:.3f} x"
             )
         print(line, flush=True)

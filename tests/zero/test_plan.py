@@ -161,8 +161,8 @@ def test_budgets_read_the_cgroup(tmp_path: Path) -> None:
         budgets.resolve({"gpu": "lots"})
     with pytest.raises(UsageError, match="gpu='24' has no unit"):
         budgets.resolve({"gpu": "24"})
-    with pytest.raises(UsageError, match="no entry ssd"):
-        budgets.resolve({"ssd": 1})
+    with pytest.raises(UsageError, match="no entry disk"):
+        budgets.resolve({"disk": 1})
 
 
 def test_the_command(tmp_path: Path) -> None:

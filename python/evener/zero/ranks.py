@@ -72,7 +72,7 @@ class Ranks:
             return
         sent = share if self.form is None else share.to(self.form)
         count, rest = divmod(sent.numel(), self.replicas)
-        if rest:
+        if rest or not sent.is_cuda:  # Gloo's reduce-scatter is an all-reduce of everything
             dist.all_reduce(sent, group=self.between)
         else:
             mine = torch.empty(count, dtype=sent.dtype, device=sent.device)

@@ -1,0 +1,90 @@
+"""Runs of each pre-training example, one after the other: how each ended, and threads left.
+
+    python benchmarks/zero_exits.py [--runs 50] [--steps 3] [--only gpt] [--json FILE]
+
+A run is bad if its status is not 0, if it was ended by a signal, if C++ said "terminate called", or
+if a thread of Evener is alive when Python's own exit functions are through. Idle threads of the
+kernels' pool (evener-cpu) do not count: they hold nothing of torch's, and wait for work until the
+process ends. Each run writes a checkpoint in its last step, so that one is on its way then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+RUNS = {
+    "gpt": ["pretrain_gpt.py"],
+    "masked": ["pretrain_text.py", "--objective", "masked"],
+    "spans": ["pretrain_text.py", "--objective", "spans"],
+}
+# Registered before anything else is imported, so called after everything else.
+WATCH = """
+import atexit, pathlib, runpy, sys, threading
+
+def left():
+    mine = [t.name for t in threading.enumerate() if t.name.startswith("evener")]
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("evener") and not name.startswith("evener-cpu"):
+            mine.append(name)
+    print("LEFT", len(mine), *mine, flush=True)
+
+atexit.register(left)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def once(name: str, steps: int) -> str:
+    """Why a run was bad; empty where it was not."""
+    script, *rest = RUNS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", WATCH, str(EXAMPLES / script), *rest]
+        command += ["--steps", str(steps), "--rows", "2", "--every", str(steps)]
+        run = subprocess.run(
+            [*command, "--folder", folder], capture_output=True, text=True, timeout=600, check=False
+        )
+    said = run.stdout + run.stderr
+    if "terminate called" in said:
+        return "terminate called"
+    if run.returncode:
+        return f"status {run.returncode}: {said.strip().splitlines()[-1:]}"
+    found = [line for line in run.stdout.splitlines() if line.startswith("LEFT ")]
+    if not found:
+        return "it did not reach its end"
+    return "" if found[-1] == "LEFT 0" else found[-1]
+
+
+def main() -> int:
+    """Exit status 1 where a run was bad."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", choices=list(RUNS))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows: dict[str, Any] = {}
+    for name in [given.only] if given.only else list(RUNS):
+        begun = time.perf_counter()
+        bad = [why for why in (once(name, given.steps) for _ in range(given.runs)) if why]
+        each = (time.perf_counter() - begun) / given.runs
+        rows[name] = {"runs": given.runs, "bad": bad, "seconds": each}
+        print(
+            f"{name:8} {given.runs} runs, {len(bad)} bad {bad[:3]}, {each:.1f} s each", flush=True
+        )
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row["bad"] for row in rows.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
