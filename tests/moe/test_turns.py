@@ -92,6 +92,14 @@ def order(rank: int, size: int) -> list[str]:
     """What the backward pass did, in order: the step, and the part that it was of."""
     model = moe.interleave(moe.spread(stack(), size))
     roads = model[0].moe.experts.parallel.shared.roads
+    # Autograd's numbers are those of one thread: the caller's, the parts', the caller's.
+    x, _ = inputs(rank)
+    for _ in range(500):
+        before = x * 1
+    out = model(before)
+    ends = [node._sequence_nr() for node, _ in out.grad_fn.next_functions]
+    assert before.grad_fn._sequence_nr() < min(ends)
+    assert max(ends) < out.grad_fn._sequence_nr()
     seen: list[str] = []
     for kind in (parallel._End, parallel._Through, parallel._Begin):
         plain = kind.backward
