@@ -1,0 +1,217 @@
+"""The rules on a torch model: autocast, a loss scale for float16, the probe, and the ranks.
+
+Weights, gradients and the optimizer's state stay in float32; autocast chooses what is computed in
+half. What the ranks saw is reduced (one small all-reduce per step, on the CPU's backend where there
+is one), so all of them switch in the same step.
+
+That zeros among the gradients are more than in full precision is looked at in every 10th step: a
+share of zeros is normal (ReLU), so it is compared with the share before the switch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evener.errors import UsageError
+from evener.log import info0
+from evener.precision.rules import Event, Facts, Limits, Machine
+from evener.records import StatsFile
+
+# Steps between two looks at the gradients' zeros, and how many elements of each are looked at.
+_LOOK, _SAMPLE = 10, 4096
+
+
+class Policy:
+    """Takes the steps of a training, in full or in half precision.
+
+    model, optimizer: of float32. dtype: torch.float16 or torch.bfloat16; default: bfloat16, on a
+    GPU without it float16. device: where the model computes; default: its parameters'. limits: of
+    the rules. group: ranks that train together; default: all, where there is a default group.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | None = None,
+        limits: Limits | None = None,
+        group: Any = None,
+    ) -> None:
+        """Raises UsageError for a model that is not of float32."""
+        self.model, self.optimizer = model, optimizer
+        narrow = {str(p.dtype) for p in model.parameters() if p.dtype in _HALVES}
+        if narrow:
+            raise UsageError(
+                f"the model has parameters of {', '.join(sorted(narrow))}",
+                "keep them in float32 (model.float()): autocast chooses what is computed in half",
+            )
+        found = next((p.device.type for p in model.parameters()), "cpu")
+        self.device = device or found
+        if dtype is None:
+            cuda16 = self.device == "cuda" and not torch.cuda.is_bf16_supported()
+            dtype = torch.float16 if cuda16 else torch.bfloat16
+        if dtype not in _HALVES:
+            raise UsageError(f"dtype={dtype}", "give torch.float16 or torch.bfloat16")
+        self.dtype = dtype
+        self.machine = Machine(limits or Limits())
+        self.scaler = torch.amp.GradScaler(self.device, enabled=dtype == torch.float16)
+        self.events: list[Event] = []
+        self._group = group
+        self._halved = False  # the scale, by the step before
+        self._zeros = math.nan  # share of zeros among the gradients, in full precision
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._stats = StatsFile.open("precision", rank)
+
+    @property
+    def half(self) -> bool:
+        """Whether the next step is in half precision."""
+        return self.machine.half
+
+    def autocast(self, half: bool | None = None) -> Any:
+        """The context of a forward pass, as the state is."""
+        half = self.half if half is None else half
+        return torch.autocast(self.device, self.dtype, enabled=half)
+
+    def step(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One step: the loss, backward, the optimizer's step, no gradients afterwards.
+
+        compute: gives the loss, a scalar; it may be called again for the probe, so it must not take
+        a new batch. Gives the loss, detached.
+        """
+        half = self.half
+        scaling = half and self.scaler.is_enabled()
+        with self.autocast(half):
+            loss = compute()
+        if scaling:
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.unscale_(self.optimizer)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+        # Before the weights change, so that the probe computes with the same.
+        facts = self._agreed(float(loss.detach()), self._halved, self._underflow(half))
+        self._observe(compute, facts)
+        self._halved = False
+        if scaling:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self._halved = self.scaler.get_scale() < before
+        elif math.isfinite(facts.loss):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    # --- what a step said ---
+
+    def _underflow(self, half: bool) -> float | None:
+        if self.machine.step % _LOOK:
+            return None
+        zeros = total = 0
+        parts = []
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                flat = parameter.grad.flatten()
+                parts.append((flat[:: max(1, flat.numel() // _SAMPLE)] == 0).sum())
+                total += -(-flat.numel() // max(1, flat.numel() // _SAMPLE))
+        if not parts:
+            return None
+        zeros = int(torch.stack(parts).sum())
+        share = zeros / total
+        if not half:
+            known = not math.isnan(self._zeros)
+            self._zeros = 0.9 * self._zeros + 0.1 * share if known else share
+            return None
+        return None if math.isnan(self._zeros) else share - self._zeros
+
+    def _observe(self, compute: Callable[[], torch.Tensor], facts: Facts) -> None:
+        for event in self.machine.observe(facts, lambda: self._probe(compute)):
+            self.events.append(event)
+            info0(
+                "precision, step %d: %s > %s (%s: %s)",
+                event.step,
+                event.before.value,
+                event.after.value,
+                event.cause,
+                event.text,
+            )
+        if self._stats is not None and self._stats.due:
+            self._stats.write(self.report())
+
+    def _agreed(self, loss: float, halved: bool, underflow: float | None) -> Facts:
+        """The facts of all ranks: the mean loss, the worst of the others."""
+        if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
+            return Facts(loss, halved, underflow)
+        size = dist.get_world_size(self._group)
+        cuda = "gloo" not in str(dist.get_backend(self._group)) and self.device == "cuda"
+        rows = torch.zeros(size, 3, dtype=torch.float64, device="cuda" if cuda else "cpu")
+        place = dist.get_rank(self._group)
+        seen = math.nan if underflow is None else underflow
+        rows[place] = torch.tensor([loss, float(halved), seen], dtype=torch.float64)
+        flat = torch.nan_to_num(rows, nan=1e300, posinf=1e300, neginf=1e300)
+        dist.all_reduce(flat, group=self._group)
+        losses, halvings, shares = flat.cpu().unbind(1)
+        mean = math.inf if bool((losses >= 1e299).any()) else float(losses.mean())
+        looked = shares[shares < 1e299]
+        return Facts(mean, bool(halvings.any()), float(looked.max()) if looked.numel() else None)
+
+    @torch.no_grad()
+    def _probe(self, compute: Callable[[], torch.Tensor]) -> float:
+        """The relative difference of this batch's loss in half and in full precision.
+
+        Both without dropout and with the statistics that batch normalization has, which stay as
+        they are, and from the same weights as the step's.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with self.autocast(True):
+                half = float(compute())
+            with self.autocast(False):
+                full = float(compute())
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if math.isfinite(full) and math.isfinite(half):
+            mine = abs(half - full) / max(abs(full), 1e-12)
+        else:
+            mine = math.inf if math.isfinite(full) else 0.0
+        return self._agreed_probe(mine)
+
+    def _agreed_probe(self, mine: float) -> float:
+        if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
+            return mine
+        cuda = "gloo" not in str(dist.get_backend(self._group)) and self.device == "cuda"
+        worst = torch.tensor([min(mine, 1e300)], dtype=torch.float64)
+        worst = worst.cuda() if cuda else worst
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        return float(worst)
+
+    # --- what is kept ---
+
+    def report(self) -> dict[str, Any]:
+        """The state, the share of half steps, and the last events."""
+        machine = self.machine
+        return {
+            "state": machine.state.name,
+            "steps": machine.step,
+            "half_steps": machine.half_steps,
+            "switches": machine.switches,
+            "events": [
+                {"step": e.step, "cause": e.cause, "to": e.after.name, "text": e.text}
+                for e in self.events[-20:]
+            ],
+        }
+
+    def __str__(self) -> str:
+        return json.dumps(self.report(), indent=1)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
