@@ -29,7 +29,7 @@ LEVELS = [
         },
     ),
     ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own", "integrations"}),
-    ("pillar", {"comm", "zero", "net", "fabric", "embedding", "pipeline", "moe"}),
+    ("pillar", {"comm", "zero", "net", "fabric", "embedding", "pipeline", "moe", "precision"}),
     (
         "base",
         {

@@ -457,6 +457,24 @@ def examples(root: Path, options: argparse.Namespace) -> int:
     return 1 if any(outcome.status == "fail" for outcome in outcomes) else 0
 
 
+def tensorflow(root: Path, options: argparse.Namespace) -> int:
+    """Run the tests of TensorFlow and Keras in place of the others."""
+    import upstream_tensorflow
+
+    files = options.file or upstream_tensorflow.FILES
+    cases = upstream_tensorflow.run(root, options.only, files, max(options.timeout, 280.0))
+    names = ("pass", "skip", "fail")
+    for file in [*dict.fromkeys(case.file for case in cases), ""]:
+        mine = [case.status for case in cases if not file or case.file == file]
+        print(f"{file or 'all':48} " + "  ".join(f"{mine.count(name):4} {name}" for name in names))
+    if options.json:
+        rows = [asdict(case) for case in cases]
+        versions = {name: importlib.metadata.version(name) for name in ("evener", "keras")}
+        document = {"python": platform.python_version(), **versions, "tests": rows}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if any(case.status == "fail" for case in cases) else 0
+
+
 def machine() -> dict[str, Any]:
     """What the results depend on."""
     import torch
@@ -485,8 +503,11 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="a new interpreter for each rank")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--logs", type=Path, help="keep the output of failed tests there")
+    parser.add_argument("--tensorflow", action="store_true", help="the tests of TensorFlow")
     parser.add_argument("--examples", action="store_true", help="the examples, not the tests")
     options = parser.parse_args()
+    if options.tensorflow:
+        return tensorflow(options.dir.resolve(), options)
     if options.examples:
         return examples(options.dir.resolve(), options)
     jobs = options.jobs or max(2, (os.cpu_count() or 2) // 2)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from evener import interfaces
-from evener.comm.world import gloo, rendezvous
+from evener.comm.world import gloo, meeting
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.rendezvous import RendezvousError
 
@@ -113,7 +113,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
     store.set("rank/1", json.dumps(["node", 0, 1, ""]))
     with pytest.raises(RendezvousError, match=r"rank 0 of 4 waited 0\.2 s for 2 ranks \(2, 3\)"):
-        rendezvous._check_in(Ranks(0, 4), store, 0.2, time.monotonic() + 0.2)
+        meeting.check_in(Ranks(0, 4), store, 0.2, time.monotonic() + 0.2)
 
 
 def test_nobody_there_and_no_way_at_all() -> None:
@@ -168,9 +168,9 @@ def test_plain_mpirun(way: str, prepare: str, tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_local_and_cross_ranks_from_hosts_alone(hosts: list[int]) -> None:
-    entries = [rendezvous._Entry(f"n{h}", None, None, "") for h in hosts]
+    entries = [meeting.Entry(f"n{h}", None, None, "") for h in hosts]
     size = len(hosts)
-    places = [rendezvous._complete(Ranks(rank, size), entries) for rank in range(size)]
+    places = [meeting.complete(Ranks(rank, size), entries) for rank in range(size)]
     for host in set(hosts):
         mine = [places[rank] for rank in range(size) if hosts[rank] == host]
         assert [place.local_rank for place in mine] == list(range(len(mine)))
@@ -183,8 +183,8 @@ def test_local_and_cross_ranks_from_hosts_alone(hosts: list[int]) -> None:
 
 def test_the_launchers_local_ranks_are_believed_where_all_have_them() -> None:
     # Two simulated nodes on one host.
-    entries = [rendezvous._Entry("n", rank % 2, 2, "") for rank in range(4)]
-    place = rendezvous._complete(Ranks(3, 4, 1, 2), entries)
+    entries = [meeting.Entry("n", rank % 2, 2, "") for rank in range(4)]
+    place = meeting.complete(Ranks(3, 4, 1, 2), entries)
     assert (place.local_rank, place.local_size, place.cross_rank, place.cross_size) == (1, 2, 1, 2)
 
 

@@ -46,9 +46,9 @@ timeit.timeit(step, number=3)
 import evener.horovod.torch.mpi_ops
 assert synchronize is evener.horovod.torch.mpi_ops.synchronize
 try:
-    import horovod.tensorflow
+    import horovod.mxnet
 except ModuleNotFoundError as error:
-    assert error.name == "horovod.tensorflow"
+    assert error.name == "horovod.mxnet"
 if hvd.rank() == 0:
     print("Total on %d CPU(s), %s" % (hvd.size(), horovod.__version__.split("+")[0]))
 """

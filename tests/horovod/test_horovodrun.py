@@ -193,7 +193,7 @@ def test_a_configuration_file_that_cannot_be(tmp_path: Path, text: str, says: st
 def test_check_build() -> None:
     done = CliRunner().invoke(horovodrun, ["--check-build"])
     assert done.exit_code == 0
-    assert "[X] PyTorch" in done.output and "[ ] TensorFlow" in done.output
+    assert "[X] PyTorch" in done.output and "[ ] MXNet" in done.output
     assert "[X] Gloo" in check_build()
 
 

@@ -12,6 +12,7 @@
 //!   `fusion` (which are launched together) and `history` (when they become a schedule).
 //! - [`worker`]: one rank: what it has submitted, what it must launch, the frozen schedule.
 //! - [`link`]: threads and sockets that carry the messages. It alone does I/O, with `stream`.
+//! - [`meet`]: how ranks get connections; `evener-collectives` uses it too.
 //! - `stream`: how a connection begins, and where a message on it ends.
 //! - [`gather`]: how long submissions are gathered before anything is done with them.
 //! - [`gate`]: the frozen schedule's flag, where all ranks share a machine.
@@ -43,6 +44,7 @@ pub mod gate;
 pub mod gather;
 mod history;
 pub mod link;
+pub mod meet;
 mod stream;
 mod sys;
 pub mod wire;

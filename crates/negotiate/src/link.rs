@@ -8,15 +8,15 @@
 //! that does not read them for the whole timeout is lost.
 //! How a connection begins, and what separates messages on it, is in [`crate::stream`].
 
-mod lobby;
+pub(crate) mod lobby;
 mod pump;
 
-use self::lobby::{Lobby, STRANGERS};
 use self::pump::{clock_loop, read_loop};
 use crate::coordinator::{Coordinator, Event, Policy};
 use crate::gate::Gate;
 use crate::gather;
-use crate::stream::{frames, invalid, knock, listen, whole};
+use crate::meet;
+use crate::stream::{frames, invalid, listen, whole};
 use crate::sys;
 use crate::wire::{Down, Request, Up};
 use crate::worker::{Action, Worker};
@@ -183,11 +183,11 @@ impl Node {
                 .unwrap_or_else(PoisonError::into_inner)
                 .take();
             match listener {
-                Some(listener) => self.accept(&listener, token, deadline)?,
+                Some(listener) => meet::accept(&listener, token, 1..self.size, deadline)?,
                 None => HashMap::new(),
             }
         } else {
-            let stream = self.reach(addresses, port, token, deadline)?;
+            let stream = meet::reach(addresses, port, token, self.shared.rank, deadline)?;
             HashMap::from([(0, stream)])
         };
         let mut inboxes = Vec::with_capacity(links.len());
@@ -212,63 +212,6 @@ impl Node {
         let shared = self.shared.clone();
         spawn("clock", move || clock_loop(&shared))?;
         Ok(())
-    }
-
-    fn accept(
-        &self,
-        listener: &TcpListener,
-        token: &str,
-        deadline: Instant,
-    ) -> Result<HashMap<u32, TcpStream>, LinkError> {
-        listener.set_nonblocking(true)?;
-        let mut lobby = Lobby::new(token, self.size as usize + STRANGERS);
-        let mut links = HashMap::new();
-        while links.len() + 1 < self.size as usize {
-            match listener.accept() {
-                Ok((stream, _)) => lobby.enter(stream)?,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if let Some((rank, stream)) = lobby.greeted(Duration::from_millis(2)) {
-                        if rank > 0 && rank < self.size {
-                            links.insert(rank, stream);
-                        }
-                    } else if Instant::now() > deadline {
-                        let missing: Vec<String> = (1..self.size)
-                            .filter(|rank| !links.contains_key(rank))
-                            .map(|rank| rank.to_string())
-                            .collect();
-                        return Err(LinkError::Missing(
-                            missing.join(", "),
-                            self.timeout.as_secs_f64(),
-                        ));
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(links)
-    }
-
-    fn reach(
-        &self,
-        addresses: &[String],
-        port: u16,
-        token: &str,
-        deadline: Instant,
-    ) -> Result<TcpStream, LinkError> {
-        let mut last = io::Error::new(io::ErrorKind::AddrNotAvailable, "no address was given");
-        loop {
-            for address in addresses {
-                match knock(address, port, token, self.shared.rank) {
-                    Ok(stream) => return Ok(stream),
-                    Err(error) => last = error,
-                }
-            }
-            if Instant::now() > deadline {
-                return Err(last.into());
-            }
-            thread::sleep(Duration::from_millis(50));
-        }
     }
 
     /// See [`Worker::submit`]. `urgent`: a caller waits for it; announce at once. `drives`: the

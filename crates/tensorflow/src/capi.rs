@@ -11,6 +11,8 @@ use std::sync::OnceLock;
 
 /// `TF_DataType`.
 pub type DataType = c_int;
+/// `TF_INT32`.
+pub const INT32: DataType = 3;
 /// `TF_FLOAT`.
 pub const FLOAT: DataType = 1;
 /// `TF_UINT8`.
@@ -24,6 +26,8 @@ pub const INT64: DataType = 9;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Code {
+    /// UnknownError
+    Unknown = 2,
     /// InvalidArgumentError
     InvalidArgument = 3,
     /// NotFoundError
@@ -74,16 +78,29 @@ opaque!(
     ShapeContext,
     /// `TF_ShapeHandle`
     ShapeHandle,
+    /// `TF_AsyncOpKernelDoneCallback`
+    AsyncDone,
 );
 
 /// Makes a kernel's state when TensorFlow builds a node; null after a failure.
 pub type Create = unsafe extern "C" fn(*mut Construction) -> *mut c_void;
 /// Runs a kernel once. TensorFlow may call it from many threads at once.
 pub type Compute = unsafe extern "C" fn(*mut c_void, *mut Context);
+/// Starts a kernel's run, whose end the callback tells.
+pub type ComputeAsync = unsafe extern "C" fn(*mut c_void, *mut Context, *mut AsyncDone);
 /// Frees a kernel's state.
 pub type Delete = unsafe extern "C" fn(*mut c_void);
 /// Says the shapes of an op's outputs.
 pub type Shape = unsafe extern "C" fn(*mut ShapeContext, *mut Status);
+
+/// `TF_StringView`: not ended by a zero, and TensorFlow's.
+#[repr(C)]
+pub struct StringView {
+    /// Its first byte.
+    pub data: *const c_char,
+    /// How many there are.
+    pub len: usize,
+}
 
 macro_rules! functions {
     ($($name:ident: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
@@ -136,21 +153,35 @@ functions! {
     TF_DeleteShapeHandle: fn(*mut ShapeHandle);
     TF_ShapeInferenceContextGetInput: fn(*mut ShapeContext, c_int, *mut ShapeHandle, *mut Status);
     TF_ShapeInferenceContextSetOutput: fn(*mut ShapeContext, c_int, *mut ShapeHandle, *mut Status);
+    TF_ShapeInferenceContextNumInputs: fn(*mut ShapeContext) -> i64;
+    TF_ShapeInferenceContextVectorFromSize: fn(*mut ShapeContext, usize) -> *mut ShapeHandle;
+    TF_ShapeInferenceContextSubshape:
+        fn(*mut ShapeContext, *mut ShapeHandle, i64, i64, *mut ShapeHandle, *mut Status);
     TF_ShapeInferenceContextScalar: fn(*mut ShapeContext) -> *mut ShapeHandle;
     TF_ShapeInferenceContextConcatenateShapes:
         fn(*mut ShapeContext, *mut ShapeHandle, *mut ShapeHandle, *mut ShapeHandle, *mut Status);
     TF_ShapeInferenceContextSetUnknownShape: fn(*mut ShapeContext, *mut Status);
 
     TF_NewKernelBuilder: fn(*const c_char, *const c_char, Create, Compute, Delete) -> *mut KernelBuilder;
+    TF_NewAsyncKernelBuilder:
+        fn(*const c_char, *const c_char, Create, ComputeAsync, Delete) -> *mut KernelBuilder;
+    TF_RunAsyncOpKernelDoneCallback: fn(*mut AsyncDone);
+    TF_KernelBuilder_HostMemory: fn(*mut KernelBuilder, *const c_char);
     TF_RegisterKernelBuilder: fn(*const c_char, *mut KernelBuilder, *mut Status);
     TF_OpKernelConstruction_GetAttrSize:
         fn(*mut Construction, *const c_char, *mut i32, *mut i32, *mut Status);
     TF_OpKernelConstruction_GetAttrString:
         fn(*mut Construction, *const c_char, *mut c_char, usize, *mut Status);
+    TF_OpKernelConstruction_GetName: fn(*mut Construction) -> StringView;
+    TF_OpKernelConstruction_GetAttrInt64:
+        fn(*mut Construction, *const c_char, *mut i64, *mut Status);
+    TF_OpKernelConstruction_GetAttrFloat:
+        fn(*mut Construction, *const c_char, *mut f32, *mut Status);
     TF_OpKernelConstruction_GetAttrBool:
         fn(*mut Construction, *const c_char, *mut c_uchar, *mut Status);
     TF_OpKernelConstruction_Failure: fn(*mut Construction, *mut Status);
     TF_OpKernelContext_Failure: fn(*mut Context, *mut Status);
+    TF_NumInputs: fn(*mut Context) -> c_int;
     TF_GetInput: fn(*mut Context, c_int, *mut *mut Tensor, *mut Status);
     TF_AllocateOutput:
         fn(*mut Context, c_int, DataType, *const i64, c_int, usize, *mut Status) -> *mut Tensor;

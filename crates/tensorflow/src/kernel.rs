@@ -154,7 +154,7 @@ unsafe extern "C" fn shapes<O: Op>(context: *mut capi::ShapeContext, status: *mu
 }
 
 /// A panic as an error.
-fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let words = panic
             .downcast_ref::<&str>()
@@ -165,15 +165,15 @@ fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     })
 }
 
-struct Status(*mut capi::Status);
+pub(crate) struct Status(pub(crate) *mut capi::Status);
 
 impl Status {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // SAFETY: no arguments; freed by drop.
         Self(unsafe { (api().TF_NewStatus)() })
     }
 
-    fn of((code, message): &(Code, String)) -> Self {
+    pub(crate) fn of((code, message): &(Code, String)) -> Self {
         let status = Self::new();
         let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
         // SAFETY: a live status and a C string, which TensorFlow copies.
@@ -181,7 +181,7 @@ impl Status {
         status
     }
 
-    fn check(&self) -> std::result::Result<(), String> {
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
         // SAFETY: a live status; its message lives until the status changes.
         unsafe {
             if (api().TF_GetCode)(self.0) == 0 {
@@ -193,7 +193,7 @@ impl Status {
         }
     }
 
-    fn checked(&self) -> Result<()> {
+    pub(crate) fn checked(&self) -> Result<()> {
         self.check().map_err(|words| (Code::Internal, words))
     }
 }
@@ -206,7 +206,7 @@ impl Drop for Status {
 }
 
 /// A node of a graph while its kernel is made.
-pub struct Node(*mut capi::Construction);
+pub struct Node(pub(crate) *mut capi::Construction);
 
 impl Node {
     /// An attribute of type string.
@@ -244,6 +244,53 @@ impl Node {
         })
     }
 
+    /// An attribute of type int.
+    pub fn integer(&self, name: &CStr) -> Result<i64> {
+        let status = Status::new();
+        let mut value = 0;
+        // SAFETY: TensorFlow's pointer; the integer is written.
+        unsafe {
+            (api().TF_OpKernelConstruction_GetAttrInt64)(
+                self.0,
+                name.as_ptr(),
+                &raw mut value,
+                status.0,
+            );
+        }
+        status.checked()?;
+        Ok(value)
+    }
+
+    /// An attribute of type float.
+    pub fn number(&self, name: &CStr) -> Result<f32> {
+        let status = Status::new();
+        let mut value = 0.0;
+        // SAFETY: TensorFlow's pointer; the number is written.
+        unsafe {
+            (api().TF_OpKernelConstruction_GetAttrFloat)(
+                self.0,
+                name.as_ptr(),
+                &raw mut value,
+                status.0,
+            );
+        }
+        status.checked()?;
+        Ok(value)
+    }
+
+    /// The node's own name in its graph.
+    pub fn name(&self) -> String {
+        // SAFETY: TensorFlow's pointer; the view is of memory that lives as long as the node.
+        unsafe {
+            let view = (api().TF_OpKernelConstruction_GetName)(self.0);
+            if view.data.is_null() {
+                return String::new();
+            }
+            let bytes = std::slice::from_raw_parts(view.data.cast::<u8>(), view.len);
+            String::from_utf8_lossy(bytes).into_owned()
+        }
+    }
+
     /// An attribute of type bool.
     pub fn flag(&self, name: &CStr) -> Result<bool> {
         let status = Status::new();
@@ -269,6 +316,12 @@ pub struct Run {
 }
 
 impl Run {
+    /// Of the context that TensorFlow gave to the kernel that is being called.
+    pub(crate) fn of(context: *mut capi::Context) -> Self {
+        let status = Status::new();
+        Self { context, status }
+    }
+
     /// Input `index`.
     pub fn input(&self, index: c_int) -> Result<Input> {
         let mut tensor = std::ptr::null_mut();
@@ -351,6 +404,10 @@ pub unsafe trait Element: Copy {
 unsafe impl Element for f32 {
     const TYPE: DataType = capi::FLOAT;
 }
+// SAFETY: TF_INT32 is a 32-bit integer.
+unsafe impl Element for i32 {
+    const TYPE: DataType = capi::INT32;
+}
 // SAFETY: TF_INT64 is a 64-bit integer.
 unsafe impl Element for i64 {
     const TYPE: DataType = capi::INT64;
@@ -361,7 +418,7 @@ unsafe impl Element for u8 {
 }
 
 /// An input: TensorFlow's tensor, for as long as the kernel runs.
-pub struct Input(*mut capi::Tensor);
+pub struct Input(pub(crate) *mut capi::Tensor);
 
 impl Input {
     /// The sizes of its dimensions.
@@ -399,6 +456,21 @@ impl Input {
                 Code::InvalidArgument,
                 format!("{what} must be a scalar, not of shape {:?}", self.shape()),
             )),
+        }
+    }
+
+    /// TensorFlow's type of it.
+    pub fn dtype(&self) -> DataType {
+        // SAFETY: a live tensor.
+        unsafe { (api().TF_TensorType)(self.0) }
+    }
+
+    /// Its bytes: where, and how many.
+    pub fn memory(&self) -> (*mut u8, usize) {
+        // SAFETY: a live tensor.
+        unsafe {
+            let bytes = (api().TF_TensorByteSize)(self.0);
+            ((api().TF_TensorData)(self.0).cast::<u8>(), bytes)
         }
     }
 

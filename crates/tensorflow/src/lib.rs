@@ -1,4 +1,5 @@
-//! `libevener-tensorflow.so`: Evener's embedding store as TensorFlow ops, for `tf.load_op_library`.
+//! `libevener-tensorflow.so`: Evener's embedding store and Horovod's collectives as TensorFlow ops,
+//! for `tf.load_op_library`.
 //!
 //! Everything goes through TensorFlow's C API, whose functions are found in the process when the
 //! library is loaded, so that one binary serves TensorFlow 2.16 and all later releases and is built
@@ -9,14 +10,15 @@
 //! Nothing may load this one before it does: no other library of Evener is linked with it.
 //!
 //! Design: [`capi`] is TensorFlow's functions, [`kernel`] turns a Rust type into an op, [`ops`] are
-//! the ops.
+//! the ops of embeddings, [`collectives`] those of Horovod, which run beside the graph.
 
 #![allow(
     unsafe_code,
-    reason = "TensorFlow's C API is pointers; capi.rs, kernel.rs and stores.rs say why each holds"
+    reason = "TensorFlow's C API is pointers; capi.rs, kernel.rs, stores.rs and collectives say why each holds"
 )]
 
 mod capi;
+mod collectives;
 mod kernel;
 mod ops;
 mod stores;
@@ -43,7 +45,8 @@ fn register() -> Result<(), String> {
     capi::find().map_err(|name| {
         format!("TensorFlow's function {name} is not in this process: load TensorFlow 2.16 or newer first")
     })?;
-    ops::register_all()
+    ops::register_all()?;
+    collectives::register()
 }
 
 /// 0 if the ops are registered; else the length of the reason, of which up to `room` bytes are

@@ -474,6 +474,18 @@ class Engine:
             )
         return found
 
+    def add_set(self, ranks: Sequence[int]) -> int:
+        """Make a process set, collectively; its number, -1 where there is one of these ranks."""
+        return int(self._agreed(Entry(ADD_SET, "add_process_set", splits=ranks)))
+
+    def remove_set(self, number: int) -> bool:
+        """Forget a process set, collectively; whether it was there."""
+        return bool(self._agreed(Entry(REMOVE_SET, "remove_process_set", root=number)) == number)
+
+    def _agreed(self, entry: Entry) -> Any:
+        entry.finish = lambda _outputs, answer: answer.value
+        return self.synchronize(self.submit(entry, urgent=True))
+
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Write a timeline into `path` from now on. Only rank 0 does."""
         if self._ranks.rank == 0:

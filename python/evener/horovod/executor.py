@@ -16,12 +16,11 @@ from torch._utils import _unflatten_dense_tensors
 
 from evener.horovod import engine as kinds
 from evener.horovod.adasum import adasum
+from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
 
 if TYPE_CHECKING:
     from evener._native import Answer
     from evener.horovod.engine import Engine, Entry, Set
-
-Average, Sum, Adasum, Min, Max, Product = range(6)
 
 _OPS = {
     Average: dist.ReduceOp.SUM,

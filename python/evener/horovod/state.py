@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from evener import settings
-from evener.comm.world import elastic, rendezvous
+from evener.comm.world import abort, elastic, rendezvous
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World
 from evener.errors import EvenerError
+from evener.horovod.common import current
 from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
 from evener.horovod.engine import Engine, serve_others
@@ -48,6 +49,7 @@ class State:
         """Collective. Does nothing where it is done already."""
         if self._engine is not None:
             return
+        current.begin(self)
         for setting in settings.registry().values():
             setting.get()  # a value that cannot be is refused here, not in the first step
         while True:
@@ -114,6 +116,12 @@ class State:
     @property
     def initialized(self) -> bool:
         return self._engine is not None
+
+    def end_collectives(self) -> None:
+        """End what is under way, and wait for the GPU to be at rest. abort.AbortError where it is
+        not: a thread is stuck inside the driver."""
+        abort.end_collectives()
+        abort.wait_for_gpu()
 
     def at_shutdown(self, owner: Any, close: Callable[[], None]) -> None:
         """Call `close` at shutdown, if `owner` still lives then."""

@@ -62,7 +62,7 @@ class Policy:
             raise UsageError(f"dtype={dtype}", "give torch.float16 or torch.bfloat16")
         self.dtype = dtype
         self.machine = Machine(limits or Limits())
-        self.scaler = torch.amp.GradScaler(self.device, enabled=dtype == torch.float16)
+        self.scaler = torch.amp.grad_scaler.GradScaler(self.device, enabled=dtype == torch.float16)
         self.events: list[Event] = []
         self._group = group
         self._halved = False  # the scale, by the step before
@@ -91,10 +91,10 @@ class Policy:
         with self.autocast(half):
             loss = compute()
         if scaling:
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         # Before the weights change, so that the probe computes with the same.
         facts = self._agreed(float(loss.detach()), self._halved, self._underflow(half))
         self._observe(compute, facts)

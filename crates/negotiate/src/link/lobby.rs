@@ -14,11 +14,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 /// This many may wait beside the job's own ranks.
-pub(super) const STRANGERS: usize = 64;
+pub(crate) const STRANGERS: usize = 64;
 
 type Greeted = Option<(u32, TcpStream)>;
 
-pub(super) struct Lobby {
+pub(crate) struct Lobby {
     token: String,
     most: usize,
     /// Who waits, the oldest first, with a number that tells it apart.
@@ -32,7 +32,7 @@ pub(super) struct Lobby {
 
 impl Lobby {
     /// `most`: how many may wait at once.
-    pub(super) fn new(token: &str, most: usize) -> Self {
+    pub(crate) fn new(token: &str, most: usize) -> Self {
         let (send, receive) = channel();
         Self {
             token: token.to_owned(),
@@ -49,7 +49,7 @@ impl Lobby {
     ///
     /// # Errors
     /// Where there is no thread for it.
-    pub(super) fn enter(&mut self, stream: TcpStream) -> io::Result<()> {
+    pub(crate) fn enter(&mut self, stream: TcpStream) -> io::Result<()> {
         self.forget_gone();
         if self.waiting.len() >= self.most
             && let Some((_, oldest)) = self.waiting.pop_front()
@@ -65,7 +65,7 @@ impl Lobby {
     }
 
     /// The next one that has proved to be a rank, with its number; none within `limit`.
-    pub(super) fn greeted(&mut self, limit: Duration) -> Greeted {
+    pub(crate) fn greeted(&mut self, limit: Duration) -> Greeted {
         if self.ranks.is_empty() {
             let (number, found) = self.receive.recv_timeout(limit).ok()?;
             self.sort(number, found);

@@ -17,9 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from evener import interfaces
+from evener.comm.world import stores
 from evener.log import logger
 
 _TOKEN = "evener/token"
@@ -45,7 +44,7 @@ class Contact:
 
 def serve(seconds: float) -> tuple[Any, Contact]:
     """A new store in this process, on a free port. seconds: how long its operations may wait."""
-    store = TCPStore("localhost", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
+    store = stores.tcp("localhost", 0, None, True, timedelta(seconds=seconds))
     contact = Contact(*own_place(), store.port, secrets.token_hex(8))
     store.set(_TOKEN, contact.token)
     return store, contact
@@ -63,7 +62,7 @@ def connect(contact: Contact, deadline: float, once: bool = False) -> tuple[Any,
             try:
                 socket.create_connection((address, contact.port), min(left, 2.0)).close()
                 limit = timedelta(seconds=min(left, 5.0))
-                store = TCPStore(address, contact.port, None, False, limit, wait_for_workers=False)
+                store = stores.tcp(address, contact.port, None, False, limit)
                 if store.get(_TOKEN).decode() == contact.token:
                     return store, address
             except (OSError, RuntimeError) as error:

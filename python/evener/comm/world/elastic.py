@@ -33,10 +33,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
 from evener import settings
-from evener.comm.world import abort
+from evener.comm.world import stores
 from evener.comm.world.contact import Contact, connect
 from evener.comm.world.ranks import Ranks
 from evener.errors import EvenerError
@@ -47,6 +45,10 @@ _CONNECT_TIMEOUT = 60.0
 
 # (number of the notice, 1: hosts were removed, 2: hosts were added, 3: both)
 Listener = Callable[[int, int], None]
+
+
+# Ends what is under way when a generation is broken, where that is not torch's.
+ender: Callable[[str], None] | None = None
 
 
 class ElasticError(EvenerError):
@@ -127,7 +129,7 @@ class _Worker:
             source="the elastic launcher",
         )
         generation = answer["generation"]
-        store = PrefixStore(f"generation/{generation}", self._store)
+        store = stores.prefixed(f"generation/{generation}", self._store)
         with self.lock:
             self.member = Member(ranks, generation, answer["sync"], store, self._reached)
             self.broken, self.wants_sync = "", True
@@ -166,6 +168,11 @@ class _Worker:
                 return
             self.broken = why
         logger.debug("generation %d is broken: %s", member.generation, why)
+        if ender is not None:
+            ender(why)
+            return
+        from evener.comm.world import abort
+
         try:
             abort.end_collectives()
         except abort.AbortError as error:  # whoever goes on from here finds the same

@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from evener import interfaces
 from evener.comm.world.topology import host_identity
 
@@ -43,6 +41,8 @@ class Place:
 
 def own_place() -> Place:
     """This rank's, where the default process group has been made."""
+    import torch.distributed as dist
+
     store = dist.distributed_c10d._get_default_store()
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner

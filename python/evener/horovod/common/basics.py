@@ -6,8 +6,7 @@ from typing import Any
 
 from evener.horovod.common import util
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
-from evener.horovod.executor import Adasum, Average, Max, Min, Product, Sum
-from evener.horovod.state import STATE
+from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
 
 
 class HorovodBasics:
@@ -20,10 +19,14 @@ class HorovodBasics:
 
     def init(self, comm: Any = None, process_sets: Any = None) -> None:
         """See `horovod.torch.init`."""
+        from evener.horovod.state import STATE
+
         STATE.init(comm, process_sets)
 
     def shutdown(self) -> None:
         """End what `init` began."""
+        from evener.horovod.state import STATE
+
         STATE.shutdown()
 
     def __getattr__(self, name: str) -> Any:

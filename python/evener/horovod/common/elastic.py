@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any
 
-from evener.comm.world import abort, elastic
+from evener.comm.world import elastic
 from evener.errors import EvenerError
+from evener.horovod.common import current
 from evener.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from evener.log import info0, logger
 
@@ -166,9 +167,8 @@ def _restore(state: State) -> None:
     this process with them.
     """
     try:
-        abort.end_collectives()
-        abort.wait_for_gpu()
-    except abort.AbortError as error:
+        current.state().end_collectives()
+    except EvenerError as error:  # abort.AbortError, which cannot be imported without torch
         # A thread is stuck inside the driver: an orderly end of the interpreter would wait for it.
         logger.error("%s", error)
         sys.stderr.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from evener.horovod.common import current
 from evener.horovod.common.exceptions import NotBuiltError
 
 
@@ -60,15 +61,11 @@ class ProcessSet:
 
 
 def _engine() -> Any:
-    from evener.horovod.state import STATE
-
-    return STATE.engine
+    return current.state().engine
 
 
 def _rank() -> int:
-    from evener.horovod.state import STATE
-
-    return STATE.ranks.rank
+    return current.state().ranks.rank
 
 
 global_process_set = ProcessSet([])
@@ -114,23 +111,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises ValueError where a set of these ranks exists, or they cannot be a set;
     HorovodInternalError where the ranks give different ones.
     """
-    from evener.horovod import engine as kinds
-
     engine = _engine()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     ranks = checked(process_set, len(engine.sets[0].ranks))
-    number = engine.synchronize(
-        engine.submit(
-            kinds.Entry(
-                kinds.ADD_SET,
-                "add_process_set",
-                splits=ranks,
-                finish=lambda _outputs, answer: answer.value,
-            ),
-            urgent=True,
-        )
-    )
+    number = engine.add_set(ranks)
     if number < 0:
         raise ValueError(f"a process set of ranks {ranks} exists already: use that one")
     process_set.process_set_id = number
@@ -139,25 +124,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; whether it was there. Collective over all ranks."""
-    from evener.horovod import engine as kinds
-
     number = process_set.process_set_id
-    if number in (None, 0):
+    if number is None or number == 0:
         return False
     engine = _engine()
     process_set._invalidate()
-    removed = engine.synchronize(
-        engine.submit(
-            kinds.Entry(
-                kinds.REMOVE_SET,
-                "remove_process_set",
-                root=number,
-                finish=lambda _outputs, answer: answer.value,
-            ),
-            urgent=True,
-        )
-    )
-    return bool(removed == number)
+    return bool(engine.remove_set(number))
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:

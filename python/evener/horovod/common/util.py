@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import re
+import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +31,11 @@ def _cache(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether the framework `tensorflow`, `torch` or `mxnet` is served. Only torch is, so far."""
+    """Whether the framework `tensorflow`, `torch` or `mxnet` is served, and installed."""
     del verbose
-    return ext_base_name == "torch"
+    if ext_base_name not in ("torch", "tensorflow"):
+        return False
+    return importlib.util.find_spec(ext_base_name) is not None
 
 
 def get_ext_suffix() -> str:
@@ -51,7 +55,10 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """
     del ext_env_var, pkg_path, args
     if not extension_available(ext_name.rpartition(".")[2]):
-        raise NotServedError(f"{ext_name} is not part of Evener's Horovod", "use horovod.torch")
+        raise NotServedError(
+            f"{ext_name} is not part of Evener's Horovod",
+            "use horovod.torch or horovod.tensorflow, and install that framework",
+        )
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
@@ -90,7 +97,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """True: it comes with torch."""
+    """True: data of CPUs goes by Gloo, which comes with torch, or by Evener's own transport."""
     del verbose
     return True
 
@@ -102,7 +109,9 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """NCCL's version as a number (2.28.9: 22809), 0 where torch has none."""
+    """NCCL's version as a number (2.28.9: 22809), 0 where torch is not used or has none."""
+    if "torch" not in sys.modules:
+        return 0
     from evener.horovod.torch.mpi_ops import nccl_built as built
 
     del verbose
@@ -123,9 +132,13 @@ def ccl_built(verbose: bool = False) -> bool:
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether the framework sees a GPU."""
+    del verbose
+    if ext_base_name == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.config.list_physical_devices("GPU"))
     import torch
 
-    del verbose
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 

@@ -1,10 +1,10 @@
-"""`horovod.keras` is not served: importing it says what to use."""
+"""`import horovod.keras as hvd`: the same as `horovod.tensorflow.keras`."""
 
 from __future__ import annotations
 
-from evener.horovod.common.exceptions import NotServedError
+from evener.horovod.tensorflow.keras import *  # noqa: F403
+from evener.horovod.tensorflow.keras import __all__ as _names
+from evener.horovod.tensorflow.keras import callbacks, elastic
 
-raise NotServedError(
-    "horovod.keras is not part of Evener's Horovod",
-    "use horovod.torch, or run this script with upstream's Horovod; TensorFlow is planned",
-)
+__all__ = [*_names]
+_MODULES = (callbacks, elastic)

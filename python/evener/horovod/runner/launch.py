@@ -28,7 +28,14 @@ import yaml
 from evener import _click
 from evener.errors import UsageError
 from evener.horovod import __version__
-from evener.horovod.common.util import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
+from evener.horovod.common.util import (
+    ccl_built,
+    ddl_built,
+    extension_available,
+    gloo_built,
+    mpi_built,
+    nccl_built,
+)
 from evener.horovod.runner.function import FAILED, RunError, call, run
 from evener.launch.command import launch
 
@@ -527,7 +534,7 @@ def check_build() -> str:
             f"Horovod v{__version__}:",
             "",
             "Available Frameworks:",
-            box(False, "TensorFlow"),
+            box(extension_available("tensorflow"), "TensorFlow"),
             box(True, "PyTorch"),
             box(False, "MXNet"),
             "",

@@ -1,10 +1,162 @@
-"""`horovod.tensorflow` is not served: importing it says what to use."""
+"""`import horovod.tensorflow as hvd`: the surface. No torch is imported."""
 
 from __future__ import annotations
 
-from evener.horovod.common.exceptions import NotServedError
+from evener.errors import UsageError as _UsageError
 
-raise NotServedError(
-    "horovod.tensorflow is not part of Evener's Horovod",
-    "use horovod.torch, or run this script with upstream's Horovod; TensorFlow is planned",
+try:
+    import tensorflow as _tf  # noqa: F401
+except ImportError as _error:
+    raise _UsageError(
+        "horovod.tensorflow needs TensorFlow, which is not installed",
+        "pip install tensorflow (2.16 or newer)",
+    ) from _error
+
+from evener.horovod.common.exceptions import HorovodInternalError
+from evener.horovod.common.util import check_extension, gpu_available
+from evener.horovod.tensorflow import elastic, mpi_ops, util
+from evener.horovod.tensorflow.collectives import (
+    allreduce,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
 )
+from evener.horovod.tensorflow.compression import Compression
+from evener.horovod.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from evener.horovod.tensorflow.mpi_ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    _allreduce,
+    add_process_set,
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    ccl_built,
+    check_num_rank_power_of_2,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    grouped_allgather,
+    handle_average_backwards_compatibility,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_rank_op,
+    local_size,
+    local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    process_set_included_op,
+    rank,
+    rank_op,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    size_op,
+    start_timeline,
+    stop_timeline,
+)
+from evener.horovod.tensorflow.optimizer import DistributedOptimizer
+from evener.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+from evener.horovod.tensorflow.tape import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+)
+from evener.horovod.tensorflow.util import _executing_eagerly
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNormalization",
+    "_allreduce",
+    "_executing_eagerly",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "check_extension",
+    "check_num_rank_power_of_2",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_ops",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
+    "util",
+]

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from evener.horovod.executor import Adasum
+from evener.horovod.common.reductions import Adasum
 from evener.horovod.torch import start
 from evener.horovod.torch.compression import Compressor
 from evener.horovod.torch.functions import contents

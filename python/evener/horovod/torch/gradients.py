@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from evener.horovod.executor import Average, Sum
+from evener.horovod.common.reductions import Average, Sum
 from evener.horovod.state import STATE
 from evener.horovod.torch import start
 

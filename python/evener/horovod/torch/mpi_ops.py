@@ -33,7 +33,7 @@ from evener.horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from evener.horovod.executor import Adasum, Average, Max, Min, Product, Sum
+from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
 from evener.horovod.state import STATE
 from evener.horovod.torch import start
 from evener.horovod.torch.compression import Compression, Compressor

@@ -14,8 +14,8 @@ from evener._native import Answer
 from evener.horovod import engine as kinds
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
+from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
 from evener.horovod.engine import Engine, Entry, Set
-from evener.horovod.executor import Adasum, Average, Max, Min, Product, Sum
 from evener.horovod.state import STATE
 
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")

@@ -1,0 +1,253 @@
+//! Engines of ranks in one process: orders that differ, mismatches, joins, the end.
+
+use evener_collectives::engine::{Engine, Failure, Job, Options, Outcome};
+use evener_negotiate::{Kind, Meta, Policy, Request};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+const SIZE: u32 = 3;
+
+type Ended = (Vec<f32>, Result<Outcome, Failure>);
+
+/// float32 data that comes back to the test.
+struct Data {
+    input: Vec<u8>,
+    output: Vec<u8>,
+    send: Sender<Ended>,
+}
+
+impl Job for Data {
+    fn input(&self, _index: usize) -> &[u8] {
+        &self.input
+    }
+
+    fn output(&mut self, _index: usize, shape: &[u64]) -> Result<&mut [u8], String> {
+        self.output = vec![0; 4 * shape.iter().product::<u64>() as usize];
+        Ok(&mut self.output)
+    }
+
+    fn begin(&mut self, index: usize, shape: &[u64], start: usize) -> Result<&mut [u8], String> {
+        self.output(index, shape)?;
+        let end = start + self.input.len();
+        self.output[start..end].copy_from_slice(&self.input);
+        Ok(&mut self.output)
+    }
+
+    fn finish(self: Box<Self>, outcome: Result<Outcome, Failure>) {
+        let values = self.output.as_chunks::<4>().0.iter();
+        let values = values.map(|bytes| f32::from_ne_bytes(*bytes)).collect();
+        let _ = self.send.send((values, outcome));
+    }
+}
+
+fn request(name: &str, kind: Kind, shape: &[u64]) -> Request {
+    let tensor = Meta {
+        dtype: 7,
+        shape: shape.to_vec(),
+        label: String::new(),
+    };
+    Request {
+        name: name.to_owned(),
+        set: 0,
+        kind,
+        tensors: if shape.is_empty() {
+            vec![]
+        } else {
+            vec![tensor]
+        },
+        gpu: false,
+        op: 1,
+        root: 0,
+        factors: (1.0, 1.0),
+        splits: vec![],
+    }
+}
+
+fn submit(engine: &Engine, request: Request, values: &[f32]) -> Receiver<Ended> {
+    let (send, receive) = channel();
+    let input = values
+        .iter()
+        .flat_map(|value| value.to_ne_bytes())
+        .collect();
+    engine.submit(
+        request,
+        Box::new(Data {
+            input,
+            output: vec![],
+            send,
+        }),
+        false,
+    );
+    receive
+}
+
+fn reduced(engine: &Engine, name: &str, values: &[f32]) -> Receiver<Ended> {
+    submit(
+        engine,
+        request(name, Kind::Allreduce, &[values.len() as u64]),
+        values,
+    )
+}
+
+fn world(repeats: usize, run: impl Fn(usize, &Engine) + Sync) {
+    let engines: Vec<Engine> = (0..SIZE)
+        .map(|rank| {
+            let policy = Policy {
+                fusion: 1 << 20,
+                cache: 64,
+                repeats,
+                frozen_bytes: 1 << 20,
+                stall_warn: 0,
+                stall_abort: 20_000_000,
+                record: false,
+            };
+            let (cycle, timeout) = (0.001, 20.0);
+            Engine::new(Options {
+                rank,
+                size: SIZE,
+                sets: vec![vec![0, 2]],
+                policy,
+                cycle,
+                timeout,
+            })
+            .expect("listens")
+        })
+        .collect();
+    let control = engines[0].ports().0;
+    let place = |engine: &Engine| (vec!["127.0.0.1".to_owned()], engine.ports().1);
+    let places: Vec<_> = engines.iter().map(place).collect();
+    thread::scope(|scope| {
+        for (rank, engine) in engines.iter().enumerate() {
+            let (places, run) = (&places, &run);
+            scope.spawn(move || {
+                engine.connect(places, control, "secret").expect("connects");
+                run(rank, engine);
+                engine.close(5.0)
+            });
+        }
+    });
+}
+
+/// Ranks submit in orders of their own, and again and again, so that schedules freeze and thaw.
+#[test]
+fn any_order_and_frozen_schedules() {
+    world(2, |rank, engine| {
+        for round in 0..30 {
+            let mut waiting = Vec::new();
+            for step in 0..4 {
+                let index = (step * (rank + 1) + rank + round) % 4; // not always all four
+                let index = if rank == 1 { step } else { index };
+                let name = format!("t{}", (index + step) % 4);
+                if waiting.iter().any(|(other, _)| *other == name) {
+                    continue;
+                }
+                waiting.push((name, ()));
+            }
+            for index in 0..4 {
+                let name = format!("t{index}");
+                if !waiting.iter().any(|(other, ())| *other == name) {
+                    waiting.push((name, ()));
+                }
+            }
+            let sent: Vec<_> = waiting
+                .iter()
+                .map(|(name, ())| {
+                    let value = name[1..].parse::<f32>().expect("a number") + rank as f32;
+                    (value, reduced(engine, name, &[value, round as f32]))
+                })
+                .collect();
+            for (value, ended) in sent {
+                let (values, outcome) = ended.recv().expect("an end");
+                assert_eq!(outcome, Ok(Outcome::default()));
+                let want = 3.0 * (value - rank as f32) + 3.0;
+                assert_eq!(values, [want, 3.0 * round as f32]);
+            }
+        }
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_on_all_and_the_next_works() {
+    world(8, |rank, engine| {
+        let values = [1.0, 2.0, 3.0];
+        let (_, outcome) = reduced(engine, "a", &values[..1 + rank])
+            .recv()
+            .expect("an end");
+        let Err(Failure::Mismatch(text)) = outcome else {
+            panic!("{outcome:?}")
+        };
+        assert!(
+            text.contains("Mismatched ALLREDUCE tensor shapes"),
+            "{text}"
+        );
+        let first = reduced(engine, "b", &values);
+        let second = engine.wait(Request {
+            set: 9,
+            ..request("c", Kind::Barrier, &[])
+        });
+        assert!(matches!(second, Err(Failure::Refused(_))), "{second:?}");
+        assert_eq!(first.recv().expect("an end").0, [3.0, 6.0, 9.0]);
+        assert_eq!(
+            engine.wait(request("d", Kind::Barrier, &[])),
+            Ok(Outcome::default())
+        );
+    });
+}
+
+#[test]
+fn a_joined_rank_brings_zeros() {
+    world(0, |rank, engine| {
+        if rank != 1 {
+            let (values, _) = reduced(engine, "a", &[1.0]).recv().expect("an end");
+            assert_eq!(values, [2.0]);
+        }
+        let outcome = engine
+            .wait(request("join", Kind::Join, &[]))
+            .expect("joins");
+        assert!(outcome.value != 1);
+        assert_eq!(engine.joins(), 1);
+    });
+}
+
+#[test]
+fn a_set_of_its_own() {
+    world(0, |rank, engine| {
+        let asked = Request {
+            set: 1,
+            ..request("a", Kind::Allgather, &[1 + rank as u64])
+        };
+        let (values, outcome) = submit(engine, asked, &vec![rank as f32; 1 + rank])
+            .recv()
+            .expect("an end");
+        if rank == 1 {
+            assert!(matches!(outcome, Err(Failure::Refused(_))), "{outcome:?}");
+        } else {
+            assert_eq!(values, [0.0, 2.0, 2.0, 2.0]);
+        }
+        let add = Request {
+            splits: vec![0, 1],
+            ..request("add", Kind::AddSet, &[])
+        };
+        let number = engine.wait(add).expect("a set").value;
+        assert_eq!(engine.members(number as u32), Some(vec![0, 1]));
+    });
+}
+
+/// The others hear of a rank that has given up, whatever they wait for.
+#[test]
+fn an_end_reaches_all() {
+    world(0, |rank, engine| {
+        if rank == 1 {
+            engine.node().fail("rank 1 is out of memory");
+            engine.abort("rank 1 is out of memory");
+            return;
+        }
+        let (_, outcome) = reduced(engine, "a", &[1.0]).recv().expect("an end");
+        let Err(Failure::Broken(text)) = outcome else {
+            panic!("{outcome:?}")
+        };
+        assert!(text.contains("rank 1"), "{text}");
+        let (_, again) = reduced(engine, "b", &[1.0]).recv().expect("an end");
+        assert!(matches!(again, Err(Failure::Broken(_))), "{again:?}");
+    });
+}
