@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener import zero
 from evener.zero import learned
 from evener.zero.budget import Budget
 from evener.zero.config import read
@@ -168,3 +169,20 @@ def test_only_what_does_not_fit_without_a_hole_is_refused() -> None:
     tight = planned(least + mb)
     assert tight.fits and tight.gpu_bytes == least + mb
     assert not planned(least - mb).fits
+
+
+def test_an_example_in_float32_is_the_call_that_comes_in_bf16(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Inputs are cast to the compute dtype: the same shapes are no new inputs."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    config = {"bf16": {"enabled": True}, "evener": {"device": "simulated"}}
+    x = torch.randn(4, 16)
+    engine, *_ = zero.initialize(model=model, config=config, example=x)
+    caplog.clear()
+    with caplog.at_level("INFO", "evener.zero"):
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    assert "new inputs" not in caplog.text
+    engine.close()

@@ -234,7 +234,8 @@ class Engine:
 
     def _largest(self, args: Any, kwargs: Any) -> bool:
         """Whether a call is larger than all of its kind before; then it is the one to know."""
-        shapes, spec = signature(args, kwargs)
+        # Floating-point inputs are cast before they are used: an example need not be.
+        shapes, spec = signature(args, kwargs, self.store.dtype)
         sizes = [math.prod(s[0]) for s in shapes if isinstance(s, tuple)]
         kind = spec, tuple((len(s[0]), s[1]) if isinstance(s, tuple) else s for s in shapes)
         before = self._seen.get(kind)

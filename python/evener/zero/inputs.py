@@ -25,13 +25,17 @@ def call_of(example: Any) -> Call:
     return (example,), {}
 
 
-def signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What tells one call's memory from another's: shapes and dtypes, and which names are given."""
+def signature(args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+    """What tells one call's memory from another's: shapes and dtypes, and which names are given.
+    `dtype`: what floating-point inputs are cast to."""
     from torch.utils._pytree import tree_flatten
+
+    def kind(tensor: torch.Tensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     leaves, spec = tree_flatten((args, kwargs))
     shapes = tuple(
-        (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves
+        (tuple(x.shape), kind(x)) if isinstance(x, torch.Tensor) else type(x) for x in leaves
     )
     return shapes, str(spec)
 
