@@ -94,7 +94,8 @@ def pair(root: Path, node: str, options: list[str], timeout: float) -> dict[str,
                 "CUDA_VISIBLE_DEVICES": "",
                 "TF_CPP_MIN_LOG_LEVEL": "2",
                 "PYTHONPATH": os.pathsep.join([str(ALIAS), str((root / file).parent)]),
-                "PYTHONPYCACHEPREFIX": str(Path(scratch) / "pycache"),
+                # Nothing is written into the checkout; what is compiled already is used.
+                "PYTHONDONTWRITEBYTECODE": "1",
             }
             command = [sys.executable, "-c", PREPARE, "-q", "-p", "no:cacheprovider"]
             command += ["-p", "no:timeout", "-c", os.devnull, f"--rootdir={root}", *options]

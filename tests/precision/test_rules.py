@@ -77,6 +77,15 @@ def test_the_same_of_the_data_switches_nothing_and_is_said(loss: float) -> None:
     assert not events[0].switched
 
 
+def test_a_suspicion_of_underflow_is_looked_into() -> None:
+    """Zeros become more as a training goes on, in full precision too."""
+    machine = settled()
+    assert not machine.observe(Facts(1.0, underflow=0.2), never, lambda: 0.01)
+    assert machine.half
+    events = machine.observe(Facts(1.0, underflow=0.2), never, lambda: 0.06)
+    assert [event.cause for event in events] == ["underflow"]
+
+
 def test_one_halving_of_a_scale_is_normal() -> None:
     machine = settled()
     for step in range(600):

@@ -8,7 +8,7 @@ From WARM (or HOLD, when its time is over) to HALF: the loss was finite and did 
 `settle` steps. From HALF to HOLD, each for a reason that is named:
 
     halvings    the loss scale was halved 3 times in 100 steps
-    underflow   more gradients than in full precision are exactly zero, by over 5% of all
+    underflow   over 5% more of the same batch's gradients are exactly zero than in full precision
     loss        the loss is not finite; or its fast average has been more than 4 standard deviations
                 above its slow one for 3 steps; and the probe says that precision is the cause
 
@@ -126,13 +126,20 @@ class Machine:
         """Whether the next step is in half precision."""
         return self.state is State.HALF
 
-    def observe(self, facts: Facts, probe: Probe) -> list[Event]:
-        """What follows from a step. probe: called where the loss alone does not tell the cause."""
+    def observe(
+        self, facts: Facts, probe: Probe, zeros: Callable[[], float] | None = None
+    ) -> list[Event]:
+        """What follows from a step.
+
+        probe: called where the loss alone does not tell the cause. zeros: called where underflow
+        is suspected; the share of gradients that are zero in half precision and not in full, of
+        the same batch. Without it the suspicion is enough.
+        """
         self.step += 1
         self.half_steps += self.half
         rises = self._average(facts.loss)
         if self.half:
-            return self._in_half(facts, rises, probe)
+            return self._in_half(facts, rises, probe, zeros)
         return self._in_full(facts, rises)
 
     def _average(self, loss: float) -> bool:
@@ -174,7 +181,9 @@ class Machine:
             events.append(self._enter(State.HALF, "settled", f"{self._since} quiet steps"))
         return events
 
-    def _in_half(self, facts: Facts, rises: bool, probe: Probe) -> list[Event]:
+    def _in_half(
+        self, facts: Facts, rises: bool, probe: Probe, zeros: Callable[[], float] | None
+    ) -> list[Event]:
         limits = self.limits
         self._since += 1
         if self._since > limits.forgive:
@@ -189,8 +198,10 @@ class Machine:
                 self._leave("halvings", f"{count} halvings of the scale in {limits.window} steps")
             ]
         if facts.underflow is not None and facts.underflow > limits.underflow:
-            text = f"{facts.underflow:.1%} of the gradients have become zero"
-            return [self._leave("underflow", text)]
+            share = facts.underflow if zeros is None else zeros()
+            if share > limits.underflow:
+                text = f"{share:.1%} of the gradients have become zero"
+                return [self._leave("underflow", text)]
         wrong = not math.isfinite(facts.loss)
         # A skipped step's loss is not finite where the scale was only too high.
         if (wrong and not facts.halved) or (rises and self._high == limits.for_steps):

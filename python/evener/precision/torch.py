@@ -5,14 +5,16 @@ half. What the ranks saw is reduced (one small all-reduce per step, on the CPU's
 is one), so all of them switch in the same step.
 
 That zeros among the gradients are more than in full precision is looked at in every 10th step: a
-share of zeros is normal (ReLU), so it is compared with the share before the switch.
+share of zeros is normal (ReLU), so it is compared with the share before the switch, and then with
+full precision's of the same batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,17 +116,10 @@ class Policy:
     def _underflow(self, half: bool) -> float | None:
         if self.machine.step % _LOOK:
             return None
-        zeros = total = 0
-        parts = []
-        for parameter in self.model.parameters():
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                flat = parameter.grad.flatten()
-                parts.append((flat[:: max(1, flat.numel() // _SAMPLE)] == 0).sum())
-                total += -(-flat.numel() // max(1, flat.numel() // _SAMPLE))
-        if not parts:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        share = _zero_share(grads)
+        if share is None:
             return None
-        zeros = int(torch.stack(parts).sum())
-        share = zeros / total
         if not half:
             known = not math.isnan(self._zeros)
             self._zeros = 0.9 * self._zeros + 0.1 * share if known else share
@@ -132,7 +127,9 @@ class Policy:
         return None if math.isnan(self._zeros) else share - self._zeros
 
     def _observe(self, compute: Callable[[], torch.Tensor], facts: Facts) -> None:
-        for event in self.machine.observe(facts, lambda: self._probe(compute)):
+        for event in self.machine.observe(
+            facts, lambda: self._probe(compute), lambda: self._zeroed(compute)
+        ):
             self.events.append(event)
             info0(
                 "precision, step %d: %s > %s (%s: %s)",
@@ -185,6 +182,25 @@ class Policy:
             mine = math.inf if math.isfinite(full) else 0.0
         return self._agreed_probe(mine)
 
+    def _zeroed(self, compute: Callable[[], torch.Tensor]) -> float:
+        """The share of this batch's gradients that are zero in half precision and not in full.
+
+        Zeros become more as a training goes on (ReLU, a loss that vanishes), so the share before
+        the switch gives a suspicion only. It is what is compared with from now on.
+        """
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        quiet: Any = getattr(self.model, "no_sync", contextlib.nullcontext)
+        shares = []
+        for half in (True, False):
+            with quiet(), self.autocast(half):
+                loss = compute()
+            if half and self.scaler.is_enabled():
+                loss = self.scaler.scale(loss)
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            shares.append(_zero_share([g for g in found if g is not None]) or 0.0)
+        self._zeros = shares[1]
+        return self._agreed_probe(max(shares[0] - shares[1], 0.0))
+
     def _agreed_probe(self, mine: float) -> float:
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return mine
@@ -212,6 +228,19 @@ class Policy:
 
     def __str__(self) -> str:
         return json.dumps(self.report(), indent=1)
+
+
+def _zero_share(gradients: Sequence[torch.Tensor]) -> float | None:
+    """The share of zeros, by a sample of each; None where there is nothing to look at."""
+    parts = []
+    for gradient in gradients:
+        if not gradient.is_sparse and gradient.numel():
+            flat = gradient.flatten()
+            parts.append(flat[:: max(1, flat.numel() // _SAMPLE)])
+    if not parts:
+        return None
+    zeros = torch.stack([(part == 0).sum() for part in parts]).sum()
+    return int(zeros) / sum(part.numel() for part in parts)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
