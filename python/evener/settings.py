@@ -184,6 +184,16 @@ def registry() -> dict[str, Setting]:
     return dict(_REGISTRY)
 
 
+def check_net() -> None:
+    """Raise SettingError where a variable of the plug-in has a value that cannot be.
+
+    The plug-in itself can but refuse to start, and NCCL then takes another network.
+    """
+    for setting in _REGISTRY.values():
+        if setting.group == _NET:
+            setting.get()
+
+
 # --- comm: the collective layer (LightCC's names, so that its command lines work as they are) ---
 
 _COMM = "Collectives"

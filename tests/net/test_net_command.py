@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from evener import settings
 from evener.net import adopt, environment, install, plugin_path, stats
 from evener.net.choice import Machine
 from evener.net.command import net
@@ -197,3 +198,14 @@ def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
 def test_no_directory_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EVENER_STATS_DIR", raising=False)
     assert CliRunner().invoke(net, ["stats"]).exit_code != 0
+
+
+def test_an_engine_that_is_only_planned_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENER_NET_ENGINE", "xdp")
+    with pytest.raises(settings.SettingError) as refused:
+        settings.check_net()
+    assert "EVENER_NET_ENGINE='xdp'" in str(refused.value)
+    assert "xdp is planned" in str(refused.value)
+    for engine in ("auto", "tcp", "udp", ""):
+        monkeypatch.setenv("EVENER_NET_ENGINE", engine)
+        settings.check_net()

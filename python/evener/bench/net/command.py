@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from evener import settings
 from evener.bench import busy
 from evener.bench.net import drive
 from evener.bench.net.drive import Job, Rows
@@ -97,6 +98,7 @@ def net(
     the comms had got when the first of them had all. A ring does what NCCL's does: a comm
     each way is a channel, whose chunks wait for the peer's; the GPU's part is a clock.
     """
+    settings.check_net()
     sizes = sizes or _SIZES[pattern]
     if not all(one.strip().isdecimal() and int(one) > 0 for one in sizes.split(",")):
         raise UsageError(
