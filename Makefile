@@ -72,8 +72,9 @@ test: lint test-rust test-python ## all checks and tests that need no GPU
 test-rust: $(STAMPS)/deps
 	cargo test --quiet --workspace --locked
 
-loom: $(STAMPS)/deps ## every interleaving of the engine's rings
+loom: $(STAMPS)/deps ## every interleaving of the engine's rings and of an embedding that grows
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
+	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-embedding --lib --target-dir target/loom loom
 
 tsan: $(STAMPS)/deps ## the engine's tests under ThreadSanitizer (nightly Rust; several minutes)
 	$(BIN)/python scripts/tsan.py

@@ -60,9 +60,29 @@ def fill(rows: int, dim: int) -> tuple[Store, dict[str, float]]:
     }
 
 
-def with_torch(rows: int, dim: int) -> Lookup:
+def with_torch(rows: int, dim: int) -> dict[str, Lookup]:
     table = torch.randn(rows, dim)
-    return lambda ids: torch.index_select(table, 0, ids)
+    bag = torch.nn.EmbeddingBag.from_pretrained(table, mode="sum")
+    starts = torch.arange(BATCH)
+    return {
+        "torch.index_select": lambda ids: torch.index_select(table, 0, ids),
+        "nn.EmbeddingBag": lambda ids: bag(ids, starts),
+    }
+
+
+def with_fbgemm(rows: int, dim: int) -> Lookup:
+    """The table that torchrec uses on the CPU."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation  # optional
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+    )
+    ends = torch.arange(BATCH + 1)
+    return lambda ids: table(ids, ends)
 
 
 def with_tensorflow(rows: int, dim: int, hashes: bool) -> dict[str, Lookup]:
@@ -79,6 +99,17 @@ def with_tensorflow(rows: int, dim: int, hashes: bool) -> dict[str, Lookup]:
             dense.insert(keys_of(numbers), table[start : start + len(numbers)])
         found["DenseHashTable"] = dense.lookup
     return found
+
+
+def with_tfra(rows: int, dim: int) -> Lookup:
+    import tensorflow as tf  # optional
+    import tensorflow_recommenders_addons.dynamic_embedding as tfra
+
+    table = tfra.get_variable(f"tfra-{rows}-{dim}", dim=dim, init_size=rows)
+    for start in range(0, rows, 1 << 18):
+        numbers = np.arange(start, min(rows, start + (1 << 18)))
+        table.upsert(tf.constant(keys_of(numbers)), tf.random.normal((len(numbers), dim)))
+    return table.lookup
 
 
 def measure(
@@ -123,6 +154,7 @@ def main() -> None:
     parser.add_argument("--zipf", nargs="+", type=float, default=[0.0, 1.05])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hash-rows", type=int, default=4_000_000)
+    parser.add_argument("--add", action="store_true", help="add to the JSON that is there")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -133,13 +165,20 @@ def main() -> None:
         "fills": [],
         "lookups": [],
     }
+    if given.add and given.json and given.json.exists():
+        result = json.loads(given.json.read_text(encoding="utf-8"))
     for size in given.sizes:
         rows, dim = (int(part) for part in size.split("x"))
         store, filled = fill(rows, dim)
         result["fills"].append({"rows": rows, "dim": dim, **filled})
         print(size, {name: round(value, 1) for name, value in filled.items()}, flush=True)
         peers: dict[str, tuple[Lookup, str]] = {"evener": (store.lookup_infer, "keys")}
-        peers["torch.index_select"] = (with_torch(rows, dim), "rows")
+        peers |= {name: (lookup, "rows") for name, lookup in with_torch(rows, dim).items()}
+        for name, form, make in (("fbgemm", "rows", with_fbgemm), ("TFRA", "tf keys", with_tfra)):
+            try:
+                peers[name] = (make(rows, dim), form)
+            except ImportError as error:
+                print(f"left out: {name}: {error}")
         try:
             import tensorflow as tf  # optional
 

@@ -66,7 +66,8 @@ def test_json_comes_back_as_it_was(name: str, kind: type) -> None:
         ({"dim": 4, "admission": {"kind": "counter", "count": 0}}, "admission.count"),
         ({"dim": 4, "eviction": {"kind": "lru", "rows": 0}}, "eviction.rows"),
         ({"dim": 4, "eviction": {"kind": "fifo"}}, "fifo"),
-        ({"dim": 4, "tier": {"path": "cold", "rows": 5}}, "planned"),
+        ({"dim": 4, "tier": {"path": "", "rows": 5}}, "tier.path"),
+        ({"dim": 4, "tier": {"path": "cold", "rows": 0}}, "tier.rows"),
     ],
 )
 def test_what_cannot_be_is_named(plain: dict[str, object], words: str) -> None:

@@ -7,8 +7,12 @@
 //! contract of every unsafe function here.
 
 use crate::error::{Error, Result, io};
+#[cfg(loom)]
+use loom::sync::atomic::AtomicPtr;
 use memmap2::{Advice, MmapMut};
-use std::sync::atomic::{AtomicPtr, Ordering};
+#[cfg(not(loom))]
+use std::sync::atomic::AtomicPtr;
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 /// Rows that a shard takes at a time.
@@ -18,7 +22,7 @@ const FIRST: u32 = RUN;
 /// Ids above this mean something else (see `tier.rs`).
 pub const LAST: u32 = (1 << 31) - 1;
 const CHUNK_BYTES: usize = 32 << 20;
-const CHUNKS: usize = 65_536;
+const CHUNKS: usize = if cfg!(loom) { 1 } else { 65_536 };
 const HUGE: usize = 2 << 20;
 
 /// What is known of a row beside its values.
@@ -77,7 +81,9 @@ impl Arena {
         Arena {
             stride,
             shift,
-            chunks: (0..chunks).map(|_| AtomicPtr::default()).collect(),
+            chunks: (0..chunks)
+                .map(|_| AtomicPtr::new(std::ptr::null_mut()))
+                .collect(),
             taken: Mutex::new(Taken {
                 next: FIRST,
                 maps: Vec::new(),

@@ -17,7 +17,8 @@
 //!
 //! How it is built, from the outside in: [`abi`] lets several shared objects use the stores of one;
 //! [`registry`] finds them by name; [`store`](Store) cuts batches over `shard`s; a shard has a `map`
-//! from keys to rows, which is an `index` that grows in steps; rows lie in the `arena` and never move.
+//! from keys to rows, which is an `index` that grows in steps; rows lie in the `arena` and never move, or,
+//! where a second tier is asked for, in a file (`cold`).
 //! `row` says what lies where in a row, `optimizer` what a step does to it, `philox` how it begins,
 //! `admission` who gets one, `snapshot` how it outlives the process.
 //!
@@ -28,6 +29,7 @@ pub mod abi;
 mod admission;
 mod arena;
 mod batch;
+mod cold;
 mod error;
 mod hash;
 mod index;

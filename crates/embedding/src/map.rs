@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// Buckets that move with each key that is added. The new index has room for as many keys more as the
 /// old one has buckets, so one would do; with more, a shard seldom has two indexes.
-const MOVED: usize = 8;
+const MOVED: usize = if cfg!(loom) { 1 } else { 8 };
 
 /// Where [`Map::glance`] cannot say; no number is so large.
 pub const OPEN: u32 = u32::MAX;
@@ -161,7 +161,7 @@ impl Map {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use proptest::prelude::*;
@@ -270,5 +270,56 @@ mod tests {
         map.shrink().unwrap();
         assert_eq!((map.len(), map.iter().count()), (0, 0));
         assert!(map.bytes() <= 4096);
+    }
+}
+
+/// Every interleaving of one that adds keys and one that looks them up, while the index grows and rows
+/// come from new memory: `RUSTFLAGS="--cfg loom" cargo test -p evener-embedding --release --lib loom`.
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use crate::arena::{Arena, Meta, RUN};
+    use loom::sync::RwLock;
+
+    #[test]
+    fn loom_a_row_is_whole_and_in_sight_while_the_index_grows() {
+        loom::model(|| {
+            // Two buckets hold nine keys: the tenth begins to move them, one bucket per key.
+            let map = Map::new(2, 0, &Arc::default()).unwrap();
+            let shared = loom::sync::Arc::new((RwLock::new((map, 0)), Arena::new(16)));
+            let add = |shared: &(RwLock<(Map, u32)>, Arena), key: i64| {
+                let mut locked = shared.0.write().unwrap();
+                if locked.1 % RUN == 0 {
+                    locked.1 = shared.1.take().unwrap();
+                }
+                let id = locked.1;
+                locked.1 += 1;
+                // SAFETY: the row is new and the lock is held for writing.
+                unsafe {
+                    shared.1.row_mut(id).fill(key as u8);
+                    shared.1.set_meta(id, Meta::new(key as u32, 0, 1));
+                }
+                locked.0.insert(hash::mix(key), key, id).unwrap();
+            };
+            (1..=8).for_each(|key| add(&shared, key));
+            let writer = {
+                let shared = shared.clone();
+                loom::thread::spawn(move || (9..=11).for_each(|key| add(&shared, key)))
+            };
+            for key in [1, 8, 10] {
+                let locked = shared.0.read().unwrap();
+                match locked.0.find(hash::mix(key), key) {
+                    None => assert_eq!(key, 10),
+                    // SAFETY: the lock is held for reading.
+                    Some(id) => unsafe {
+                        assert!(shared.1.row(id).iter().all(|&byte| byte == key as u8));
+                        assert_eq!(shared.1.meta(id).version, key as u32);
+                    },
+                }
+            }
+            writer.join().unwrap();
+            let locked = shared.0.read().unwrap();
+            assert!((1..=11).all(|key| locked.0.find(hash::mix(key), key).is_some()));
+        });
     }
 }

@@ -377,12 +377,12 @@ pub enum Missing {
     Zeros,
 }
 
-/// A second tier for rows that are seldom used: a file. Planned: a store refuses it.
+/// A second tier for rows that are seldom used: a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tier {
-    /// The folder of the file; it is a scratch file, gone when the process is.
+    /// The folder of the file, which is gone when the process is: snapshots hold what is in it.
     pub path: String,
-    /// How many rows stay in memory.
+    /// How many rows stay in memory, besides those that one batch brings back.
     pub rows: u64,
 }
 
@@ -432,7 +432,7 @@ pub struct Options {
     /// Rows to make room for at once.
     #[serde(default)]
     pub reserve: u64,
-    /// A file for cold rows: planned. It is refused today.
+    /// A file for cold rows; none: all rows are in memory.
     #[serde(default)]
     pub tier: Option<Tier>,
 }

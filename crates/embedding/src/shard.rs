@@ -4,12 +4,18 @@
 //! that it is held for writing. Ids in its map are ids of rows that it took from the arena and that no
 //! other shard has. These two facts are the safety argument of every unsafe block here.
 //!
+//! Where a store has a second tier, numbers of the map may also be those of cold rows (`cold`). What
+//! changes a row first brings it back to memory; `warm.rs` says when rows go.
+//!
 //! While a snapshot is being written, a row that belongs to it and is about to change is copied aside
 //! first ([`Saving`]): the snapshot is of one instant, and training does not wait for it.
 
+mod warm;
+
 use crate::admission::Filter;
 use crate::arena::{Arena, Meta, RUN};
-use crate::error::Result;
+use crate::cold::{COLD, Cold, Disk, Wanted};
+use crate::error::{Error, Result, invalid};
 use crate::hash;
 use crate::index::Pool;
 use crate::map::Map;
@@ -34,6 +40,8 @@ pub struct Core {
     pub arena: Arena,
     /// Memory of the indexes.
     pub pool: Arc<Pool>,
+    /// The file of cold rows, where there is a second tier.
+    pub disk: Option<Disk>,
     /// `1 << bits` shards.
     pub bits: u32,
     /// What rows that change now are marked with; 1 to 255.
@@ -50,6 +58,12 @@ impl Core {
             Missing::Zeros => out.fill(0.0),
             Missing::Initial => philox::fill(&self.options.init, self.options.seed, key, out),
         }
+    }
+
+    /// Rows of a shard that may be in memory.
+    fn share(&self) -> usize {
+        let rows = self.options.tier.as_ref().map_or(u64::MAX, |t| t.rows);
+        ((rows >> self.bits) as usize).max(1)
     }
 
     fn epoch(&self) -> u8 {
@@ -71,6 +85,8 @@ pub struct Saving {
     pub cut: u8,
     /// Records of rows as they were at that instant.
     pub before: Vec<u8>,
+    /// A cold row that went could not be read: the snapshot cannot be whole.
+    pub failed: Option<Error>,
 }
 
 impl Saving {
@@ -97,6 +113,11 @@ pub struct Shard {
     free: Vec<u32>,
     next: u32,
     end: u32,
+    cold: Cold,
+    /// Rows that went to the file, and that came back from it.
+    pub went: u64,
+    /// See `went`.
+    pub came: u64,
     /// Of keys without a row.
     pub filter: Filter,
     /// Keys that were removed since the last snapshot or delta.
@@ -135,6 +156,9 @@ impl Shard {
             free: Vec::new(),
             next: 0,
             end: 0,
+            cold: Cold::default(),
+            went: 0,
+            came: 0,
             filter: Filter::new(options.admission, options.seed, bits, pool)?,
             removed: Vec::new(),
             saving: None,
@@ -144,6 +168,11 @@ impl Shard {
     /// Rows.
     pub fn len(&self) -> usize {
         self.map.len()
+    }
+
+    /// Of those, cold ones.
+    pub fn cold(&self) -> &Cold {
+        &self.cold
     }
 
     /// Bytes of the index.
@@ -173,7 +202,7 @@ impl Shard {
         &self.map
     }
 
-    /// The row of a key.
+    /// The row of a key: an id of the arena, or the number of a cold row.
     #[inline(always)]
     pub fn find(&self, hash: u64, key: i64) -> Option<u32> {
         self.map.find(hash, key)
@@ -252,7 +281,7 @@ impl Shard {
         key: i64,
         step: u32,
     ) -> Result<(Option<u32>, bool)> {
-        if let Some(id) = self.find(hash, key) {
+        if let Some(id) = self.find_warm(core, hash, key)? {
             return Ok((Some(id), false));
         }
         if !self.filter.admit(hash, key, step)? {
@@ -265,6 +294,18 @@ impl Shard {
     /// Before a row changes or goes: a copy for the snapshot that is being written, if it is in it.
     fn keep(&mut self, core: &Core, id: u32, key: i64) {
         if let Some(saving) = &mut self.saving {
+            if let (Some(disk), true) = (&core.disk, id & COLD != 0) {
+                let read = self.cold.read(disk, &[id], |_, found| {
+                    if saving.has(found.meta) {
+                        push(&mut saving.before, key, found.meta, found.row);
+                    }
+                    Ok(())
+                });
+                if let Err(error) = read {
+                    saving.failed = Some(error);
+                }
+                return;
+            }
             // SAFETY: see the head of this file.
             let meta = unsafe { core.arena.meta(id) };
             if saving.has(meta) {
@@ -282,7 +323,10 @@ impl Shard {
         };
         self.keep(core, id, key);
         self.map.remove(hash, key);
-        self.free.push(id);
+        match &core.disk {
+            Some(disk) if id & COLD != 0 => self.cold.forget(disk, id),
+            _ => self.free.push(id),
+        }
         if core.tracking.load(Ordering::Relaxed) {
             self.removed.push(key);
         }
@@ -307,6 +351,9 @@ impl Shard {
         self.map = empty.map;
         self.filter = empty.filter;
         self.free = Vec::new();
+        if let Some(disk) = &core.disk {
+            self.cold.clear(disk);
+        }
         (self.next, self.end) = (0, 0);
         Ok(())
     }
@@ -317,7 +364,8 @@ impl Shard {
     /// As [`Shard::insert`].
     pub fn set(&mut self, core: &Core, key: i64, values: &[f32], step: u32) -> Result<bool> {
         let hash = hash::mix(key);
-        let (id, fresh) = match self.find(hash, key) {
+        self.cool(core, 1)?;
+        let (id, fresh) = match self.find_warm(core, hash, key)? {
             Some(id) => {
                 self.keep(core, id, key);
                 (id, false)
@@ -347,7 +395,8 @@ impl Shard {
     /// As [`Shard::insert`].
     pub fn put(&mut self, core: &Core, record: &Record<'_>) -> Result<()> {
         let hash = hash::mix(record.key);
-        let id = match self.find(hash, record.key) {
+        self.cool(core, 1)?;
+        let id = match self.find_warm(core, hash, record.key)? {
             Some(id) => {
                 self.keep(core, id, record.key);
                 id
@@ -389,6 +438,7 @@ impl Shard {
         let dim = core.layout.dim;
         let gradient = |at: u32| &gradients[at as usize * dim..(at as usize + 1) * dim];
         let mut counts = Counts::default();
+        self.cool(core, 0)?;
 
         // The keys of the batch once each, in the order in which they first come, and the sums of
         // what comes more than once, added in the order of the batch.
@@ -402,7 +452,7 @@ impl Shard {
             }
             let key = keys[position as usize];
             let hash = hash::mix(key);
-            let id = match self.find(hash, key) {
+            let id = match self.find_warm(core, hash, key)? {
                 Some(id) => id,
                 None if admits => {
                     counts.inserted += 1;
@@ -478,47 +528,75 @@ impl Shard {
         Ok(counts)
     }
 
-    /// Each row once: key, id, metadata.
-    pub fn scan(&self, core: &Core, mut each: impl FnMut(i64, u32, Meta)) {
-        let all: Vec<(i64, u32)> = self.map.iter().collect();
+    /// Each row once: key, metadata, values and slots. Cold rows that are not `wanted` may be left out.
+    ///
+    /// # Errors
+    /// Where cold rows cannot be read.
+    pub fn scan(
+        &self,
+        core: &Core,
+        wanted: Wanted,
+        mut each: impl FnMut(i64, Meta, &[u8]),
+    ) -> Result<()> {
+        let warm = |&(_, id): &(i64, u32)| id & COLD == 0;
+        let all: Vec<(i64, u32)> = self.map.iter().filter(warm).collect();
         for (i, &(key, id)) in all.iter().enumerate() {
             if let Some(&(_, next)) = all.get(i + AHEAD) {
                 core.arena.prefetch_meta(next);
             }
-            each(key, id, self.meta(core, id));
+            // SAFETY: see the head of this file.
+            let row = unsafe { core.arena.row(id) };
+            each(key, self.meta(core, id), &row[..core.layout.bytes()]);
         }
+        let Some(disk) = &core.disk else {
+            return Ok(());
+        };
+        self.cold.each(disk, wanted, |id, found| {
+            if self.find(hash::mix(found.key), found.key) == Some(id) {
+                each(found.key, found.meta, found.row);
+            }
+        })
     }
 
     /// Each row once, with its values.
-    pub fn export(&self, core: &Core, mut each: impl FnMut(i64, &[f32], Meta)) {
+    ///
+    /// # Errors
+    /// As [`Shard::scan`].
+    pub fn export(&self, core: &Core, mut each: impl FnMut(i64, &[f32], Meta)) -> Result<()> {
         let mut values = vec![0.0; core.layout.dim];
-        self.scan(core, |key, id, meta| {
-            self.read(core, id, &mut values);
+        self.scan(core, Wanted::All, |key, meta, row| {
+            core.layout.read(row, &mut values);
             each(key, &values, meta);
-        });
+        })
     }
 
     /// Takes away the rows that a policy of one row at a time names.
-    pub fn evict(&mut self, core: &Core, policy: Eviction, step: u32) -> Vec<i64> {
+    ///
+    /// # Errors
+    /// As [`Shard::scan`]; nothing has gone then.
+    pub fn evict(&mut self, core: &Core, policy: Eviction, step: u32) -> Result<Vec<i64>> {
         let mut gone = Vec::new();
         match policy {
-            Eviction::Ttl { steps } => self.scan(core, |key, _, meta| {
-                if step.saturating_sub(meta.version) > steps {
-                    gone.push(key);
-                }
-            }),
+            Eviction::Ttl { steps } => {
+                let until = step.saturating_sub(steps).saturating_sub(1);
+                self.scan(core, Wanted::Until(until), |key, meta, _| {
+                    if step.saturating_sub(meta.version) > steps {
+                        gone.push(key);
+                    }
+                })?;
+            }
             Eviction::L2 { norm } => self.export(core, |key, values, _| {
                 let square: f64 = values.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
                 if square < f64::from(norm) * f64::from(norm) {
                     gone.push(key);
                 }
-            }),
+            })?,
             Eviction::None | Eviction::Lru { .. } | Eviction::Lfu { .. } => {}
         }
         for &key in &gone {
             self.remove(core, hash::mix(key), key);
         }
-        gone
+        Ok(gone)
     }
 
     /// After many rows went.
@@ -533,7 +611,8 @@ impl Shard {
     /// Sets every mark: 0 for rows that `saved` has, 1 for the others.
     pub fn remark(&mut self, core: &Core, saved: u8) {
         let all: Vec<u32> = self.map.iter().map(|(_, id)| id).collect();
-        for id in all {
+        self.cold.remark(saved);
+        for id in all.into_iter().filter(|id| id & COLD == 0) {
             // SAFETY: see the head of this file.
             unsafe {
                 let meta = core.arena.meta(id);
@@ -546,18 +625,22 @@ impl Shard {
 
     /// Records of the rows of the snapshot that is being written: what was kept aside and what has not
     /// changed since its instant.
-    pub fn save(&self, core: &Core, out: &mut Vec<u8>) {
+    ///
+    /// # Errors
+    /// Where cold rows cannot be read.
+    pub fn save(&self, core: &Core, out: &mut Vec<u8>) -> Result<()> {
         let Some(saving) = &self.saving else {
-            return;
+            return Ok(());
         };
+        if let Some(error) = &saving.failed {
+            return invalid(error.to_string());
+        }
         out.extend_from_slice(&saving.before);
-        self.scan(core, |key, id, meta| {
+        self.scan(core, Wanted::Above(saving.since), |key, meta, row| {
             if saving.has(meta) {
-                // SAFETY: see the head of this file.
-                let row = unsafe { core.arena.row(id) };
-                push(out, key, meta, &row[..core.layout.bytes()]);
+                push(out, key, meta, row);
             }
-        });
+        })
     }
 }
 

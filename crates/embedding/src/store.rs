@@ -165,7 +165,10 @@ impl Store {
     }
 
     /// Each row once, shard by shard, each shard at one instant: key, values, frequency, version.
-    pub fn export(&self, each: impl FnMut(i64, &[f32], u32, u32)) {
+    ///
+    /// # Errors
+    /// Where rows of the second tier cannot be read.
+    pub fn export(&self, each: impl FnMut(i64, &[f32], u32, u32)) -> Result<()> {
         self.table().export(each)
     }
 
@@ -214,7 +217,10 @@ impl Store {
     }
 
     /// Frequency and version of keys; none for those without a row.
-    pub fn meta(&self, keys: &[i64]) -> Vec<Option<(u32, u32)>> {
+    ///
+    /// # Errors
+    /// As [`Store::export`].
+    pub fn meta(&self, keys: &[i64]) -> Result<Vec<Option<(u32, u32)>>> {
         self.table().meta(keys)
     }
 

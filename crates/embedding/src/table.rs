@@ -16,6 +16,7 @@ pub use whole::Exported;
 
 use crate::arena::Arena;
 use crate::batch::Parts;
+use crate::cold::{COLD, Disk, Wanted};
 use crate::error::{Result, invalid};
 use crate::hash;
 use crate::options::{Admission, Keys, Optimizer, Options};
@@ -90,6 +91,10 @@ impl Table {
             threads: Threads::new(options.threads as usize),
             core: Core {
                 arena: Arena::new(layout.stride()),
+                disk: match &options.tier {
+                    Some(tier) => Some(Disk::new(&tier.path, layout.bytes())?),
+                    None => None,
+                },
                 layout,
                 pool,
                 bits,
@@ -173,15 +178,15 @@ impl Table {
         for shard in &self.shards {
             let shard = reading(shard);
             let mut failed = Ok(());
-            shard.scan(&self.core, |key, id, meta| {
+            shard.scan(&self.core, Wanted::All, |key, meta, row| {
                 if failed.is_err() {
                     return;
                 }
                 if same {
-                    shard.whole(&self.core, id, &mut whole);
+                    self.core.layout.unpack(row, &mut whole);
                 } else {
                     let (values, slots) = whole.split_at_mut(dim);
-                    shard.read(&self.core, id, values);
+                    self.core.layout.read(row, values);
                     optimizer.start(values, slots);
                 }
                 table.core.layout.pack(&whole, &mut bytes);
@@ -192,7 +197,7 @@ impl Table {
                     row: &bytes,
                 };
                 failed = writing(&table.shards[table.home(key)]).put(&table.core, &record);
-            });
+            })?;
             failed?;
             for (key, n) in shard.filter.counts() {
                 writing(&table.shards[table.home(key)]).filter.set(key, n)?;
@@ -355,21 +360,31 @@ impl Table {
     }
 
     /// See [`crate::Store::export`].
-    pub fn export(&self, mut each: impl FnMut(i64, &[f32], u32, u32)) {
+    pub fn export(&self, mut each: impl FnMut(i64, &[f32], u32, u32)) -> Result<()> {
         for shard in &self.shards {
             reading(shard).export(&self.core, |key, values, meta| {
                 each(key, values, meta.frequency(), meta.version);
-            });
+            })?;
         }
+        Ok(())
     }
 
     /// See [`crate::Store::meta`].
-    pub fn meta(&self, keys: &[i64]) -> Vec<Option<(u32, u32)>> {
+    pub fn meta(&self, keys: &[i64]) -> Result<Vec<Option<(u32, u32)>>> {
         let meta = |&key: &i64| {
             let shard = reading(&self.shards[self.home(key)]);
-            let id = shard.find(hash::mix(key), key)?;
-            let meta = shard.meta(&self.core, id);
-            Some((meta.frequency(), meta.version))
+            let Some(id) = shard.find(hash::mix(key), key) else {
+                return Ok(None);
+            };
+            let mut found = None;
+            match &self.core.disk {
+                Some(disk) if id & COLD != 0 => shard.cold().read(disk, &[id], |_, row| {
+                    found = Some(row.meta);
+                    Ok(())
+                })?,
+                _ => found = Some(shard.meta(&self.core, id)),
+            }
+            Ok(found.map(|meta| (meta.frequency(), meta.version)))
         };
         keys.iter().map(meta).collect()
     }

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
-use evener_embedding::{Admission, Eviction, Init, Optimizer, Options, Stats, Store};
+use evener_embedding::{Admission, Eviction, Init, Optimizer, Options, Stats, Store, Tier};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, HashMap};
 
@@ -164,6 +164,14 @@ fn rows(store: &Store) -> HashMap<i64, Row> {
     found
 }
 
+/// A second tier, with this many rows in memory.
+fn tier(rows: Option<u64>) -> Option<Tier> {
+    rows.map(|rows| Tier {
+        path: std::env::temp_dir().to_string_lossy().into_owned(),
+        rows,
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
@@ -171,7 +179,9 @@ proptest! {
         actions in prop::collection::vec(action(), 1..40),
         bits in 0u32..5,
         threads in 1u32..3,
+        warm in prop::option::of(1u64..60),
     ) {
+        let options = |shards, threads| Options { tier: tier(warm), ..options(shards, threads) };
         let mut store = Store::new(options(1 << bits, threads)).unwrap();
         let mut model = Model::default();
         for (step, action) in (1u32..).zip(actions) {
@@ -260,10 +270,17 @@ fn shards_and_threads_change_no_bit() {
         r#"{"kind": "group_ftrl", "l1": 0.001, "l21": 0.001}"#,
     ];
     for (dtype, optimizer) in optimizers.iter().enumerate() {
-        let all: Vec<BTreeMap<i64, Vec<u32>>> = [(1, 1), (64, 1), (16, 3)]
+        let ways = [
+            (1, 1, None),
+            (64, 1, None),
+            (16, 3, None),
+            (4, 2, Some(300)),
+        ];
+        let all: Vec<BTreeMap<i64, Vec<u32>>> = ways
             .iter()
-            .map(|&(shards, threads)| {
+            .map(|&(shards, threads, warm)| {
                 let mut options = plain(5, shards, threads);
+                options.tier = tier(warm);
                 options.optimizer = Optimizer::parse(optimizer).unwrap();
                 options.dtype = [
                     evener_embedding::Dtype::F32,
@@ -296,8 +313,66 @@ fn shards_and_threads_change_no_bit() {
             })
             .collect();
         assert!(all[0].len() > 1000);
-        assert!(all[0] == all[1] && all[0] == all[2], "{optimizer}");
+        assert!(all.iter().all(|one| *one == all[0]), "{optimizer}");
     }
+}
+
+#[test]
+fn rows_beyond_the_bound_go_to_the_second_tier_and_the_used_ones_stay() {
+    let mut options = plain(4, 4, 2);
+    options.tier = tier(Some(1000));
+    let store = Store::new(options).unwrap();
+    let hot: Vec<i64> = (0..400).collect();
+    let mut out = vec![0.0; 400 * 4];
+    for step in 1..=40u32 {
+        let rare: Vec<i64> = (0..400i64)
+            .map(|i| 1000 + 400 * i64::from(step) + i)
+            .collect();
+        for keys in [&hot, &rare] {
+            store.lookup(keys, step, &mut out).unwrap();
+            store.apply(keys, &out, step, None).unwrap();
+        }
+    }
+    let stats = store.stats();
+    assert_eq!(stats.rows, 400 * 41);
+    assert!(stats.rows - stats.cold_rows <= 1000 + 400, "{stats:?}");
+    assert!(stats.cold_bytes > stats.cold_rows * 40 && stats.bytes > stats.cold_buffer_bytes);
+    // What was in every step never left; what came once is read without moving.
+    let before = stats.warmed;
+    store.lookup(&hot, 41, &mut out).unwrap();
+    assert_eq!(store.stats().warmed, before);
+    let all: Vec<i64> = (1400..1400 + 400 * 40).collect();
+    let (mut rows, mut found) = (vec![0.0; all.len() * 4], vec![0; all.len()]);
+    store
+        .lookup_infer(&all, &mut rows, Some(&mut found))
+        .unwrap();
+    assert!(found.iter().all(|&found| found == 1) && store.stats().warmed == before);
+    assert!(
+        store
+            .meta(&all)
+            .unwrap()
+            .iter()
+            .all(|meta| meta.is_some_and(|(n, _)| n == 1))
+    );
+    // Gaps are used anew: the file does not grow with what comes back and goes.
+    let (mut out, size) = (vec![0.0; 4000], store.stats().cold_bytes);
+    for round in 0..60usize {
+        let keys = &all[round % 15 * 1000..][..1000];
+        store.lookup(keys, 42, &mut out).unwrap();
+    }
+    assert!(
+        store.stats().cold_bytes <= 3 * size,
+        "{} {size}",
+        store.stats().cold_bytes
+    );
+    let refused = Store::new(Options {
+        tier: Some(Tier {
+            path: "/proc/none".into(),
+            rows: 5,
+        }),
+        ..plain(4, 4, 1)
+    });
+    assert!(refused.unwrap_err().to_string().contains("/proc/none"));
 }
 
 #[test]
@@ -392,7 +467,7 @@ fn lru_lfu_and_l2_take_what_they_name_on_any_number_of_shards() {
         }
         let gone = store.evict(10).unwrap();
         let mut left: Vec<i64> = Vec::new();
-        store.export(|key, _, _, _| left.push(key));
+        store.export(|key, _, _, _| left.push(key)).unwrap();
         left.sort_unstable();
         assert_eq!(gone + left.len() as u64, 1000);
         left

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
-use evener_embedding::{Eviction, Init, Optimizer, Options, Store};
+use evener_embedding::{Eviction, Init, Optimizer, Options, Store, Tier};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,15 @@ fn options(shards: u32) -> Options {
         shards,
         threads: 1,
         ..Options::new(4)
+    }
+}
+
+/// Most rows are in the second tier.
+fn tiered(options: Options) -> Options {
+    let path = std::env::temp_dir().to_string_lossy().into_owned();
+    Options {
+        tier: Some(Tier { path, rows: 150 }),
+        ..options
     }
 }
 
@@ -52,7 +61,16 @@ fn train(store: &Store, step: u32) {
 
 #[test]
 fn fifty_deltas_into_an_empty_store_give_the_same_bits() {
-    let folder = folder("deltas");
+    fifty_deltas("deltas", options);
+}
+
+#[test]
+fn fifty_deltas_of_cold_rows_do_too() {
+    fifty_deltas("cold-deltas", |shards| tiered(options(shards)));
+}
+
+fn fifty_deltas(name: &str, options: impl Fn(u32) -> Options) {
+    let folder = folder(name);
     let store = Store::new(options(8)).unwrap();
     for step in 1..=50 {
         train(&store, step);
@@ -103,7 +121,9 @@ fn fifty_deltas_into_an_empty_store_give_the_same_bits() {
 #[test]
 fn more_files_than_a_mark_has_values() {
     let folder = folder("marks");
-    let store = Store::new(options(4)).unwrap();
+    let mut with_tier = tiered(options(4));
+    with_tier.tier.as_mut().unwrap().rows = 8;
+    let store = Store::new(with_tier).unwrap();
     let replay = Store::new(options(1)).unwrap();
     for step in 1..=600u32 {
         let key = i64::from(step % 50);
@@ -271,7 +291,10 @@ fn the_one_that_is_killed() {
     let Ok(folder) = std::env::var("EVENER_TEST_KILLED") else {
         return;
     };
-    let store = Store::new(options(8)).unwrap();
+    let store = match std::env::var("EVENER_TEST_TIER") {
+        Ok(_) => Store::new(tiered(options(8))).unwrap(),
+        Err(_) => Store::new(options(8)).unwrap(),
+    };
     for step in 1.. {
         train(&store, step);
         let saved = match step % 5 {
@@ -288,7 +311,11 @@ fn kill_at_any_moment_leaves_a_whole_snapshot() {
     let folder = folder("killed");
     for round in 0..6u32 {
         let _ = std::fs::remove_dir_all(&folder);
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        if round % 2 == 1 {
+            command.env("EVENER_TEST_TIER", "1");
+        }
+        let mut child = command
             .args(["--exact", "the_one_that_is_killed", "--nocapture"])
             .env("EVENER_TEST_KILLED", &folder)
             .stdout(std::process::Stdio::piped())
@@ -403,6 +430,15 @@ fn strings_counts_and_other_optimizers_come_through() {
 
 #[test]
 fn threads_that_insert_step_look_evict_and_save_agree_with_what_they_wrote() {
+    agree(|options| options);
+}
+
+#[test]
+fn threads_that_insert_and_move_cold_rows_agree_with_what_they_wrote() {
+    agree(tiered);
+}
+
+fn agree(with: impl Fn(Options) -> Options) {
     // Each thread has keys of its own and knows what they must be; evictions and snapshots run across.
     let options = Options {
         optimizer: Optimizer::Sgd {
@@ -415,6 +451,7 @@ fn threads_that_insert_step_look_evict_and_save_agree_with_what_they_wrote() {
         threads: 2,
         ..Options::new(4)
     };
+    let options = with(options);
     let store = Store::new(options.clone()).unwrap();
     let seconds = std::env::var("EVENER_SOAK_SECONDS").map_or(1, |s| s.parse().unwrap());
     let end = std::time::Instant::now() + std::time::Duration::from_secs(seconds);
@@ -487,7 +524,8 @@ fn threads_that_insert_step_look_evict_and_save_agree_with_what_they_wrote() {
                 let bytes = store.save_bytes().unwrap();
                 let copy = Store::new(options.clone()).unwrap();
                 copy.restore_bytes(&bytes).unwrap();
-                copy.export(|_, values, _, _| assert!(values.iter().all(|v| *v == values[0])));
+                copy.export(|_, values, _, _| assert!(values.iter().all(|v| *v == values[0])))
+                    .unwrap();
             }
         });
     });

@@ -289,7 +289,14 @@ impl EmbeddingStore {
     }
 
     /// Frequencies and versions; 0xFFFFFFFF in both for a key without a row.
-    fn meta(&self, py: Python<'_>, keys: usize, n: usize, frequencies: usize, versions: usize) {
+    fn meta(
+        &self,
+        py: Python<'_>,
+        keys: usize,
+        n: usize,
+        frequencies: usize,
+        versions: usize,
+    ) -> PyResult<()> {
         py.detach(|| {
             // SAFETY: as in `take_rows`.
             let (keys, f, v) = unsafe {
@@ -299,10 +306,12 @@ impl EmbeddingStore {
                     span(versions, n).write(),
                 )
             };
-            for (i, meta) in self.0.meta(keys).into_iter().enumerate() {
+            for (i, meta) in self.0.meta(keys)?.into_iter().enumerate() {
                 (f[i], v[i]) = meta.unwrap_or((u32::MAX, u32::MAX));
             }
-        });
+            Ok(())
+        })
+        .map_err(raise)
     }
 
     /// Numbers of strings, written to n int64.

@@ -238,7 +238,11 @@ class L2(Eviction):
 
 @dataclass(frozen=True)
 class SsdTier:
-    """Rows on disk. Planned: a store refuses it by name today."""
+    """`rows` rows stay in memory; the others, seldom used, are in a file in the folder `path`.
+
+    Keys and their places stay in memory. A batch in training brings its rows back, besides those
+    `rows`. The file has no name and goes with the process: snapshots hold what is in it.
+    """
 
     path: str
     rows: int
@@ -253,7 +257,8 @@ class Options:
     power of two. `evict_every`: eviction runs by itself after this many steps; 0: only when asked.
     `seed`: of initial values and of draws. `keys`: "int" or "string". `missing`: what a lookup
     gives for a key that has no row and gets none, "initial" values or "zeros". `threads`: of a
-    batch, 0 for all CPUs. `reserve`: rows to make room for at once. `tier`: planned.
+    batch, 0 for all CPUs. `reserve`: rows to make room for at once. `tier`: where
+    rows beyond a number go; None: all are in memory.
     """
 
     dim: int

@@ -15,6 +15,9 @@ from evener.errors import UsageError
 _METRICS = {
     "rows": ("evener_embedding_rows", "gauge"),
     "bytes": ("evener_embedding_memory_bytes", "gauge"),
+    "cold_rows": ("evener_embedding_cold_rows", "gauge"),
+    "cold_bytes": ("evener_embedding_cold_file_bytes", "gauge"),
+    "warmed": ("evener_embedding_warmed_total", "counter"),
     "lookups": ("evener_embedding_lookups_total", "counter"),
     "hit_rate": ("evener_embedding_hit_ratio", "gauge"),
     "inserted": ("evener_embedding_inserted_total", "counter"),
@@ -111,14 +114,16 @@ def rows(tables: list[dict[str, Any]]) -> list[list[str]]:
     for table in tables:
         store = table["store"]
         more = ""
+        if store.get("cold_rows"):
+            more = f"{store['cold_rows']:,} rows in {store['cold_bytes'] / 1e6:,.1f} MB of file; "
         if "served" in table:
             served = table["served"]
-            more = f"{served['requests']:,} requests, {served['deltas']:,} deltas"
+            more += f"{served['requests']:,} requests, {served['deltas']:,} deltas"
             more += f", {served['refused']:,} refused" if served["refused"] else ""
             more += f"; {served['problem']}" if served["problem"] else ""
         elif "files" in table:
             size = sum(file["bytes"] for file in table["files"])
-            more = f"{len(table['files'])} files, {size / 1e6:,.1f} MB"
+            more += f"{len(table['files'])} files, {size / 1e6:,.1f} MB"
         found.append(
             [
                 table["name"],
@@ -129,7 +134,7 @@ def rows(tables: list[dict[str, Any]]) -> list[list[str]]:
                 f"{store['hit_rate']:.1%}" if "hit_rate" in store else "",
                 f"{store['evicted']:,}" if "evicted" in store else "",
                 str(store.get("step", "")),
-                more,
+                more.removesuffix("; "),
             ]
         )
     return found

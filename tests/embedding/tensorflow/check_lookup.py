@@ -170,6 +170,23 @@ def test_counter_filter_lets_keys_in_late(name):
         assert table.size() == expected
 
 
+def test_storage_option_keeps_most_rows_in_a_file(name, tmp_path):
+    option = de.EmbeddingVariableOption(
+        storage_option=de.StorageOption(str(tmp_path), rows_in_memory=640)
+    )
+    table = de.get_variable(name, "normal", dim=4, ev_option=option)
+    first = de.embedding_lookup(table, tf.range(500, dtype=tf.int64))
+    for start in range(500, 5000, 500):
+        de.embedding_lookup(table, tf.range(start, start + 500, dtype=tf.int64))
+    stats = table.stores[0].stats()
+    assert stats["rows"] == 5000 and stats["cold_rows"] >= 5000 - 640 - 500
+    np.testing.assert_array_equal(
+        first, de.embedding_lookup(table, tf.range(500, dtype=tf.int64))
+    )
+    with pytest.raises(UsageError, match="rows_in_memory"):
+        de.StorageOption("cold").options()
+
+
 @pytest.mark.parametrize(
     ("ids", "words"),
     [

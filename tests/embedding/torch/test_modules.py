@@ -3,13 +3,14 @@
 import copy
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from evener.embedding import Options, Sgd
+from evener.embedding import Options, Sgd, SsdTier
 from evener.embedding.torch import DynamicEmbedding, DynamicEmbeddingBag, DynamicOptimizer
 from evener.errors import UsageError
 
@@ -198,3 +199,25 @@ def test_what_cannot_be_is_named_and_changes_nothing(call: Any, words: str) -> N
         call(module)
     assert raised.value.fix
     assert len(module.store) == 0
+
+
+def test_storage_bounds_memory_and_changes_no_bit(tmp_path: Path) -> None:
+    """Rows that are seldom used are in a file, and training goes as if they were not."""
+    found = []
+    for storage in (None, SsdTier(str(tmp_path / "cold"), 600)):
+        options = Options(DIM, optimizer=Sgd(lr=LR), seed=3, shards=4)
+        embedding = DynamicEmbedding(options, storage=storage)
+        optimizer = DynamicOptimizer(embedding)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(20):
+            ids = torch.randint(0, 5000, (300,), generator=draw)
+            embedding(ids).square().sum().backward()
+            optimizer.step()
+        stats = embedding.store.stats()
+        found.append((embedding.eval()(torch.arange(5000)), stats["rows"]))
+    assert stats["cold_rows"] > 2000 and stats["warmed"] > 0
+    assert stats["rows"] - stats["cold_rows"] <= 600 + 300
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert not list((tmp_path / "cold").iterdir())  # the file has no name
+    with pytest.raises(OSError, match="/proc/none"):
+        DynamicEmbedding(DIM, storage=SsdTier("/proc/none", 5))

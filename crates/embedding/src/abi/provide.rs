@@ -229,8 +229,7 @@ unsafe extern "C" fn export(
         guarded(report, || {
             store(handle).export(|key, values, frequency, version| {
                 visit(context, key, values.as_ptr(), frequency, version);
-            });
-            Ok(())
+            })
         })
     }
 }
@@ -266,7 +265,7 @@ unsafe extern "C" fn info(
     unsafe {
         guarded(report, || {
             let (f, v) = (write(frequencies, n), write(versions, n));
-            for (i, meta) in store(handle).meta(read(keys, n)).into_iter().enumerate() {
+            for (i, meta) in store(handle).meta(read(keys, n))?.into_iter().enumerate() {
                 (f[i], v[i]) = meta.unwrap_or((u32::MAX, u32::MAX));
             }
             Ok(())

@@ -169,11 +169,12 @@ impl Options {
             }
         }
         if let Some(tier) = &self.tier {
-            return invalid(format!(
-                "tier {:?} cannot be yet: rows on disk are planned; leave it out and bound memory by \
-                 eviction",
-                tier.path
-            ));
+            if tier.path.is_empty() {
+                return invalid("tier.path is empty: name a folder for cold rows");
+            }
+            if tier.rows == 0 {
+                return invalid("tier.rows 0 cannot be: at least 1");
+            }
         }
         match self.eviction {
             Eviction::Ttl { steps: 0 } => invalid("eviction.steps 0 cannot be: at least 1"),

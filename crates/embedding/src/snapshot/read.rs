@@ -10,6 +10,9 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
+/// Rows that a lock is held for.
+const HELD: usize = 256;
+
 /// A block that was read, and whose checksum is right.
 struct Block {
     kind: u32,
@@ -218,12 +221,14 @@ fn load<R: Read>(table: &Table, reader: &mut Reader<R>) -> Result<Saved> {
                 // Rows of a block are of one shard of the store that wrote it: where that had as many
                 // shards they are of one shard here too, and its lock is held once for all.
                 let mut held: Option<(usize, _)> = None;
-                for part in block.payload.chunks_exact(record) {
+                for (at, part) in block.payload.chunks_exact(record).enumerate() {
                     let Some(row) = Record::parse(part) else {
                         continue;
                     };
                     let home = table.home(row.key);
-                    if held.as_ref().is_none_or(|(number, _)| *number != home) {
+                    // Those who look up meanwhile wait for a few rows, not for a block.
+                    let other = held.as_ref().is_none_or(|(number, _)| *number != home);
+                    if other || at.is_multiple_of(HELD) {
                         drop(held.take());
                         held = Some((home, writing(&table.shards[home])));
                     }

@@ -43,6 +43,7 @@ pub fn write(table: &Table, kind: Kind, sink: &mut dyn Write, path: &Path) -> Re
                 since,
                 cut: epoch,
                 before: Vec::new(),
+                failed: None,
             });
             removed.push(std::mem::take(&mut shard.removed));
         }
@@ -176,7 +177,9 @@ fn body(
         let (mut counts, mut bloom) = (Vec::new(), Vec::new());
         {
             let shard = reading(shard);
-            shard.save(core, &mut records);
+            shard
+                .save(core, &mut records)
+                .map_err(std::io::Error::other)?;
             if kind == Kind::Full {
                 counts = shard.filter.counts();
                 bloom.extend_from_slice(shard.filter.counters());

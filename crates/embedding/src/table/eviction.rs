@@ -1,6 +1,7 @@
 //! Which rows go: eviction over all shards.
 
 use super::{Table, add, lock, reading, writing};
+use crate::cold::Wanted;
 use crate::error::Result;
 use crate::hash;
 use crate::options::{Eviction, Keys};
@@ -31,7 +32,7 @@ impl Table {
             Eviction::Ttl { .. } | Eviction::L2 { .. } => {
                 let gone = AtomicU64::new(0);
                 self.threads.run(self.shards.len(), |number| {
-                    let keys = writing(&self.shards[number]).evict(&self.core, policy, step);
+                    let keys = writing(&self.shards[number]).evict(&self.core, policy, step)?;
                     add(&gone, keys.len());
                     Ok(())
                 })?;
@@ -39,10 +40,10 @@ impl Table {
             }
             Eviction::Lru { rows } => self.keep_most(rows, |frequency, version| {
                 u64::from(version) << 32 | u64::from(frequency)
-            }),
+            })?,
             Eviction::Lfu { rows } => self.keep_most(rows, |frequency, version| {
                 u64::from(frequency) << 32 | u64::from(version)
-            }),
+            })?,
         };
         self.counters.evicted.fetch_add(gone, Ordering::Relaxed);
         self.threads.run(self.shards.len(), |number| {
@@ -60,18 +61,18 @@ impl Table {
 
     /// Leaves the `rows` rows of the highest worth. What is worth the same goes in the order of its
     /// hash, so that the choice does not depend on the number of shards.
-    fn keep_most(&self, rows: u64, worth: impl Fn(u32, u32) -> u64 + Sync) -> u64 {
+    fn keep_most(&self, rows: u64, worth: impl Fn(u32, u32) -> u64 + Sync) -> Result<u64> {
         let mut count: HashMap<u64, u64> = HashMap::new();
         for shard in &self.shards {
-            reading(shard).scan(&self.core, |_, _, meta| {
+            reading(shard).scan(&self.core, Wanted::All, |_, meta, _| {
                 *count
                     .entry(worth(meta.frequency(), meta.version))
                     .or_default() += 1;
-            });
+            })?;
         }
         let total: u64 = count.values().sum();
         let Some(mut surplus) = total.checked_sub(rows).filter(|&n| n > 0) else {
-            return 0;
+            return Ok(0);
         };
         let mut levels: Vec<(u64, u64)> = count.into_iter().collect();
         levels.sort_unstable();
@@ -88,14 +89,14 @@ impl Table {
         let mut gone: Vec<(usize, Vec<i64>)> = Vec::new();
         for (number, shard) in self.shards.iter().enumerate() {
             let mut keys = Vec::new();
-            reading(shard).scan(&self.core, |key, _, meta| {
+            reading(shard).scan(&self.core, Wanted::All, |key, meta, _| {
                 let worth = worth(meta.frequency(), meta.version);
                 if worth < bound {
                     keys.push(key);
                 } else if worth == bound {
                     ties.push(hash::mix(key));
                 }
-            });
+            })?;
             gone.push((number, keys));
         }
         ties.sort_unstable();
@@ -107,16 +108,16 @@ impl Table {
             let mut shard = writing(&self.shards[number]);
             let mut keys = keys;
             if let Some(last) = last {
-                shard.scan(&self.core, |key, _, meta| {
+                shard.scan(&self.core, Wanted::All, |key, meta, _| {
                     if worth(meta.frequency(), meta.version) == bound && hash::mix(key) <= last {
                         keys.push(key);
                     }
-                });
+                })?;
             }
             for key in keys {
                 n += u64::from(shard.remove(&self.core, hash::mix(key), key));
             }
         }
-        n
+        Ok(n)
     }
 }

@@ -3,6 +3,7 @@
 
 use super::{SMALL, TASK, Table, add, lock, reading, writing};
 use crate::batch::{Parts, Rows};
+use crate::cold::COLD;
 use crate::error::{Result, invalid};
 use crate::hash;
 use crate::index::Bucket;
@@ -23,13 +24,14 @@ struct Block<'a> {
 }
 
 impl Table {
-    /// Reads what is there into `out`; gives `absent` every position without a row.
+    /// Reads what is in memory into `out`; gives `absent` every position without a row (number 0) and
+    /// those of cold rows.
     fn gather(
         &self,
         shards: &[&Shard],
         keys: &[i64],
         out: &mut [f32],
-        mut absent: impl FnMut(usize, &mut [f32]),
+        mut absent: impl FnMut(usize, u32, &mut [f32]),
     ) {
         let core = &self.core;
         let (dim, bits) = (core.layout.dim, core.bits);
@@ -63,6 +65,7 @@ impl Table {
                     match id {
                         0 => {}
                         OPEN => open |= 1 << i,
+                        id if id & COLD != 0 => {}
                         id => core.arena.prefetch(id, bytes.min(1024)),
                     }
                     block.ids[i] = id;
@@ -77,7 +80,7 @@ impl Table {
                     let hash = block.hashes[i];
                     let shard = shards[hash::shard(hash, bits)];
                     let id = shard.find(hash, keys[turn * AHEAD + i]).unwrap_or(0);
-                    if id != 0 {
+                    if id != 0 && id & COLD == 0 {
                         core.arena.prefetch(id, bytes.min(1024));
                     }
                     block.ids[i] = id;
@@ -88,12 +91,32 @@ impl Table {
                 for (i, at) in part(turn).enumerate() {
                     let row = &mut out[at * dim..(at + 1) * dim];
                     match block.ids[i] {
-                        0 => absent(at, row),
+                        id if id == 0 || id & COLD != 0 => absent(at, id, row),
                         id => shards[0].read(core, id, row),
                     }
                 }
             }
         }
+    }
+
+    /// Rows that stay where they are: what only reads moves nothing.
+    fn read_cold(
+        &self,
+        shard: &Shard,
+        ids: &[u32],
+        key: impl Fn(usize) -> i64,
+        mut each: impl FnMut(usize, &[u8]),
+    ) -> Result<()> {
+        let Some(disk) = &self.core.disk else {
+            return Ok(());
+        };
+        shard.cold().read(disk, ids, |i, found| {
+            if found.key != key(i) {
+                return disk.broken();
+            }
+            each(i, found.row);
+            Ok(())
+        })
     }
 
     fn all(&self) -> Vec<RwLockReadGuard<'_, Shard>> {
@@ -113,8 +136,8 @@ impl Table {
             for (i, (&key, row)) in keys.iter().zip(out.chunks_exact_mut(dim)).enumerate() {
                 let shard = reading(&self.shards[self.home(key)]);
                 match shard.find(hash::mix(key), key) {
-                    Some(id) => shard.read(core, id, row),
-                    None => missing.push(i as u32),
+                    Some(id) if id & COLD == 0 => shard.read(core, id, row),
+                    _ => missing.push(i as u32),
                 }
             }
         } else {
@@ -129,7 +152,9 @@ impl Table {
                 // SAFETY: tasks have positions of their own.
                 let out = unsafe { rows.span(start, keys.len()) };
                 let mut misses = Vec::new();
-                self.gather(&shards, keys, out, |at, _| misses.push((start + at) as u32));
+                self.gather(&shards, keys, out, |at, _, _| {
+                    misses.push((start + at) as u32)
+                });
                 if !misses.is_empty() {
                     lock(&found).push((i, misses));
                 }
@@ -161,6 +186,8 @@ impl Table {
                 }
                 let (mut inserted, mut refused) = (0, 0);
                 let mut shard = writing(&self.shards[number]);
+                let wanted = part.iter().map(|&at| keys[missing[at as usize] as usize]);
+                shard.warm(core, wanted)?;
                 for (i, &at) in part.iter().enumerate() {
                     if let Some(&next) = part.get(i + AHEAD / 2) {
                         shard.prefetch(hash::mix(keys[missing[next as usize] as usize]));
@@ -220,7 +247,13 @@ impl Table {
             {
                 let shard = reading(&self.shards[self.home(key)]);
                 match shard.find(hash::mix(key), key) {
-                    Some(id) => shard.read(core, id, row),
+                    Some(id) if id & COLD == 0 => shard.read(core, id, row),
+                    Some(id) => self.read_cold(
+                        &shard,
+                        &[id],
+                        |_| key,
+                        |_, values| core.layout.read(values, row),
+                    )?,
                     None => {
                         *found = 0;
                         core.absent(key, row);
@@ -238,10 +271,25 @@ impl Table {
                 // SAFETY: tasks have positions of their own.
                 let (out, flags) =
                     unsafe { (rows.span(start, keys.len()), flags.span(start, keys.len())) };
-                self.gather(&shards, keys, out, |at, row| {
-                    flags[at] = 0;
-                    core.absent(keys[at], row);
+                let mut cold: Vec<(usize, u32, usize)> = Vec::new();
+                self.gather(&shards, keys, out, |at, id, row| {
+                    if id == 0 {
+                        flags[at] = 0;
+                        core.absent(keys[at], row);
+                    } else {
+                        cold.push((self.home(keys[at]), id, at));
+                    }
                 });
+                // Shard by shard, in the order of the file.
+                cold.sort_unstable();
+                for part in cold.chunk_by(|a, b| a.0 == b.0) {
+                    let ids: Vec<u32> = part.iter().map(|&(_, id, _)| id).collect();
+                    let key = |i: usize| keys[part[i].2];
+                    self.read_cold(shards[part[0].0], &ids, key, |i, values| {
+                        let at = part[i].2;
+                        core.layout.read(values, &mut out[at * dim..(at + 1) * dim]);
+                    })?;
+                }
                 Ok(())
             })?;
         }

@@ -1,6 +1,7 @@
 //! Sizes and counts of a store.
 
 use super::{Table, lock, reading};
+use crate::cold::Disk;
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -38,6 +39,16 @@ pub struct Stats {
     pub string_bytes: u64,
     /// Rows that were given back and wait for a key; they are in `row_bytes`.
     pub free_rows: u64,
+    /// Rows that are in the second tier; they are in `rows`.
+    pub cold_rows: u64,
+    /// Bytes of the file of cold rows; `bytes` is memory alone.
+    pub cold_bytes: u64,
+    /// Of `bytes`, cold rows that are not in the file yet.
+    pub cold_buffer_bytes: u64,
+    /// Rows that went to the file.
+    pub cooled: u64,
+    /// Rows that came back from it.
+    pub warmed: u64,
     /// Shards whose index is growing.
     pub growing: u64,
     /// Keys that were looked up.
@@ -72,6 +83,7 @@ impl Table {
         let (strings, string_bytes) = self.strings.size();
         let (mut rows, mut index, mut admission) = (0, 0, 0);
         let (mut pending, mut free, mut growing) = (0, 0, 0);
+        let (mut cold_rows, mut buffer, mut cooled, mut warmed) = (0, 0, 0, 0);
         for shard in &self.shards {
             let shard = reading(shard);
             rows += shard.len() as u64;
@@ -80,6 +92,10 @@ impl Table {
             pending += shard.filter.pending() as u64;
             free += shard.free() as u64;
             growing += u64::from(shard.grows());
+            cold_rows += shard.cold().rows() as u64;
+            buffer += shard.cold().bytes() as u64;
+            cooled += shard.went;
+            warmed += shard.came;
         }
         let row_bytes = self.core.arena.bytes();
         let (lookups, missing) = (get(&self.counters.lookups), get(&self.counters.missing));
@@ -87,12 +103,17 @@ impl Table {
             rows,
             pending,
             strings,
-            bytes: row_bytes + index + admission + string_bytes,
+            bytes: row_bytes + index + admission + string_bytes + buffer,
             row_bytes,
             index_bytes: index,
             admission_bytes: admission,
             string_bytes,
             free_rows: free,
+            cold_rows,
+            cold_bytes: self.core.disk.as_ref().map_or(0, Disk::bytes),
+            cold_buffer_bytes: buffer,
+            cooled,
+            warmed,
             growing,
             lookups,
             missing,

@@ -2,6 +2,7 @@
 
 use super::{AHEAD, Table, add, reading, writing};
 use crate::batch::Rows;
+use crate::cold::{COLD, Wanted};
 use crate::error::{Result, invalid};
 use crate::hash;
 use crate::shard::{Record, Shard};
@@ -29,7 +30,9 @@ impl Table {
         }
         if let Some(&next) = positions.get(i + AHEAD / 2) {
             let key = keys[next as usize];
-            if let Some(id) = shard.find(hash::mix(key), key) {
+            if let Some(id) = shard.find(hash::mix(key), key)
+                && id & COLD == 0
+            {
                 let arena = &self.core.arena;
                 arena.prefetch(id, self.core.layout.bytes().min(512));
                 arena.prefetch_meta(id);
@@ -79,6 +82,7 @@ impl Table {
                     continue;
                 }
                 let mut shard = writing(&self.shards[number]);
+                shard.warm(core, positions.iter().map(|&at| keys[at as usize]))?;
                 let (mut inserted, mut refused) = (0, 0);
                 for (i, &at) in positions.iter().enumerate() {
                     self.ahead(&shard, keys, positions, i);
@@ -186,14 +190,14 @@ impl Table {
         let shard = reading(shard);
         let mut out = Exported::default();
         let width = self.core.layout.width();
-        shard.scan(&self.core, |key, id, meta| {
+        shard.scan(&self.core, Wanted::All, |key, meta, row| {
             out.keys.push(key);
             out.frequencies.push(meta.frequency());
             out.versions.push(meta.version);
             let start = out.rows.len();
             out.rows.resize(start + width, 0.0);
-            shard.whole(&self.core, id, &mut out.rows[start..]);
-        });
+            self.core.layout.unpack(row, &mut out.rows[start..]);
+        })?;
         Ok(out)
     }
 }

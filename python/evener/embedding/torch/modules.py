@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-from evener.embedding import Options, Store
+from evener.embedding import Options, SsdTier, Store
 from evener.embedding.torch import checkpoint
 from evener.embedding.torch.cache import CachedRows, CacheStats
 from evener.embedding.torch.inputs import Bags, bags, check_ids, is_jagged, token
@@ -36,6 +37,7 @@ class _Dynamic(nn.Module):
         gradient_wire: str = "exact",
         average: bool = True,
         in_state_dict: bool = True,
+        storage: SsdTier | None = None,
     ) -> None:
         """
         options: of the store, or the number of values per row and the rest by default.
@@ -51,14 +53,19 @@ class _Dynamic(nn.Module):
         average: gradients are the mean over ranks, as DistributedDataParallel has it; else the sum.
         in_state_dict: `state_dict()` holds the rows. For large tables use False, and
             `evener.embedding.torch.save(model, folder)`.
+        storage: where rows that are seldom used go: `SsdTier(folder, rows=1_000_000)`. None: as
+            `options` say.
 
         Raises UsageError for options that cannot be.
         """
         super().__init__()
         if cache_rows < 0:
             raise UsageError(f"cache_rows={cache_rows} cannot be", "0 or more rows")
+        options = Options(options) if isinstance(options, int) else options
+        if storage is not None:
+            options = dataclasses.replace(options, tier=storage)
         self.table = Table(
-            Options(options) if isinstance(options, int) else options,
+            options,
             name,
             device=torch.device(device),
             cache_rows=cache_rows,
