@@ -599,12 +599,14 @@ impl Shard {
         Ok(gone)
     }
 
-    /// After many rows went.
+    /// After many rows went; `ages`: counts of admission that rested go too.
     ///
     /// # Errors
     /// Where the system has no memory.
-    pub fn tidy(&mut self) -> Result<()> {
-        self.filter.age()?;
+    pub fn tidy(&mut self, ages: bool) -> Result<()> {
+        if ages {
+            self.filter.age()?;
+        }
         self.map.shrink()
     }
 

@@ -60,6 +60,8 @@ struct Header {
     step: Option<u32>,
     steps: u64,
     evicted: u32,
+    #[serde(default)]
+    aged: u32,
     record: u64,
     options: Options,
 }

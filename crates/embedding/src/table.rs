@@ -43,6 +43,8 @@ pub(crate) struct Clock {
     pub count: u64,
     /// When eviction ran by itself.
     pub evicted: u32,
+    /// When counts of admission that rested were forgotten.
+    pub aged: u32,
 }
 
 /// See the head of this file.

@@ -52,7 +52,10 @@ struct Row {
 #[derive(Debug, Default)]
 struct Model {
     rows: HashMap<i64, Row>,
-    seen: HashMap<i64, u32>,
+    /// How often, and in which generation last.
+    seen: HashMap<i64, (u32, u32)>,
+    generation: u32,
+    aged: u32,
     fresh: HashMap<i64, [f32; DIM]>,
 }
 
@@ -99,9 +102,9 @@ impl Model {
             return row.values;
         }
         let values = self.start(key);
-        let seen = self.seen.entry(key).or_insert(0);
-        *seen += 1;
-        if *seen >= COUNT {
+        let seen = self.seen.entry(key).or_insert((0, 0));
+        *seen = (seen.0 + 1, self.generation);
+        if seen.0 >= COUNT {
             self.seen.remove(&key);
             self.insert(key, values, step);
         }
@@ -224,11 +227,14 @@ proptest! {
                 Action::Evict => {
                     let before = model.rows.len();
                     model.rows.retain(|_, row| step - row.version <= LIFE);
-                    // Counts age by eviction: the model forgets none, so it starts them anew.
+                    // Counts that rested go once per life of a row.
+                    if step - model.aged >= LIFE {
+                        let now = model.generation;
+                        model.seen.retain(|_, seen| seen.1 == now);
+                        (model.generation, model.aged) = (now + 1, step);
+                    }
                     let gone = store.evict(step).unwrap();
                     prop_assert_eq!(gone, (before - model.rows.len()) as u64);
-                    store.evict(step).unwrap();
-                    model.seen.clear();
                 }
                 Action::SaveAndRestore => {
                     let bytes = store.save_bytes().unwrap();
@@ -236,11 +242,14 @@ proptest! {
                     other.upsert(&[1, 2, 3], &[0.0; 9], 1).unwrap();
                     other.restore_bytes(&bytes).unwrap();
                     store = other;
+                    let now = model.generation;
+                    model.seen.values_mut().for_each(|seen| seen.1 = now);
                 }
                 Action::Clear => {
                     store.clear().unwrap();
                     model.rows.clear();
                     model.seen.clear();
+                    model.aged = 0;
                 }
             }
             prop_assert_eq!(rows(&store), model.rows.clone());

@@ -68,6 +68,19 @@ pub fn state(name: &str) -> Arc<State> {
     Arc::clone(states.entry(name.to_owned()).or_default())
 }
 
+/// The step after the last that a store has done, by its statistics (JSON).
+fn next_step(statistics: &str) -> u32 {
+    let number = |name| {
+        let found = serde_json::from_str::<serde_json::Value>(statistics).ok()?;
+        u32::try_from(found.get(name)?.as_u64()?).ok()
+    };
+    // No step at all is another thing than one step, number 0.
+    match number("steps") {
+        Some(0) | None => 0,
+        Some(_) => number("step").unwrap_or(0).saturating_add(1),
+    }
+}
+
 /// The store that an op names.
 pub struct Named {
     name: String,
@@ -109,6 +122,9 @@ impl Named {
             other => other,
         };
         let remote = Arc::new(self.named(remote)?);
+        // A store that was restored, or trained by others, goes on behind its last step.
+        let next = next_step(&self.named(remote.stats())?);
+        self.state.clock.fetch_max(next, Ordering::AcqRel);
         *self.found.write().unwrap_or_else(PoisonError::into_inner) =
             Some((generation, Arc::clone(&remote)));
         Ok(remote)
@@ -131,16 +147,9 @@ impl Named {
 
     /// Goes on behind the last step of a restored store, by its statistics (JSON).
     pub fn at(&self, statistics: &str) {
-        let number = |name| {
-            let found = serde_json::from_str::<serde_json::Value>(statistics).ok()?;
-            u32::try_from(found.get(name)?.as_u64()?).ok()
-        };
-        // No step at all is another thing than one step, number 0.
-        let next = match number("steps") {
-            Some(0) | None => 0,
-            Some(_) => number("step").unwrap_or(0).saturating_add(1),
-        };
-        self.state.clock.store(next, Ordering::Release);
+        self.state
+            .clock
+            .store(next_step(statistics), Ordering::Release);
     }
 
     /// The step of an update: as the caller counts (0 or more), or one more than the last.

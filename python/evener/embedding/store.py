@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,9 @@ from evener.errors import UsageError
 
 _MISSING = 0xFFFFFFFF
 _STEPS = 1 << 32
+
+# Who wants to know the name of a store that has other rows now, and another count of steps.
+RESTORED: list[Callable[[str], None]] = []
 
 
 class Rows(NamedTuple):
@@ -268,7 +271,9 @@ class Store:
         Raises KeyError without a snapshot, RuntimeError where a file is not whole (it names the
         place), ValueError where dim, dtype, keys or optimizer differ; with nothing changed.
         """
-        return self._file("restore", path)
+        found = self._file("restore", path)
+        self._tell()
+        return found
 
     def apply_delta(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Take a delta in, while lookups go on: each row is the old or the new one.
@@ -288,6 +293,11 @@ class Store:
     def restore_bytes(self, data: bytes) -> None:
         """As `restore`, from what `save_bytes` gave."""
         self._native.restore_bytes(data)
+        self._tell()
+
+    def _tell(self) -> None:
+        for tell in RESTORED:
+            tell(self.name)
 
     @property
     def slots(self) -> int:

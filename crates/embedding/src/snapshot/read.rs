@@ -284,6 +284,7 @@ fn load<R: Read>(table: &Table, reader: &mut Reader<R>) -> Result<Saved> {
         step: header.step,
         count: header.steps,
         evicted: header.evicted,
+        aged: header.aged,
     };
     Ok(Saved {
         path: reader.path.clone(),

@@ -146,6 +146,7 @@ fn body(
         step: clock.step,
         steps: clock.count,
         evicted: clock.evicted,
+        aged: clock.aged,
         record: core.record() as u64,
         options: core.options.clone(),
     };

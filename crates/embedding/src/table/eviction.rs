@@ -46,8 +46,9 @@ impl Table {
             })?,
         };
         self.counters.evicted.fetch_add(gone, Ordering::Relaxed);
+        let ages = self.ages(policy, step);
         self.threads.run(self.shards.len(), |number| {
-            writing(&self.shards[number]).tidy()
+            writing(&self.shards[number]).tidy(ages)
         })?;
         if self.core.options.keys == Keys::String {
             self.strings.forget(|key| {
@@ -57,6 +58,28 @@ impl Table {
             });
         }
         Ok(gone)
+    }
+
+    /// Whether counts of keys without a row are forgotten now, where nobody looked the key up since the
+    /// last time: after the life of a row, or when there are more counts than rows may be. To forget
+    /// them with every eviction would let in no key that comes less often.
+    fn ages(&self, policy: Eviction, step: u32) -> bool {
+        let pending = || -> u64 {
+            let each = self.shards.iter().map(|s| reading(s).filter.pending());
+            each.sum::<usize>() as u64
+        };
+        match policy {
+            Eviction::Ttl { steps } => {
+                let mut clock = lock(&self.clock);
+                let due = step.saturating_sub(clock.aged) >= steps;
+                if due {
+                    clock.aged = step;
+                }
+                due
+            }
+            Eviction::Lru { rows } | Eviction::Lfu { rows } => pending() > rows,
+            Eviction::L2 { .. } | Eviction::None => pending() > self.len(),
+        }
     }
 
     /// Leaves the `rows` rows of the highest worth. What is worth the same goes in the order of its

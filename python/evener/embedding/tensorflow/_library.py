@@ -14,6 +14,7 @@ from typing import Any
 
 import evener
 from evener import _native
+from evener.embedding.store import RESTORED
 from evener.errors import EvenerError
 
 
@@ -72,6 +73,7 @@ def ops() -> Any:
         raise OpsMissingError(
             f"{file} and evener._native are of different builds", "make setup, or install again"
         )
+    RESTORED.append(forget)
     tf.RegisterGradient("EvenerEmbeddingLookup")(_gradient)
     return module
 
