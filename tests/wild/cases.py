@@ -85,6 +85,7 @@ ENVIRONMENTS = {
         "datasets",
     ),
     "composer": ("mosaicml>=0.30",),
+    "recommend": ("deepctr-torch", "torch-rechub", "pandas"),
     # The last releases that know Horovod.
     "horovod": (
         "pytorch-lightning<2",

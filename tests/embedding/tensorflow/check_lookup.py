@@ -180,9 +180,7 @@ def test_storage_option_keeps_most_rows_in_a_file(name, tmp_path):
         de.embedding_lookup(table, tf.range(start, start + 500, dtype=tf.int64))
     stats = table.stores[0].stats()
     assert stats["rows"] == 5000 and stats["cold_rows"] >= 5000 - 640 - 500
-    np.testing.assert_array_equal(
-        first, de.embedding_lookup(table, tf.range(500, dtype=tf.int64))
-    )
+    np.testing.assert_array_equal(first, de.embedding_lookup(table, tf.range(500, dtype=tf.int64)))
     with pytest.raises(UsageError, match="rows_in_memory"):
         de.StorageOption("cold").options()
 

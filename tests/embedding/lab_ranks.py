@@ -1,0 +1,60 @@
+"""A rank of test_lab: trains a sharded table, and says what its node sent meanwhile (JSON)."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from evener.embedding import Adagrad, Options
+from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer
+from evener.embedding.torch.sharded import hashes
+
+DIM, STEPS, IDS = 32, 6, 16_384
+
+
+def sent() -> int:
+    """Bytes that left this node."""
+    return sum(
+        int((device / "statistics/tx_bytes").read_text())
+        for device in Path("/sys/class/net").iterdir()
+        if device.name != "lo"
+    )
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, size, hosts = dist.get_rank(), dist.get_world_size(), 2
+    embedding = DynamicEmbedding(Options(DIM, optimizer=Adagrad(lr=0.1)), "lab")
+    optimizer = DynamicOptimizer(embedding)
+    draw = torch.Generator().manual_seed(rank)
+    asked = []
+    for step in range(STEPS + 1):
+        if step == 1:  # connections and buffers are there
+            embedding.traffic.clear()
+            dist.barrier()
+            before = sent()
+        ids = (torch.rand(IDS, generator=draw).pow(6) * 200_000).long()
+        embedding(ids).square().sum().backward()
+        optimizer.step()
+        if step:
+            asked.append(torch.unique(ids))
+    dist.barrier()
+    wire = sent() - before
+    every: list[list[torch.Tensor]] = [[] for _ in range(size)]
+    dist.all_gather_object(every, asked)
+    bound = 0
+    for step in range(STEPS):
+        for host in range(hosts):
+            mine = torch.cat([every[r][step] for r in range(size) if r * hosts // size == host])
+            keys = torch.unique(mine)
+            owner = hashes(keys) % size // (size // hosts)
+            bound += int((owner != host).sum()) * (8 + 2 * 4 * DIM)
+    found = {"wire": wire, "counted": embedding.traffic.total, "bound": bound}
+    print(json.dumps({**found, "node": int(os.environ["GROUP_RANK"])}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
