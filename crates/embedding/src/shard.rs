@@ -438,7 +438,10 @@ impl Shard {
         let dim = core.layout.dim;
         let gradient = |at: u32| &gradients[at as usize * dim..(at as usize + 1) * dim];
         let mut counts = Counts::default();
-        self.cool(core, 0)?;
+        // What the lookup of this batch brought back stays, even where that is more than the share.
+        if self.len() - self.cold.rows() > positions.len().saturating_add(core.share()) {
+            self.cool(core, 0)?;
+        }
 
         // The keys of the batch once each, in the order in which they first come, and the sums of
         // what comes more than once, added in the order of the batch.
