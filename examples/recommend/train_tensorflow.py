@@ -88,6 +88,8 @@ def main() -> None:
 
     if given.folder and any(given.folder.glob("full-*.evs")):
         store.restore(given.folder)
+        # Keras counts steps by itself; versions of rows go on from those of the store.
+        optimizer.iterations.assign(store.step + 1 if store.stats()["steps"] else 0)
         if (given.folder / "tower.weights.h5").exists():
             model.top.load_weights(given.folder / "tower.weights.h5")
         print(f"goes on with {len(store):,} rows after step {store.step}")

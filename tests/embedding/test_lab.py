@@ -9,7 +9,7 @@ import pytest
 from evener.lab import Lab, unavailable
 
 pytestmark = pytest.mark.lab
-RANKS = Path(__file__).with_name("lab_ranks.py")
+ROOT = Path(__file__).parents[2]
 
 
 def test_what_crosses_the_wire_is_near_the_deduplicated_bound() -> None:
@@ -18,7 +18,8 @@ def test_what_crosses_the_wire_is_near_the_deduplicated_bound() -> None:
     lines: list[str] = []
     with Lab("2x2@1gbit") as lab:
         done = lab.launch(
-            [sys.executable, str(RANKS)],
+            [sys.executable, "-m", "tests.embedding.lab_ranks"],
+            cwd=ROOT,
             timeout=100,
             on_line=lambda *told: lines.append(told[3]),
         )
