@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from evener.comm.world import abort, rendezvous
 from evener.comm.world.ranks import Ranks
+from evener.horovod.common import current
 from evener.horovod.common import elastic as common
+from evener.horovod.state import STATE
 
 
 class Group:
@@ -149,6 +151,7 @@ def test_collectives_end_before_anything_waits_for_the_gpu(
 ) -> None:
     """updated: the peer dies while hosts are changing."""
     notes: list[str] = []
+    monkeypatch.setattr(current, "_state", STATE)
     monkeypatch.setattr(abort, "end_collectives", lambda: notes.append("abort"))
     monkeypatch.setattr(abort, "wait_for_gpu", lambda: notes.append("wait"))
     state = Steps(notes, fails=updated)

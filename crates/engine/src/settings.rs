@@ -60,6 +60,11 @@ fn optional(text: String) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
+/// A choice may be written in any case, as in Python.
+fn small(text: &str) -> String {
+    text.to_ascii_lowercase()
+}
+
 /// What NCCL sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Devices {
@@ -112,7 +117,7 @@ impl Settings {
             Some("AF_INET6") => Family::V6,
             _ => Family::Any,
         };
-        let devices = parse(env, &all::DEVICES, |text| match text {
+        let devices = parse(env, &all::DEVICES, |text| match small(text).as_str() {
             "auto" => Some(Devices::Auto),
             "pair" => Some(Devices::Pair),
             "aggregate" => Some(Devices::Aggregate),
@@ -122,7 +127,7 @@ impl Settings {
         let speed = parse(env, &all::SPEED, number(0, u32::MAX as usize))?;
         Ok(Settings {
             config: Config {
-                engine: parse(env, &all::ENGINE, |text| match text {
+                engine: parse(env, &all::ENGINE, |text| match small(text).as_str() {
                     "auto" => Some(Choice::Auto),
                     "tcp" => Some(Choice::Tcp),
                     "udp" => Some(Choice::Udp),
@@ -135,7 +140,7 @@ impl Settings {
                 most_flows: 2 * flows,
                 congestion: optional(text(env, &all::CONGESTION)),
                 timeout: parse(env, &all::TIMEOUT, seconds)?,
-                zero_copy: parse(env, &all::ZEROCOPY, |text| match text {
+                zero_copy: parse(env, &all::ZEROCOPY, |text| match small(text).as_str() {
                     "auto" => Some(Mode::Auto),
                     "off" => Some(Mode::Off),
                     "always" => Some(Mode::Always),
@@ -170,6 +175,12 @@ mod tests {
         assert_eq!(settings.config.most_flows, default.most_flows);
         assert_eq!(settings.config.timeout, default.timeout);
         assert_eq!(settings.config.interfaces, None);
+    }
+
+    #[test]
+    fn a_choice_may_have_capitals() {
+        let settings = Settings::read(&HashMap::from([("EVENER_NET_ENGINE", "UDP")])).unwrap();
+        assert_eq!(settings.config.engine, Choice::Udp);
     }
 
     #[test]

@@ -6,22 +6,17 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from evener import settings
-from evener.comm.world import abort, elastic, rendezvous
+from evener.comm.world import abort, rendezvous
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World
-from evener.errors import EvenerError
-from evener.horovod.common import current
+from evener.horovod.common import beginning, current
 from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
 from evener.horovod.engine import Engine, serve_others
-from evener.log import logger
-
-# Seconds for the launcher to say that a member has died.
-_PATIENCE = 3.0
 
 
 def _tell(ranks: Ranks) -> None:
@@ -50,32 +45,19 @@ class State:
         if self._engine is not None:
             return
         current.begin(self)
-        for setting in settings.registry().values():
-            setting.get()  # a value that cannot be is refused here, not in the first step
-        while True:
-            try:
-                self._enter(comm, process_sets)
-                break
-            except (RuntimeError, EvenerError) as error:
-                # In an elastic job a member may die while the others connect: they meet anew.
-                launcher_gone = isinstance(error, elastic.ElasticError)
-                if launcher_gone or not elastic.await_broken(_PATIENCE):
-                    raise
-                logger.info("meeting anew, %s: %s", elastic.broken(), error)
-                self.leave()
+        beginning.until_met(lambda: self._enter(comm, process_sets), self.leave)
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self._on_exit)
 
     def _enter(self, comm: Any, process_sets: Any) -> None:
         # Not torch.distributed's default group: that one is the program's (`comm.world`).
-        mpi = comm if hasattr(comm, "Get_rank") and hasattr(comm, "bcast") else None
-        if comm is not None and mpi is None and not isinstance(comm, Iterable):
-            raise ValueError(f"init(comm={comm!r}): give a list of ranks, or mpi4py's communicator")
-        ranks, self._world = rendezvous.make_world(mpi=mpi)
-        if comm is not None and mpi is None and list(comm) not in ([], list(range(ranks.size))):
+        ranks, self._world = rendezvous.make_world(mpi=beginning.communicator(comm))
+        try:
+            beginning.refuse_a_part(comm, ranks.size)
+        except NotBuiltError:
             self.leave()
-            raise NotBuiltError("hvd.init(comm=...) with a part of the ranks")
+            raise
         sets = process_sets_module.at_init(process_sets, ranks.size)
         self._engine = Engine(ranks, self._world, settings.EVENER_TIMEOUT.get(), sets)
         self._ranks = ranks

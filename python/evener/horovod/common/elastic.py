@@ -26,7 +26,11 @@ from typing import Any
 from evener.comm.world import elastic
 from evener.errors import EvenerError
 from evener.horovod.common import current
-from evener.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from evener.horovod.common.exceptions import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    NotInitializedError,
+)
 from evener.log import info0, logger
 
 # Seconds for the launcher to say that the world is broken, before an error counts as the script's.
@@ -168,6 +172,8 @@ def _restore(state: State) -> None:
     """
     try:
         current.state().end_collectives()
+    except NotInitializedError:
+        pass  # nothing has begun that could be in flight
     except EvenerError as error:  # abort.AbortError, which cannot be imported without torch
         # A thread is stuck inside the driver: an orderly end of the interpreter would wait for it.
         logger.error("%s", error)

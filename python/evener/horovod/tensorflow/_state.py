@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,12 +26,10 @@ from evener import settings
 from evener._native import Negotiator
 from evener.comm.world import contact, elastic, meeting, stores
 from evener.comm.world.ranks import Ranks
-from evener.errors import EvenerError
-from evener.horovod.common import current
+from evener.horovod.common import beginning, current
 from evener.horovod.common import process_sets as process_sets_module
 from evener.horovod.common.exceptions import (
     HorovodInternalError,
-    NotBuiltError,
     NotInitializedError,
 )
 from evener.horovod.tensorflow._library import call
@@ -42,7 +40,6 @@ from evener.log import logger
 _BARRIER, _ADD_SET, _REMOVE_SET = 6, 8, 9
 # A larger step is not frozen: what agreement costs is nothing beside its data.
 _FROZEN_BYTES = 1 << 20
-_PATIENCE = 3.0
 # Seconds in which rank 0 waits for the others to end too, and the others for it to hear of it.
 _TOGETHER, _HEARD = 0.3, 5.0
 
@@ -246,35 +243,20 @@ class State:
         current.begin(self)
         stores.use_own()
         elastic.ender = self._broken
-        for setting in settings.registry().values():
-            setting.get()  # a value that cannot be is refused here, not in the first step
-        while True:
-            try:
-                self._enter(comm, process_sets)
-                break
-            except (RuntimeError, EvenerError) as error:
-                # In an elastic job a member may die while the others connect: they meet anew.
-                launcher_gone = isinstance(error, elastic.ElasticError)
-                if launcher_gone or not elastic.await_broken(_PATIENCE):
-                    raise
-                logger.info("meeting anew, %s: %s", elastic.broken(), error)
-                self.leave()
+        beginning.until_met(lambda: self._enter(comm, process_sets), self.leave)
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self._on_exit)
 
     def _enter(self, comm: Any, process_sets: Any) -> None:
-        mpi = comm if hasattr(comm, "Get_rank") and hasattr(comm, "bcast") else None
-        if comm is not None and mpi is None and not isinstance(comm, Iterable):
-            raise ValueError(f"init(comm={comm!r}): give a list of ranks, or mpi4py's communicator")
+        mpi = beginning.communicator(comm)
         seconds = settings.EVENER_TIMEOUT.get()
         deadline = time.monotonic() + seconds
         if mpi is None:
             ranks, store = meeting.meet(None, seconds, deadline)
         else:
             ranks, store = meeting.met_by(mpi, seconds, deadline)
-        if comm is not None and mpi is None and list(comm) not in ([], list(range(ranks.size))):
-            raise NotBuiltError("hvd.init(comm=...) with a part of the ranks")
+        beginning.refuse_a_part(comm, ranks.size)
         sets = process_sets_module.at_init(process_sets, ranks.size)
         self._engine = Engine(ranks, stores.prefixed("tensorflow", store), seconds, sets)
         self._ranks = ranks

@@ -1,0 +1,47 @@
+"""What `init` does in every framework before its own part: values, arguments, meeting anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from evener import settings
+from evener.comm.world import elastic
+from evener.errors import EvenerError
+from evener.horovod.common.exceptions import NotBuiltError
+from evener.log import logger
+
+# Seconds for the launcher to say that a member has died.
+_PATIENCE = 3.0
+
+
+def until_met(enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    """Call `enter` until the ranks have met. `leave` ends what came only half of its way."""
+    for setting in settings.registry().values():
+        setting.get()  # a value that cannot be is refused here, not in the first step
+    while True:
+        try:
+            return enter()
+        except (RuntimeError, EvenerError) as error:
+            # In an elastic job a member may die while the others connect: they meet anew.
+            launcher_gone = isinstance(error, elastic.ElasticError)
+            if launcher_gone or not elastic.await_broken(_PATIENCE):
+                raise
+            logger.info("meeting anew, %s: %s", elastic.broken(), error)
+            leave()
+
+
+def communicator(comm: Any) -> Any:
+    """mpi4py's communicator, where `init(comm=...)` got one. ValueError for what is no list."""
+    mpi = comm if hasattr(comm, "Get_rank") and hasattr(comm, "bcast") else None
+    if comm is not None and mpi is None and not isinstance(comm, Iterable):
+        raise ValueError(f"init(comm={comm!r}): give a list of ranks, or mpi4py's communicator")
+    return mpi
+
+
+def refuse_a_part(comm: Any, size: int) -> None:
+    """NotBuiltError where a list of ranks is not all of them."""
+    if comm is None or communicator(comm) is not None:
+        return
+    if list(comm) not in ([], list(range(size))):
+        raise NotBuiltError("hvd.init(comm=...) with a part of the ranks")
