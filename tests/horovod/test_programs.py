@@ -353,10 +353,18 @@ def test_ranks_are_those_of_the_communicator_that_is_given(tmp_path: Path) -> No
     worlds.run([2], by_communicator, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["spark", "mxnet", "tensorflow", "keras"])
+@pytest.mark.parametrize("name", ["spark", "mxnet"])
 def test_what_is_not_served_says_what_to_use(name: str) -> None:
     with pytest.raises(ImportError, match=rf"horovod\.{name}(.|\n)*fix: "):
         __import__(f"evener.horovod.{name}")
+
+
+def test_without_tensorflow_its_horovod_is_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    for name in [name for name in sys.modules if name.startswith("evener.horovod.tensorflow")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"horovod\.tensorflow needs(.|\n)*fix: "):
+        __import__("evener.horovod.tensorflow")
 
 
 class Numbers(BaseDataLoader):

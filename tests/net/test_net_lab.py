@@ -124,7 +124,8 @@ def test_with_no_path_for_too_long_both_ends_get_a_remote_error(engine: str) -> 
     # The first that fails must not end the other: each has to come to its own error.
     alone = ["sh", "-c", "trap '' TERM; \"$@\" 2>&1; true", "sh", *command(job)]
     with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
-        lab.schedule("2s:path0:blackhole", "2s:path1:blackhole")
+        # Late enough for both to have connected, on a busy machine too.
+        lab.schedule("4s:path0:blackhole", "4s:path1:blackhole")
         env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine}
         result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
     assert result.ok, result

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from evener.errors import UsageError as _UsageError
+from evener.horovod.common.exceptions import NotServedError as _NotServedError
 
 try:
     import tensorflow as _tf  # noqa: F401
 except ImportError as _error:
-    raise _UsageError(
+    raise _NotServedError(
         "horovod.tensorflow needs TensorFlow, which is not installed",
         "pip install tensorflow (2.16 or newer)",
     ) from _error
