@@ -3,7 +3,7 @@
 # half leaves a core idle. Fails where a half does; the second half's output follows the first's.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-first=(tests/comm tests/door tests/examples tests/guide tests/lab tests/launch tests/moe)
+first=(tests/comm tests/door tests/examples tests/guide tests/lab tests/launch tests/moe tests/net)
 second=.build/test-python.log
 mkdir -p .build
 .venv/bin/python -m pytest -p no:cacheprovider "${first[@]/#/--ignore=}" "$@" >"$second" 2>&1 &
