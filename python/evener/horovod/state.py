@@ -15,7 +15,7 @@ from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World
 from evener.horovod.common import beginning, current
 from evener.horovod.common import process_sets as process_sets_module
-from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
+from evener.horovod.common.exceptions import NotBuiltError
 from evener.horovod.engine import Engine, serve_others
 
 
@@ -28,12 +28,11 @@ def _tell(ranks: Ranks) -> None:
     os.environ.update({name: str(value) for name, value in places.items() if value is not None})
 
 
-class State:
+class State(beginning.Begun[Engine]):
     """One for the process: `STATE`."""
 
     def __init__(self) -> None:
-        self._ranks: Ranks | None = None
-        self._engine: Engine | None = None
+        super().__init__()
         self._world: World | None = None
         # Called at shutdown, while the groups still exist: reducers of optimizers.
         self._closers: weakref.WeakKeyDictionary[Any, Callable[[], None]]
@@ -80,24 +79,6 @@ class State:
         world, self._world = self._world, None
         if world is not None:
             rendezvous.end_world(world)
-
-    @property
-    def ranks(self) -> Ranks:
-        """Raises NotInitializedError before init."""
-        if self._ranks is None:
-            raise NotInitializedError
-        return self._ranks
-
-    @property
-    def engine(self) -> Engine:
-        """Raises NotInitializedError before init."""
-        if self._engine is None:
-            raise NotInitializedError
-        return self._engine
-
-    @property
-    def initialized(self) -> bool:
-        return self._engine is not None
 
     def end_collectives(self) -> None:
         """End what is under way, and wait for the GPU to be at rest. abort.AbortError where it is

@@ -1,18 +1,48 @@
-"""What `init` does in every framework before its own part: values, arguments, meeting anew."""
+"""What `init` does in every framework: values, arguments, meeting anew; and what it leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from evener import settings
 from evener.comm.world import elastic
+from evener.comm.world.ranks import Ranks
 from evener.errors import EvenerError
-from evener.horovod.common.exceptions import NotBuiltError
+from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
 from evener.log import logger
 
 # Seconds for the launcher to say that a member has died.
 _PATIENCE = 3.0
+
+E = TypeVar("E")
+
+
+class Begun(Generic[E]):
+    """The place of this process and the engine, between `init` and `shutdown`."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        self._engine: E | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Raises NotInitializedError before init."""
+        if self._ranks is None:
+            raise NotInitializedError
+        return self._ranks
+
+    @property
+    def engine(self) -> E:
+        """Raises NotInitializedError before init."""
+        if self._engine is None:
+            raise NotInitializedError
+        return self._engine
+
+    @property
+    def initialized(self) -> bool:
+        """Between `init` and `shutdown`."""
+        return self._engine is not None
 
 
 def until_met(enter: Callable[[], None], leave: Callable[[], None]) -> None:

@@ -228,12 +228,11 @@ def _gather(ranks: Ranks, store: Any, timeout: float, name: str, mine: Any) -> l
         ) from error
 
 
-class State:
+class State(beginning.Begun[Engine]):
     """One for the process: `STATE`."""
 
     def __init__(self) -> None:
-        self._ranks: Ranks | None = None
-        self._engine: Engine | None = None
+        super().__init__()
         self._at_exit = False
 
     def init(self, comm: Any = None, process_sets: Any = None) -> None:
@@ -278,25 +277,6 @@ class State:
 
     def _broken(self, why: str) -> None:
         call("abort", reason=why)
-
-    @property
-    def ranks(self) -> Ranks:
-        """Raises NotInitializedError before init."""
-        if self._ranks is None:
-            raise NotInitializedError
-        return self._ranks
-
-    @property
-    def engine(self) -> Engine:
-        """Raises NotInitializedError before init."""
-        if self._engine is None:
-            raise NotInitializedError
-        return self._engine
-
-    @property
-    def initialized(self) -> bool:
-        """Between `init` and `shutdown`."""
-        return self._engine is not None
 
     def _on_exit(self) -> None:
         # After an error the peers may wait for us: ending tells them.
