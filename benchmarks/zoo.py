@@ -302,8 +302,9 @@ class Measurement:
             for done in range(1, 5):
                 column.step()
                 self._wait()
-                if done >= 3 and self._agreed(time.perf_counter() - began) > done:
-                    break  # a second each: the host's clock differs, so rank 0's counts
+                # A second each is slow: the host's clock differs, so rank 0's counts.
+                if done >= 2 and self._agreed(time.perf_counter() - began) > done:
+                    break
             column.settle_steps = done
             return True
         while not column.settled:  # nothing waits for the device here: the steps are being timed
@@ -314,12 +315,11 @@ class Measurement:
         return True
 
     def _count(self, column: Column) -> int:
-        """How many steps fill the time that a round has."""
+        """How many steps fill the time that a round has; one that fills it alone is kept."""
         times = self._timed(column, 1)
-        column.steps = []
-        return max(
-            1, min(self.settings.most_steps, math.ceil(1e3 * self.settings.seconds / times[0]))
-        )
+        count = math.ceil(1e3 * self.settings.seconds / times[0])
+        column.steps = times if count == 1 else []
+        return min(self.settings.most_steps, count)
 
     def _timed(self, column: Column, steps: int) -> list[float]:
         """Milliseconds of `steps` steps after one that does not count; the slower rank's."""
