@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evener.comm import steps, wires
-from evener.comm.planner import choose, live
+from evener.comm.planner import choose, report
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Curve, Link, of_network
 from evener.comm.planner.sequence import best_sequence, first_sequence
@@ -213,7 +213,7 @@ def test_vgg16_in_a_forced_form(drag: float, crowd: float) -> None:
     before = play(profile, stages, old, True, losses).step_ms
     assert made.step_ms <= before + 1e-6
     assert (made.step_ms < 0.99 * before) == (drag > 0), (made.step_ms, before)
-    assert made.step_ms < 0.85 * live.as_complete(profile, made)
+    assert made.step_ms < 0.85 * report.as_complete(profile, made)
 
 
 @pytest.mark.parametrize("k", [0.5, 0.8, 1.0, 1.2, 1.5])
@@ -222,7 +222,7 @@ def test_vgg16_exact_needs_no_probe_for_its_order(k: float) -> None:
     stages = [choice.stages_ms for choice in made.choices]
     old = steps._order(held(VGG16_COSTS.exchange["exact"], k))
     assert play(VGG16, stages, old, True).step_ms == pytest.approx(made.step_ms, rel=1e-3)
-    assert made.step_ms < 0.9 * live.as_complete(VGG16, made)
+    assert made.step_ms < 0.9 * report.as_complete(VGG16, made)
 
 
 def forms(made: Decision) -> set[str]:

@@ -36,14 +36,14 @@ import torch.distributed as dist
 from evener import settings
 from evener.comm import guard, wires
 from evener.comm.overlap import StepOverlap
-from evener.comm.planner import choose, probe
+from evener.comm.planner import choose, probe, report
 from evener.comm.planner.bounds import plausible
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs
-from evener.comm.planner.sequence import first_sequence
+from evener.comm.planner.ranges import Ranges, beyond
 from evener.comm.planner.simulate import play
 from evener.comm.planner.trial import FAR, SETTLE, Trial, Watch, Way
-from evener.comm.planner.ways import LIBRARY, describe, harshness, same, ways
+from evener.comm.planner.ways import LIBRARY, harshness, library_form, same, ways
 from evener.comm.profile import Clock, Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
@@ -114,7 +114,7 @@ class Planner:
         )
         self.decision: Decision | None = None
         self.costs: Costs | None = None
-        self._beyond: dict[tuple[int, str], str] = {}
+        self._ranges = Ranges()
         # On rank 0: the step that each form alone would give.
         self.forced_ms: dict[str, float] = {}
         self.measured_ms: float | None = None
@@ -164,9 +164,9 @@ class Planner:
         self.costs = self._measure(agreed)
         box = [None, None]
         if self.reducer.communicators.rank == 0:
-            self._look_at_range()
+            self._ranges = beyond(self.reducer, () if self.forced is not None else self.forms)
             made, whole = self._apart_or_whole(agreed, self.costs)
-            made = self._within_range(made)
+            made = self._ranges.held(made)
             agreed = whole or agreed
             box = [made, whole]
             alone = self.forms if self.forced is None else ("exact",)
@@ -190,7 +190,8 @@ class Planner:
             exchange.predicted_ms = choice.stages_ms[1]
         self._decisions += 1
         if self.reducer.communicators.rank == 0:
-            self._log(agreed)
+            carrier = self.reducer.communicators.route.carrier.name
+            report.decision(agreed, self.decision, self.costs, carrier, self.forced_ms, self.forced)
         self._restart()
         self._profile, self._corrected = agreed, False
         self.tried, self.kept, self._slower, self._trial = {}, None, None, None
@@ -246,42 +247,6 @@ class Planner:
         )
         return (whole, joined) if better else (apart, None)
 
-    def _look_at_range(self) -> None:
-        """Which forms' range the last step's gradients leave, in which buckets; on rank 0.
-
-        Every rank has the same results. Where they are gone already (a script that fills gradients
-        with zeros), the guard will see.
-        """
-        self._beyond = {}
-        tried = () if self.forced is not None else self.forms
-        for bucket in self.reducer.buckets:
-            if bucket.by_rows:
-                continue
-            results = [bucket.buffer[s.offset : s.offset + s.numel] for s in bucket.slots]
-            for form in tried:
-                if (within := wires.within_range(form, results)) != form:
-                    self._beyond[bucket.index, form] = within
-        moved = {bucket for bucket, _ in self._beyond}
-        if moved:
-            first = self.reducer.buckets[min(moved)]
-            logger.info(
-                "plan: in %d of %d buckets (%s ...) gradients leave FP16's range: they go in a "
-                "form of as many bytes and more range",
-                len(moved),
-                len(self.reducer.buckets),
-                self.reducer.names[first.slots[0].index],
-            )
-
-    def _within_range(self, made: Decision) -> Decision:
-        """The decision, with forms whose range holds the gradients; see `_look_at_range`."""
-        if not self._beyond:
-            return made
-        choices = tuple(
-            dataclasses.replace(choice, form=self._beyond.get((bucket, choice.form), choice.form))
-            for bucket, choice in enumerate(made.choices)
-        )
-        return dataclasses.replace(made, choices=choices)
-
     def _choose(self, profile: StepProfile, costs: Costs, forms: Sequence[str]) -> Decision:
         return choose.choose(
             profile,
@@ -321,25 +286,14 @@ class Planner:
     def _from_first(self, make: Callable[[], list[Way]]) -> list[Way]:
         """What rank 0 makes. Collective: costs differ in their last digits from rank to rank."""
         box: list[Any] = [
-            [self._ranged(way) for way in make()] if self.reducer.communicators.rank == 0 else None
+            [self._ranges.way(way) for way in make()]
+            if self.reducer.communicators.rank == 0
+            else None
         ]
         control = self.reducer.communicators.control.handle
         dist.broadcast_object_list(box, group=control, group_src=0)
         found: list[Way] = box[0]
         return found
-
-    def _ranged(self, way: Way) -> Way:
-        made = self._within_range(way.decision)
-        if (
-            library_form(way.decision)
-            and (moved := {c.form for c in made.choices})
-            and len(moved) > 1
-        ):
-            # One hook for all buckets: that of the widest range.
-            last = max(moved, key=lambda form: wires.get(form).place)
-            choices = tuple(dataclasses.replace(c, form=last) for c in made.choices)
-            made = dataclasses.replace(made, choices=choices)
-        return dataclasses.replace(way, decision=made)
 
     def _ways(self, planned: Decision, profile: StepProfile) -> list[Way]:
         assert self.costs is not None
@@ -456,7 +410,11 @@ class Planner:
             self._slower.tried(took)
         self._restart()
         if self.reducer.communicators.rank == 0:
-            self._log_trial(kept, took, compute)
+            report.trial(
+                kept,
+                self.decision,
+                [one for one in self.tried.values() if one[0].name != kept.name],
+            )
 
     def _corrected_ways(self, kept: Way, took: float) -> list[Way] | None:
         """What to try once more, where a step was shorter than its computing was said to be."""
@@ -484,24 +442,6 @@ class Planner:
             return None
         measured = dataclasses.replace(kept.decision, step_ms=took)
         return [planned, dataclasses.replace(kept, decision=measured)]
-
-    def _log_trial(self, kept: Way, took: float, compute: float) -> None:
-        others = ", ".join(
-            f"{way.name} {ms:.1f} ms"
-            for way, ms in sorted(self.tried.values(), key=lambda tried: tried[1])
-            if way.name != kept.name
-        )
-        shown = took - compute
-        state = "hidden" if shown <= choose.TOLERANCE * compute else f"{shown:.1f} ms exposed"
-        logger.info(
-            "plan: kept %s (%s): step %.1f ms measured, compute %.1f ms, communication %s%s",
-            kept.name,
-            describe(kept.decision),
-            took,
-            compute,
-            state,
-            f"; tried: {others}" if others else "",
-        )
 
     # --- watching ---
 
@@ -599,43 +539,6 @@ class Planner:
             )
         return bool(box[0])
 
-    def _log(self, profile: StepProfile) -> None:
-        made, costs = self.decision, self.costs
-        assert made is not None and costs is not None
-        carrier = self.reducer.communicators.route.carrier
-        logger.info("probe: the exchange between nodes goes by %s", carrier.name)
-        for line in probe.describe(costs):
-            logger.info("probe: %s", line)
-        logger.info(
-            "profile: beside an exchange %.0f%% of computing is lost, beside computing an exchange "
-            "takes %.2f times as long",
-            100 * profile.drag,
-            profile.crowd,
-        )
-        state = "hidden" if made.hidden else f"{made.step_ms - made.compute_ms:.1f} ms exposed"
-        logger.info(
-            "plan: step %.1f ms expected, compute %.1f ms, communication %s; forced: %s",
-            made.step_ms,
-            made.compute_ms,
-            state,
-            ", ".join(f"{form} {step:.1f} ms" for form, step in self.forced_ms.items()),
-        )
-        if self.forced is not None:
-            logger.info(
-                "plan: the form is fixed, %s was asked for; buckets leave in the order %s: left as "
-                "they become complete, the step would take %.1f ms",
-                self.forced,
-                " ".join(map(str, made.sequence)),
-                as_complete(profile, made),
-            )
-        for line in table(profile, made):
-            logger.info("plan: %s", line)
-
-
-def library_form(made: Decision) -> str:
-    """The form in which the model's own reducer is to send, where it is to do so; or nothing."""
-    return made.choices[0].form if made.choices and made.choices[0].algorithm == LIBRARY else ""
-
 
 def _calibrated(profile: StepProfile, made: Decision, took: float) -> StepProfile:
     """The step whose computing takes so long that with this decision it is played in `took`."""
@@ -649,22 +552,3 @@ def _calibrated(profile: StepProfile, made: Decision, took: float) -> StepProfil
         else:
             low = tried.compute_ms
     return profile.scaled(low)
-
-
-def as_complete(profile: StepProfile, made: Decision) -> float:
-    """Milliseconds of the step with these choices, if buckets left as they become complete."""
-    stages = [choice.stages_ms for choice in made.choices]
-    losses = [choice.loss for choice in made.choices]
-    order = first_sequence(profile, stages, overlap=False)
-    return play(profile, stages, order, made.overlap, losses).step_ms
-
-
-def table(profile: StepProfile, made: Decision) -> Sequence[str]:
-    """One line per bucket, in the order in which they leave."""
-    return [
-        f"bucket {b} ({profile.buckets[b].name} ...), {profile.buckets[b].bytes / 1e6:.1f} MB: "
-        f"{made.choices[b].algorithm}, {made.choices[b].form}, "
-        f"{sum(made.choices[b].stages_ms):.2f} ms, ready at {profile.buckets[b].ready_ms:.1f} ms, "
-        f"needed at {profile.buckets[b].need_ms:.1f} ms"
-        for b in made.sequence
-    ]

@@ -134,3 +134,8 @@ def describe(decision: Decision) -> str:
     kinds = [c.form if c.algorithm == "2d" else f"{c.algorithm} {c.form}" for c in decision.choices]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     return f"{counts}; {'overlap across the step' if decision.overlap else 'no overlap'}"
+
+
+def library_form(made: Decision) -> str:
+    """The form in which the model's own reducer is to send, where it is to do so; or nothing."""
+    return made.choices[0].form if made.choices and made.choices[0].algorithm == LIBRARY else ""
