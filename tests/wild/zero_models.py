@@ -73,6 +73,36 @@ def _lora() -> nn.Module:
     return made
 
 
+class Paired(nn.Module):
+    """CLIP with its own contrastive loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.inner(input_ids=tokens, pixel_values=images, return_loss=True)
+        loss: torch.Tensor = found.loss
+        return loss
+
+
+def _clip() -> nn.Module:
+    shared = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+              "num_attention_heads": 4}  # fmt: skip
+    text = {**shared, "vocab_size": WORDS, "eos_token_id": WORDS - 1}
+    vision = {**shared, "image_size": 32, "patch_size": 8}
+    return Paired(_transformers("CLIPModel", text_config=text, vision_config=vision))
+
+
+def _speech() -> nn.Module:
+    return _transformers(
+        "Wav2Vec2ForCTC", vocab_size=32, **_ENCODER, hidden_dropout=0, activation_dropout=0,
+        feat_proj_dropout=0, attention_dropout=0, final_dropout=0, layerdrop=0, mask_time_prob=0,
+        conv_dim=(32, 32), conv_stride=(5, 4), conv_kernel=(10, 8), num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+
+
 def _torchvision() -> nn.Module:
     import torchvision
 
@@ -127,6 +157,33 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         encoder_ffn_dim=256, decoder_ffn_dim=256, max_source_positions=100, num_mel_bins=16,
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, dropout=0,
     ),
+    "OPT": lambda: _transformers(
+        "OPTForCausalLM", vocab_size=WORDS, hidden_size=128, ffn_dim=256, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=128, word_embed_proj_dim=64, dropout=0,
+    ),
+    "BART": lambda: _transformers(
+        "BartForConditionalGeneration", vocab_size=WORDS, d_model=128, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=256, decoder_ffn_dim=256, max_position_embeddings=128, dropout=0,
+    ),
+    "Mamba": lambda: _transformers(
+        "MambaForCausalLM", vocab_size=WORDS, hidden_size=64, num_hidden_layers=3, state_size=8,
+    ),
+    "DeBERTa-v2": lambda: _transformers(
+        "DebertaV2ForMaskedLM", vocab_size=WORDS, **_ENCODER, relative_attention=True,
+        pos_att_type=["p2c", "c2p"], max_position_embeddings=128,
+    ),
+    "CLIP": _clip,
+    "Wav2Vec2": _speech,
+    "Gemma 3": lambda: _transformers(
+        "Gemma3ForCausalLM", **_DECODER, head_dim=32, sliding_window=16,
+    ),
+    "DeepSeek-V3": lambda: _transformers(
+        "DeepseekV3ForCausalLM", **(_DECODER | {"num_key_value_heads": 4}), n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1, n_group=2,
+        topk_group=1, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
+        v_head_dim=32,
+    ),
     "Llama with LoRA (peft)": _lora,
     "ResNet-18 (torchvision)": _torchvision,
     "ViT (timm)": _timm,
@@ -145,6 +202,14 @@ def batch_of(name: str, step: int) -> Batch:
         return {"images": torch.randn(ROWS, 3, 16, 16, generator=g), "times": whole(1000, ROWS)}
     if name.endswith(("(torchvision)", "(timm)")):
         return {"images": torch.randn(ROWS, 3, 64, 64, generator=g), "labels": whole(10, ROWS)}
+    if name == "CLIP":
+        return {
+            "images": torch.randn(ROWS, 3, 32, 32, generator=g),
+            "tokens": whole(WORDS, ROWS, 16),
+        }
+    if name == "Wav2Vec2":
+        sounds = torch.randn(ROWS, 1600, generator=g)
+        return {"input_values": sounds, "labels": 1 + whole(31, ROWS, 8)}
     if name == "ViT":
         images = torch.randn(ROWS, 3, 64, 64, generator=g)
         return {"pixel_values": images, "labels": whole(10, ROWS)}

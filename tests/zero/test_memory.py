@@ -91,6 +91,32 @@ def test_a_trace_is_the_step_to_the_byte() -> None:
     assert len(ways) > 1, ways
 
 
+class Speech(Model):
+    """With CTC inside, as Wav2Vec2 has it: labels are selected by a mask, lengths are values."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        scores = functional.log_softmax(super().forward(tokens), -1).transpose(0, 1)
+        there = labels > 0
+        wanted = labels.masked_select(there)
+        times = torch.full((len(tokens),), tokens.shape[1])
+        return functional.ctc_loss(scores, wanted, times, there.sum(-1))
+
+
+def test_a_loss_of_ctc_is_traced() -> None:
+    torch.manual_seed(0)
+    model = Speech(width=WIDTH, blocks=6)
+    given = batches(1)[0], torch.randint(1, 40, (4, 6))
+    want = model(*given).item()
+    with engine_of(copy.deepcopy(model), example=given) as engine:
+        loss = engine(*given)
+        assert loss.item() == want
+        engine.backward(loss)
+        engine.step()
+        found = engine.memory()
+    assert engine.plan is not None and engine.plan.traced
+    assert 0.98 < found["gpu planned"] / found["gpu peak"] < 1.02, found
+
+
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     def start(gpu: int, **own: Any) -> None:
         torch.manual_seed(0)

@@ -5,7 +5,8 @@ and with all repeated units recomputed. Shapes, dtypes and lifetimes of all that
 then the model's own, the loss included; `profile` says what is kept of it. The hooks are those of
 `passes`, with a recorder in the place of loading and gradients, so the moments are the engine's.
 
-Where an operation asks for a value, 0 is given (no layer is dropped). Where it asks whether
+Where an operation asks for a value, 0 is given (no layer is dropped). Where a mask selects, all is
+selected. Where it asks whether
 something holds everywhere, the answer is yes unless there is a mask (no sequences are packed). What
 cannot be faked at all raises TraceError: then the plan is made from shapes, and the first step
 shows what is true.
@@ -121,10 +122,31 @@ class _Answers(TorchDispatchMode):
             return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
         if func is torch.ops.aten.equal.default:
             return False
+        if func is torch.ops.aten.masked_select.default:
+            values = torch.broadcast_tensors(*args)[0]
+            return values.reshape(-1).clone()
+        if func in _CTC:
+            return _ctc(*args)
+        if func in _CTC_BACKWARD:
+            return torch.empty_like(args[1])
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.all.default:
             self._asked.add(out)
         return out
+
+
+_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+_CTC_BACKWARD = (
+    torch.ops.aten._ctc_loss_backward.default,
+    torch.ops.aten._ctc_loss_backward.Tensor,
+)
+
+
+def _ctc(scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of CTC, which looks at lengths: what it would take where every target is as long as all."""
+    times, rows = scores.shape[:2]
+    longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // rows)
+    return scores.new_empty(rows), scores.new_empty(rows, times, 2 * longest + 1)
 
 
 @contextlib.contextmanager
