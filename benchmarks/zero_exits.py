@@ -1,6 +1,8 @@
-"""Runs of each pre-training example, one after the other: how each ended, and threads left.
+"""Runs of each pre-training example: how each ended, and threads left.
 
-    python benchmarks/zero_exits.py [--runs 50] [--steps 3] [--only gpt] [--json FILE]
+    python benchmarks/zero_exits.py [--runs 50] [--jobs 8] [--steps 3] [--only gpt] [--json FILE]
+
+`--jobs N`: N at a time, each with its part of the cores.
 
 A run is bad if its status is not 0, if it was ended by a signal, if C++ said "terminate called", or
 if a thread of Evener is alive when Python's own exit functions are through. Idle threads of the
@@ -12,13 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+LIMIT = 300
+"""Seconds of a run."""
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 RUNS = {
     "gpt": ["pretrain_gpt.py"],
@@ -43,15 +50,39 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def once(name: str, steps: int) -> str:
+def parts(jobs: int) -> list[list[int]]:
+    """The cores of each job; all of them where there are fewer cores than jobs."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // jobs
+    return [cores[n * each : (n + 1) * each] or cores for n in range(jobs)]
+
+
+def once(name: str, steps: int, cores: Sequence[int]) -> str:
     """Why a run was bad; empty where it was not."""
+    listed = ",".join(map(str, cores))
     script, *rest = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", WATCH, str(EXAMPLES / script), *rest]
+        command = [
+            "taskset",
+            "-c",
+            listed,
+            sys.executable,
+            "-c",
+            WATCH,
+            str(EXAMPLES / script),
+            *rest,
+        ]
         command += ["--steps", str(steps), "--rows", "2", "--every", str(steps)]
-        run = subprocess.run(
-            [*command, "--folder", folder], capture_output=True, text=True, timeout=600, check=False
-        )
+        try:
+            run = subprocess.run(
+                [*command, "--folder", folder],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"it had not ended after {LIMIT} s"
     said = run.stdout + run.stderr
     if "terminate called" in said:
         return "terminate called"
@@ -63,10 +94,26 @@ def once(name: str, steps: int) -> str:
     return "" if found[-1] == "LEFT 0" else found[-1]
 
 
+def runs(name: str, count: int, steps: int, jobs: int) -> list[str]:
+    """Why each bad one of `count` runs was."""
+    free = parts(jobs)
+
+    def one(_: int) -> str:
+        cores = free.pop()
+        try:
+            return once(name, steps, cores)
+        finally:
+            free.append(cores)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [why for why in pool.map(one, range(count)) if why]
+
+
 def main() -> int:
     """Exit status 1 where a run was bad."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", choices=list(RUNS))
     parser.add_argument("--json", type=Path)
@@ -74,9 +121,9 @@ def main() -> int:
     rows: dict[str, Any] = {}
     for name in [given.only] if given.only else list(RUNS):
         begun = time.perf_counter()
-        bad = [why for why in (once(name, given.steps) for _ in range(given.runs)) if why]
+        bad = runs(name, given.runs, given.steps, given.jobs)
         each = (time.perf_counter() - begun) / given.runs
-        rows[name] = {"runs": given.runs, "bad": bad, "seconds": each}
+        rows[name] = {"runs": given.runs, "jobs": given.jobs, "bad": bad, "seconds": each}
         print(
             f"{name:8} {given.runs} runs, {len(bad)} bad {bad[:3]}, {each:.1f} s each", flush=True
         )
