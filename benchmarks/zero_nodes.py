@@ -7,8 +7,9 @@ alone, as if it were the only one; then all together, with one copy of the state
 (`--nodes shard`: shared by all; `auto`: what the plan finds faster). Reported by rank 0: tokens/s
 of both and their ratio, bytes that its node's cards sent per step (the kernel's counters) against
 the plan's, and what the plan predicted. Llama 2.7B of benchmarks/zero_zoo.py, 8 x 1024 tokens per
-micro-batch and GPU; gradients cross once per step of `--accumulation` micro-batches. --tiny: a
-small model on CPUs.
+micro-batch and GPU; gradients cross once per step of `--accumulation` micro-batches, in the forms
+of `--crossing`, one after the other; after each come steps until the guard has looked once. --tiny:
+a small model on CPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ import torch.distributed as dist
 import zero_zoo as zoo
 
 from evener import zero
+from evener.zero.form import names
 
 GB = 1_000_000_000
+LOOKED = 6
+"""The first step in which the guard looks (`evener.comm.guard`)."""
 
 
 def sent() -> int:
@@ -65,7 +69,9 @@ def share_cores(rank: int, size: int) -> None:
         torch.set_num_threads(each)
 
 
-def train(given: argparse.Namespace, device: torch.device, label: str) -> dict[str, Any]:
+def train(
+    given: argparse.Namespace, device: torch.device, label: str, crossing: str = "exact"
+) -> dict[str, Any]:
     """Tokens/s of all ranks together, and what went over the cards."""
     together = dist.is_initialized()
     tiny = given.tiny
@@ -78,8 +84,8 @@ def train(given: argparse.Namespace, device: torch.device, label: str) -> dict[s
         "budget": {"gpu": int(given.gpu * GB), "host": int(given.host * GB)},
         "nodes": given.nodes,
     }
-    if given.crossing != "exact":
-        own["crossing"] = given.crossing
+    if together:
+        own["crossing"] = crossing
     config = {
         "bf16": {"enabled": not tiny},
         "gradient_clipping": 1.0,
@@ -129,11 +135,13 @@ def train(given: argparse.Namespace, device: torch.device, label: str) -> dict[s
         "gpu_planned": plan.gpu_bytes,
         "gpu_peak": engine.memory()["gpu peak"],
     }
-    trained = sum(c.group.numel for c in engine.chunks() if c.group.trainable)
-    width = (engine.ranks.form or engine.store.formats.gradient).itemsize
-    copies = engine.ranks.replicas
     found["ranks_per_node"] = engine.world
-    found["planned_payload"] = trained / engine.world * width * 2 * (copies - 1) / copies
+    found["planned_payload"] = plan.crossing_bytes
+    found["crossing"] = crossing
+    while crossing != "exact" and together and engine.global_steps < LOOKED:
+        step()
+    idle()
+    found["fallen_back"] = engine.fallen_back()
     engine.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -147,7 +155,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--gradients", default="bf16", choices=["bf16", "fp32"], help="summed in")
-    parser.add_argument("--crossing", default="exact", choices=["exact", "bf16", "fp16"])
+    parser.add_argument("--crossing", default=["exact"], choices=names(), nargs="+")
     parser.add_argument("--nodes", default="replicate", choices=["auto", "replicate", "shard"])
     parser.add_argument("--gpu", type=float, default=24, help="GB")
     parser.add_argument("--host", type=float, default=90, help="GB for each process")
@@ -167,7 +175,8 @@ def main() -> None:
         rows.append(train(given, device, "one GPU, all of them at once"))
     if size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        rows.append(train(given, device, f"{size} GPUs"))
+        for form in given.crossing:
+            rows.append(train(given, device, f"{size} GPUs, {form}", form))
         dist.destroy_process_group()
     if rank != 0:
         return
@@ -185,9 +194,11 @@ def main() -> None:
                 f"payload {row['payload_per_step'] / row['planned_payload']:.3f} x"
             )
         print(line, flush=True)
-    if len(rows) > 1:
-        ratio = rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"]
-        print(f"{size} GPUs are {ratio:.2f} x one", flush=True)
+    for row in [] if given.skip_alone else rows[1:]:
+        ratio = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+        planned = size * rows[0]["planned_seconds"] / row["planned_seconds"]
+        fallen = f"; {len(row['fallen_back'])} chunks fell back" if row["fallen_back"] else ""
+        print(f"{row['label']} are {ratio:.2f} x one; {planned:.2f} x planned{fallen}", flush=True)
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@ gradients that cross once per step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from evener import zero
+from evener.errors import UsageError
+from evener.zero import form as forms
 from evener.zero.budget import Budget
+from evener.zero.config import ConfigError, read
 from evener.zero.planner import Machine, Part, Work, plan
 from evener.zero.store import Formats
 from tests import worlds
@@ -126,6 +130,114 @@ def test_shared_by_all_gives_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(two[0][0][name].view(value.shape), value, rtol=1e-5, atol=1e-5)
 
 
+def crossed(
+    rank: int, _size: int, form: str, accumulation: int, offloaded: bool, steps: int, piece: int
+) -> dict[str, Any]:
+    """Trains with gradients that cross as `form`; offloaded: every chunk's states on the host."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    forms.PIECE = piece
+    own = {"nodes": "replicate", "crossing": form, "budget": {"gpu": "40MB", "host": "1GB"}}
+    given = configuration(gradient_accumulation_steps=accumulation, evener=own)
+    engine, *_ = zero.initialize(
+        model=Model(width=48),
+        config=given,
+        batch=(4, 16),
+        machine=HERE,
+        resident=set() if offloaded else None,
+    )
+    engine.threads = 1
+    losses = []
+    for tokens in batches(accumulation, seed=10 + rank) * steps:
+        loss = loss_of(engine, tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    found = {
+        "weights": gathered(engine),
+        "loss": sum(losses[-accumulation:]) / accumulation,
+        "sent": engine.memory()["gradients between nodes"] / steps,
+        "planned": engine.plan.crossing_bytes if engine.plan else 0,
+        "owed": sum(float(c.owed.abs().sum()) for c in engine.chunks() if c.owed is not None),
+        "fallen": engine.fallen_back(),
+    }
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"), [([2, 2], "int8"), ([1, 1], "int4"), ([1, 1, 1], "int8"), ([1, 1], "fp16")]
+)
+def test_a_form_sends_what_is_planned_and_trains_as_exact(shape: list[int], form: str) -> None:
+    size, steps = sum(shape), 5  # the guard's first look is in the sixth
+    exact = worlds.run(shape, crossed, "exact", 2, False, steps, 1 << 24)
+    ends = worlds.run(shape, crossed, form, 2, False, steps, 12288)
+    for one in ends[1:]:
+        same = ends[0]["weights"]
+        assert all(torch.equal(same[name], one["weights"][name]) for name in same)
+    for one, other in zip(exact, ends, strict=True):
+        assert one["sent"] == one["planned"]
+        assert abs(other["sent"] / other["planned"] - 1) < 0.03 and not other["fallen"]
+        # In five steps: what comes late is most of what four bits lose.
+        assert abs(other["loss"] / one["loss"] - 1) < (0.05 if form == "int4" else 0.02)
+    least = {"int8": 0.35, "int4": 0.25, "fp16": 0.51}[form]
+    assert ends[0]["planned"] < least * exact[0]["planned"], size
+    assert (ends[0]["owed"] > 0) == (form != "fp16")
+    if form != "fp16":  # the same bits, wherever chunks and what they owe are
+        away = worlds.run(shape, crossed, form, 2, True, steps, 12288)
+        have, want = away[0]["weights"], ends[0]["weights"]
+        assert away[0]["owed"] == ends[0]["owed"]
+        assert all(torch.equal(have[name], want[name]) for name in want)
+
+
+def test_the_guard_takes_a_milder_form_and_what_was_owed_goes_along() -> None:
+    own = {"EVENER_GUARD_RESIDUAL": "1e-4"}
+    before = worlds.run([1, 1], crossed, "int8", 1, True, 6, 1 << 24, env=own)
+    for end in before:
+        assert set(end["fallen"].values()) == {"bf16"} and len(end["fallen"]) >= 5
+        assert end["owed"] > 0
+    after = worlds.run([1, 1], crossed, "int8", 1, True, 7, 1 << 24, env=own)
+    assert [end["owed"] for end in after] == [0, 0]
+    assert before[0]["fallen"] == before[1]["fallen"] == after[0]["fallen"]
+    none = worlds.run([1, 1], crossed, "int8", 1, True, 6, 1 << 24, env={"EVENER_GUARD_STEPS": "0"})
+    assert not none[0]["fallen"] and none[0]["sent"] < before[0]["sent"]
+
+
+def scaled(rank: int, _size: int, scale: float) -> tuple[dict[str, torch.Tensor], float]:
+    """In float16, with this loss scale."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    given = configuration(
+        fp16={"enabled": True, "loss_scale": scale},
+        data_types={"grad_accum_dtype": "fp32"},
+        evener={"nodes": "replicate", "crossing": "int8"},
+    )
+    engine, *_ = zero.initialize(model=Model(), config=given, resident=set())
+    for tokens in batches(3, seed=rank):
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+    owed = sum(float(c.owed.abs().sum()) for c in engine.chunks() if c.owed is not None)
+    found = gathered(engine), owed
+    engine.close()
+    return found
+
+
+def test_what_is_owed_does_not_know_the_loss_scale() -> None:
+    (one, owed), (other, theirs) = (worlds.run([1, 1], scaled, s)[0] for s in (64.0, 256.0))
+    assert owed > 0 and abs(owed / theirs - 1) < 0.02
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-3)
+
+
+def test_a_form_that_cannot_be_chosen_is_refused() -> None:
+    for name in ("topk", "int9"):
+        with pytest.raises(ConfigError, match="crossing"):
+            read({"evener": {"crossing": name}})
+        with pytest.raises(UsageError, match="cannot cross"):
+            forms.Form(name)
+    assert read({"evener": {"crossing": "int4"}}).crossing == "int4"
+
+
 def planned(_rank: int, _size: int) -> list[int]:
     """What is chosen over a slow network and over a fast one."""
     torch.set_num_threads(1)
@@ -165,5 +277,15 @@ def test_the_plan_counts_what_crosses_once() -> None:
         times.append(made)
     assert times[0].tokens_per_second < times[1].tokens_per_second
     alone = plan(parts, Formats(), Work(tokens=8192, activations=0), MACHINE, budget)
+    # A form sends less, and keeps what it has not sent on the host.
+    work = Work(tokens=8192, activations=0, accumulation=4, replicas=2)
+    known = [plan(parts, Formats(), replace(work, crossing=forms.Form(name)), MACHINE, budget)
+             for name in ("exact", "int8", "int4")]  # fmt: skip
+    exact, eight, four = known
+    assert exact.crossing_bytes == 2e9
+    assert eight.crossing_bytes == pytest.approx(1e9 * (1 + 4 / 1024), rel=1e-3)
+    assert four.crossing_bytes == pytest.approx(1e9 * (0.5 + 4 / 256), rel=1e-3)
+    assert exact.step_seconds > eight.step_seconds > four.step_seconds
+    assert eight.host_bytes > exact.host_bytes and eight.gpu_bytes <= budget.gpu
     assert alone.times["between nodes"] == 0
     assert times[1].tokens_per_second < 2.001 * alone.tokens_per_second

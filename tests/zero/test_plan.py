@@ -19,7 +19,9 @@ from evener.plan.memory import plan_memory
 from evener.zero import budget as budgets
 from evener.zero import shapes
 from evener.zero.budget import Budget
+from evener.zero.form import Form, names
 from evener.zero.planner import Machine, Part, Work, plan, working_set
+from evener.zero.profile import Profile
 from evener.zero.store import Formats, build
 from evener.zero.units import cut
 from tests.zero.models import Model
@@ -44,6 +46,8 @@ works = st.builds(
     accumulation=st.integers(1, 4),
     checkpointing=st.booleans(),
     ranks=st.sampled_from([1, 1, 2, 4]),
+    replicas=st.sampled_from([1, 1, 2, 3]),
+    crossing=st.sampled_from([Form(name) for name in names()]),
     depth=st.integers(1, 4),
     moments=st.sampled_from([1, 2]),
 )
@@ -229,6 +233,40 @@ def test_without_a_gpu_it_says_what_was_assumed() -> None:
     shown = CliRunner().invoke(plan_memory, ["7b"])
     assert shown.exit_code == 0
     assert "no GPU is here: a100-40gb,pcie4,ddr4-8ch is assumed" in shown.stdout
+
+
+def test_operations_are_launched_more_slowly_beside_the_optimizer() -> None:
+    """A forward pass of many small operations: where the optimizer works on the host it takes what
+    the probe found; where all is on the accelerator it does not."""
+    small = ((1000, 1000, 5000),)
+    profile = Profile((), (), frozenset(), forward=small, backward=small)
+    parts = [Part(f"layers.{n}/0", 1 << 24, unit=n) for n in range(4)]
+    slow = dataclasses.replace(MACHINE, launch=1e-5, launch_beside=4e-5, bandwidth=3e12)
+    work = Work(tokens=8, activations=0, profile=profile)
+    for gpu, forward in ((1 << 30, 0.2), (8 << 30, 0.05)):
+        made = plan(parts, Formats(), work, slow, Budget(gpu, 8 << 30))
+        assert made.fits
+        assert made.times["forward beside the optimizer"] == pytest.approx(forward)
+        assert made.times["forward"] == made.times["backward"] == pytest.approx(0.05)
+        assert made.step_seconds == pytest.approx(0.05 + forward, rel=0.02)
+
+
+def test_it_says_what_several_nodes_bring() -> None:
+    given = ["7b", "--on", "h200", "--gpu", "24GB", "--batch", "8x1024", "--accumulation", "8"]
+    given += ["--nodes", "2", "--crossing", "int8"]
+    record = json.loads(CliRunner().invoke(plan_memory, [*given, "--json"]).stdout)
+    alone, *ways = record["ways"]
+    assert alone["nodes"] == 1 and alone["crossing_bytes"] == 0
+    by_form = {way["crossing"]: way for way in ways}
+    assert list(by_form) == ["exact", "fp16", "bf16", "int8", "int4"]
+    assert record["plan"]["step_seconds"] == by_form["int8"]["step_seconds"]
+    speeds = [by_form[form]["tokens_per_second"] for form in ("exact", "bf16", "int8", "int4")]
+    assert speeds == sorted(speeds) and speeds[-1] < 2 * alone["tokens_per_second"]
+    shown = CliRunner().invoke(plan_memory, [*given, "--between", "100gbit"])
+    assert "x one node" in shown.stdout and "77% of it is reached" in shown.stdout
+    for wrong in (["--between", "fast"], ["--crossing", "topk"]):
+        shown = CliRunner().invoke(plan_memory, [*given, *wrong])
+        assert isinstance(shown.exception, UsageError)
 
 
 def test_plans_go_to_json() -> None:

@@ -34,6 +34,28 @@ import click
 @click.option("--accumulation", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1), help="GPUs.")
 @click.option(
+    "--nodes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Nodes with --ranks GPUs each and a copy of the states; gradients cross between them once "
+    "per step.",
+)
+@click.option(
+    "--between",
+    default="25gbit",
+    show_default=True,
+    metavar="RATE",
+    help="The network of each node, with --nodes.",
+)
+@click.option(
+    "--crossing",
+    default="exact",
+    show_default=True,
+    metavar="FORM",
+    help="In what gradients cross, with --nodes: as evener.crossing of the configuration.",
+)
+@click.option(
     "--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"])
 )
 @click.option("--moments", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))

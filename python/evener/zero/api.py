@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from evener.zero import moments, rules, schedule, shapes, ssd
 from evener.zero.activations import Offload
 from evener.zero.config import Config, read
 from evener.zero.engine import Engine
+from evener.zero.form import Form
 from evener.zero.host import HostMemory
 from evener.zero.inputs import Call, call_of, guess
 from evener.zero.planner import Machine, Plan
@@ -60,6 +61,7 @@ def plan(
     ranks: int = 1,
     machine: Machine | None = None,
     example: Any = None,
+    nodes: int = 1,
 ) -> Plan:
     """Whether a model fits, where each chunk will live and how long a step takes. Allocates nothing
     of the model's size.
@@ -67,13 +69,32 @@ def plan(
     model: a module (best made in `empty_weights`), or a dict with the keys of Hugging Face's
     config.json of a Llama. batch: (sequences, tokens a sequence) of a micro-batch, or tokens.
     example: what the model is called with (a mapping of keywords, or positions), only shapes
-    count; guessed from `batch` where it is None. machine: measured here where it is None.
+    count; guessed from `batch` where it is None. machine: measured here where it is None. nodes:
+    with `ranks` each and a copy of the states; `machine.between` is the rate between them.
     """
     settings = read(config, ranks)
+    settings.budget = budget if budget != "auto" else settings.budget
+    given = [(nodes, settings.crossing)]
+    return plans(
+        model, settings, given, batch=batch, ranks=ranks, machine=machine, example=example
+    )[0]
+
+
+def plans(
+    model: nn.Module | Mapping[str, Any],
+    settings: Config,
+    ways: Sequence[tuple[int, str]],
+    *,
+    batch: Batch | None = None,
+    ranks: int = 1,
+    machine: Machine | None = None,
+    example: Any = None,
+) -> list[Plan]:
+    """As `plan`, of a model that is traced once: a plan for each of `ways`, which are (nodes, form
+    in which gradients cross between them)."""
     module = model if isinstance(model, nn.Module) else shapes.llama(model)
     device = devices.pick(settings.device).device
     measured = machine or probe(device, settings.dtype, settings.moments).machine
-    settings.budget = budget if budget != "auto" else settings.budget
     tokens = _tokens(settings, batch)
     profile = None
     if isinstance(model, nn.Module):
@@ -89,12 +110,16 @@ def plan(
     else:
         units = cut(module, small=settings.small)
     limit = _budget(settings, device, ranks)
-    made = plan_units(units, settings, measured, replace(limit, ssd=0), tokens, ranks, profile)
-    if made.fits or not limit.ssd:
-        return made
-    if not measured.ssd:
-        measured = replace(measured, ssd=ssd.measure(limit.folder).both)
-    return plan_units(units, settings, measured, limit, tokens, ranks, profile)
+    found = []
+    for nodes, form in ways:
+        mine, without = replace(settings, crossing=form), replace(limit, ssd=0)
+        made = plan_units(units, mine, measured, without, tokens, ranks, profile, nodes)
+        if not made.fits and limit.ssd:
+            if not measured.ssd:
+                measured = replace(measured, ssd=ssd.measure(limit.folder).both)
+            made = plan_units(units, mine, measured, limit, tokens, ranks, profile, nodes)
+        found.append(made)
+    return found
 
 
 def _head(model: nn.Module, config: Config) -> Head | None:
@@ -391,7 +416,7 @@ def _forced(config: Config, device: devices.Device, nodes: Layout) -> Ranks:
     """What the configuration says of nodes; "auto" shares states out over all ranks."""
     if config.nodes != "replicate" or not nodes.able:
         return join(device.device)
-    return join(device.device, nodes, crossing(device.device, nodes)[0], config.crossing)
+    return join(device.device, nodes, crossing(device.device, nodes)[0], Form(config.crossing))
 
 
 def _join(
@@ -454,7 +479,7 @@ def _join(
         "; ".join(words),
     )
     if chosen == "replicate":
-        return join(device.device, nodes, group, config.crossing), rate
+        return join(device.device, nodes, group, Form(config.crossing)), rate
     return join(device.device), rate
 
 

@@ -60,6 +60,9 @@ class Chunk:
     """The states that are on the SSD; `states` lacks them."""
     gradient_event: Event | None = None
     load_event: Event | None = None
+    owed: torch.Tensor | None = None
+    """What the form in which gradients cross between nodes has not sent yet (see `form`)."""
+    owed_event: Event | None = None
     updated_event: Event | None = None
     """On the accelerator, the end of an update that the streaming lane did."""
     error: BaseException | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -12,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from evener.errors import UsageError
-from evener.units import has_unit
+from evener.units import has_unit, parse_rate
 from evener.zero import report
-from evener.zero.api import plan
+from evener.zero.api import plans
 from evener.zero.config import Config
 from evener.zero.device import pick
+from evener.zero.form import Form
+from evener.zero.form import names as forms
 from evener.zero.machines import DEFAULT, imagine
 from evener.zero.named import configuration, model_of
 from evener.zero.planner import Plan
@@ -24,6 +27,10 @@ from evener.zero.probe import probe
 
 UNLIMITED = 1 << 50
 """Bytes of host memory where nobody says how much there is."""
+
+REACHED = 0.77
+"""Share of a network's rate that gradients reach: 2.41 GB/s of 25 Gb/s between two H200s
+(benchmarks/results/zero_nodes.json)."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -81,6 +88,27 @@ def _show(made: Plan, console: Console) -> None:
     )
 
 
+def _show_nodes(
+    alone: Plan, ways: dict[str, Plan], asked: str, nodes: int, console: Console
+) -> None:
+    """What several nodes bring, in each form of what crosses between them."""
+    table = Table(box=None)
+    table.add_column("crossing")
+    for title in ("GB sent per step", "step", "tokens/s", "x one node"):
+        table.add_column(title, justify="right")
+    for form, made in ways.items():
+        fits = f"{made.tokens_per_second / alone.tokens_per_second:.2f}"
+        table.add_row(
+            f"[bold]{form}[/]" if form == asked else form,
+            f"{made.crossing_bytes / 1e9:.2f}",
+            f"{made.step_seconds:.3f} s",
+            f"{made.tokens_per_second:,.0f}",
+            fits if made.fits and alone.fits else "does not fit",
+        )
+    console.print(f"{nodes} nodes with a copy of the states each (predictions):")
+    console.print(table)
+
+
 def _elsewhere(text: str) -> str:
     """The budget of an SSD that need not be here: any folder stands for its own."""
     folder, colon, amount = text.rpartition(":")
@@ -98,6 +126,9 @@ def run_plan(
     batch: str,
     accumulation: int,
     ranks: int,
+    nodes: int,
+    between: str,
+    crossing: str,
     dtype: str,
     moments: str,
     checkpointing: str,
@@ -113,13 +144,16 @@ def run_plan(
         accumulation=accumulation,
         checkpointing={"none": False, "recompute": True}.get(checkpointing, checkpointing),
         loss=loss,
+        crossing=Form(crossing).name,
     )
     limits: dict[str, str | int] = {
         name: text
         for name, text in (("gpu", gpu), ("host", host), ("ssd", ssd or "auto"))
         if text != "auto"
     }
-    found, lines, record = None, [], {}
+    lines: list[str] = []
+    record: dict[str, Any] = {}
+    found = None
     if on is None and torch.cuda.is_available():
         found = probe(pick().device, config.dtype, config.moments)
         machine, lines, record = found.machine, found.lines(), {"probe": dataclasses.asdict(found)}
@@ -135,17 +169,31 @@ def run_plan(
         limits.setdefault("host", UNLIMITED)
         record = {"assumed": {"on": on or DEFAULT, "lines": lines,
                               "machine": dataclasses.asdict(machine)}}  # fmt: skip
-    made = plan(
-        shape,
-        config=config,
-        budget=limits or "auto",
-        batch=_batch(batch),
-        ranks=ranks,
-        machine=machine,
-    )
+
+    if nodes > 1:
+        rate = parse_rate(between, "--between") / 8
+        machine = dataclasses.replace(machine, between=REACHED * rate)
+        lines = [*lines, f"{between} between nodes: {REACHED:.0%} of it is reached (assumed)"]
+    config.budget = limits or "auto"
+    ways = [(nodes, config.crossing)]
+    if nodes > 1:
+        ways += [(1, "exact"), *((nodes, form) for form in forms())]
+    made, *others = plans(shape, config, ways, batch=_batch(batch), ranks=ranks, machine=machine)
     if not record.get("assumed") and made.ssd_bytes:
         lines = [*lines, f"SSD              measured in {made.budget.folder}"]
     if as_json:
+        if nodes > 1:
+            record["ways"] = [
+                {
+                    "nodes": count,
+                    "crossing": form,
+                    "fits": each.fits,
+                    "step_seconds": each.step_seconds,
+                    "tokens_per_second": each.tokens_per_second,
+                    "crossing_bytes": each.crossing_bytes,
+                }
+                for (count, form), each in zip(ways[1:], others, strict=True)
+            ]
         click.echo(json.dumps({"plan": made.to_dict(), **record}, indent=2))
     else:
         console = Console()
@@ -154,6 +202,9 @@ def run_plan(
         for line in lines:
             console.print(f"  {line}", highlight=False)
         _show(made, console)
+        if nodes > 1:
+            by_form = dict(zip(forms(), others[1:], strict=True))
+            _show_nodes(others[0], by_form, config.crossing, nodes, console)
         if chunks:
             for place in made.places:
                 click.echo(f"  {place.where:5} {place.numel / 1e6:10.1f} M  {place.name}")

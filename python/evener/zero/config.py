@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from evener.errors import UsageError
+from evener.zero.form import names as forms
 from evener.zero.rules import AdamW, Rule, configured
 
 
@@ -37,7 +38,7 @@ class Config:
     where the probe shows a gain. stale_updates: a pass does not wait for the optimizer. compile:
     each block by torch.compile (a string: by this backend). nodes: "replicate" (each node has a
     copy of the states), "shard", or "auto": what the plan finds faster of those that fit. crossing:
-    dtype of gradients between nodes.
+    the form of gradients between nodes (`evener.zero.form.names`).
     """
 
     stage: int = 3
@@ -66,7 +67,7 @@ class Config:
     seed: int = 0
     device: str = "auto"
     nodes: str = "auto"
-    crossing: torch.dtype | None = None
+    crossing: str = "exact"
     ignored: list[str] = field(default_factory=list)
 
 
@@ -238,8 +239,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.balance = _choice(own, "balance", ("auto", False, True), "auto")
     config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
     config.nodes = str(_choice(own, "nodes", ("auto", "replicate", "shard"), "auto"))
-    if own.get("crossing", "exact") != "exact":
-        config.crossing = _dtype(own["crossing"], "evener.crossing")
+    config.crossing = str(_choice(own, "crossing", forms(), "exact"))
     config.compile = own.get("compile", False)
     if not isinstance(config.compile, bool | str):
         raise ConfigError(

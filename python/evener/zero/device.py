@@ -7,8 +7,9 @@ logic must stand. It can count what the training thread makes, and refuse what i
 torch's own error, so that want of memory can be tried without a GPU.
 
 Streams by name: "compute" (the one that is current where the model runs), "h2d" (weights and
-activations in), "d2h" (gradients and activations out), "reduce" (gradients between ranks), and the
-three of the optimizer's streaming lane: "states in", "optimizer", "states out".
+activations in), "d2h" (gradients and activations out), "reduce" (gradients between ranks), "back"
+(beside it: sums so far, and what is owed between nodes, in), and the three of the optimizer's
+streaming lane: "states in", "optimizer", "states out".
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class CudaDevice:
         number = torch.cuda.current_device() if index is None else index
         self.device = torch.device("cuda", number)
         self._before: float | None = None
-        names = ("h2d", "d2h", "reduce", "states in", "optimizer", "states out")
+        names = ("h2d", "d2h", "back", "reduce", "states in", "optimizer", "states out")
         self._streams = {name: torch.cuda.Stream(self.device) for name in names}
 
     def attach(self) -> None:

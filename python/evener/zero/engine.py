@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_map
 from evener.errors import EvenerError
 from evener.records import StatsFile
 from evener.zero.activations import Offload
+from evener.zero.between import Between
 from evener.zero.boundary import Boundary
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device
@@ -157,6 +158,12 @@ class Engine:
             apart=frozenset(
                 chunk.index for unit, chunks in store.units if unit.repeated for chunk in chunks
             ),
+            between=Between(
+                self.ranks,
+                device,
+                linear=rule.name == "sgd",
+                scale=lambda: self.scaler.scale if self.scaler else 1.0,
+            ),
         )
         self._passes = Passes(
             model,
@@ -171,6 +178,10 @@ class Engine:
             head=head,
         )
         slots = SLOTS * SLICE * store.formats.host_bytes(len(rule.moments)) if streaming else 0
+        largest = max(
+            (c.states.weights.numel() for c in self.chunks() if c.group.trainable), default=0
+        )
+        scratch = self.ranks.form.scratch(largest, store.formats.gradient, self.ranks.replicas)
         self.room = Room(
             store,
             rule,
@@ -181,7 +192,7 @@ class Engine:
             self.drain,
             plan=plan,
             ranks=self.world,
-            fixed=slots + (plan.gpu_reserve if plan else 0),
+            fixed=slots + scratch + (plan.gpu_reserve if plan else 0),
             slack=slack,
         )
         """What makes room on the accelerator; `said` tells what it did."""
@@ -295,8 +306,15 @@ class Engine:
             "host planned": plan.host_bytes if plan else 0,
             "gpu peak": self.device.peak_bytes() + reserve,
             "passes run again": self._boundary.again,
-            "gradients between nodes": self._gradients.crossed_bytes,
+            "gradients between nodes": self._gradients.between.bytes,
         }
+
+    def fallen_back(self) -> dict[str, str]:
+        """Chunks whose gradients cross between nodes in a milder form than was asked for, as the
+        guard has seen too much lost: the form by the chunk's name."""
+        between, asked = self._gradients.between, self.ranks.form
+        chunks = {c.group.name: between.form(c).name for c in self.chunks() if c.owed is not None}
+        return {name: form for name, form in chunks.items() if form != asked.name}
 
     def train(self, mode: bool = True) -> Engine:
         """As `torch.nn.Module.train`."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from evener.zero.between import Between
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device, Event
 from evener.zero.ranks import Ranks
@@ -43,6 +44,7 @@ class Gradients:
         depth: int,
         stale_updates: bool,
         apart: frozenset[int] = frozenset(),
+        between: Between | None = None,
     ) -> None:
         self._apart = apart if ranks.world == 1 else frozenset()
         self._order = order
@@ -53,8 +55,10 @@ class Gradients:
         self.depth = depth
         self.last = False
         """Whether this backward pass is the last one before the step: then sums cross."""
-        self.crossed_bytes = 0
-        """Bytes of gradients that this rank has given to other copies, as they were sent."""
+        self.between = between or Between(ranks, device)
+        """What crosses between copies of the states, and how."""
+        self._added: Event | None = None
+        """When the last sum that came back was read."""
         self._stale_updates = stale_updates
         self._delivered: set[int] = set()
         """Chunks whose gradient this backward pass has delivered."""
@@ -117,11 +121,15 @@ class Gradients:
             if chunk.filled and not chunk.crossed:
                 self._cross_sum(chunk)
             chunk.crossed = not done
+        if done:
+            with self._aside():
+                self.between.settle(chunks)
 
     @torch.no_grad()
     def _cross_sum(self, chunk: Chunk) -> None:
         with self._aside():
             share = self._earlier(chunk).clone()
+            self._added = self._device.record("reduce")
             self._send(share, chunk)
             chunk.norms = self._norms(chunk, share)
             self._home(chunk, share, share)
@@ -191,6 +199,7 @@ class Gradients:
                 self._send(share, chunk)
             if chunk.filled:
                 share += self._earlier(chunk)
+                self._added = self._device.record("reduce") if self._shared else None
             if crosses and not chunk.crossed:
                 self._send(share, chunk)
             chunk.crossed = crosses
@@ -199,10 +208,7 @@ class Gradients:
 
     def _send(self, share: torch.Tensor, chunk: Chunk) -> None:
         with self._spans.device("communication", "reduce", f"between nodes {chunk.group.name}"):
-            self._ranks.cross(share)
-        count = self._ranks.replicas
-        width = (self._ranks.form or share.dtype).itemsize
-        self.crossed_bytes += 2 * (count - 1) * share.numel() * width // count
+            self.between.send(share, chunk)
 
     def _home(self, chunk: Chunk, share: torch.Tensor, whole: torch.Tensor) -> None:
         """To where the states are. `whole` and `share` live until they were read."""
@@ -235,12 +241,24 @@ class Gradients:
         assert chunk.gradient is not None
         if chunk.resident:
             return chunk.gradient
-        # It comes back over the stream that took it away, so in order.
-        with self._device.on("d2h"):
-            earlier = chunk.gradient.to(self._device.device, non_blocking=True)
-            event = self._device.record("d2h")
-        self._device.wait("reduce" if self._shared else "compute", event)
-        event.synchronize()
+        device = self._device
+        if not self._shared:
+            # It comes back over the stream that took it away, so in order.
+            with device.on("d2h"):
+                earlier = chunk.gradient.to(device.device, non_blocking=True)
+                event = device.record("d2h")
+            device.wait("compute", event)
+            event.synchronize()
+            return earlier
+        # Not over that stream: it waits for sums that cross, and the network would wait for this.
+        # The memory is that of the sum before, which has to be read by then.
+        for event_before in (chunk.gradient_event, self._added):
+            if event_before is not None:
+                device.wait("back", event_before)
+        with device.on("back"):
+            earlier = chunk.gradient.to(device.device, non_blocking=True)
+            event = device.record("back")
+        device.wait("reduce", event)
         return earlier
 
     def _norms(self, chunk: Chunk, share: torch.Tensor) -> torch.Tensor:

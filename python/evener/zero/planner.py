@@ -21,10 +21,14 @@ the states that only the optimizer reads. Weights and gradients stay on the host
 With exact clipping the optimizer waits for the whole backward pass:
 `T = max(backward, its copies) + max(forward, optimizer on the host, its copies)`, each micro-batch
 before the last without the optimizer; the last forward pass is played through chunk by chunk, as
-each waits for its update and its copy (`_next_forward`). The optimizer runs at the cores' rate, or
-at that of both lanes (see `lanes`) where that was measured to be higher: then the streaming lane
-stands still while weights come in by the same wires. States on the SSD are read and written once,
-at the rate of the file with both going on at once.
+each waits for its update and its copy (`_next_forward`). Its operations are launched while the
+cores are busy with the optimizer, and that takes longer: the probe measures both. The optimizer
+runs at the cores' rate, or at that of both lanes (see `lanes`) where that was measured to be
+higher: then the streaming lane stands still while weights come in by the same wires. States on the
+SSD are read and written once, at the rate of the file with both going on at once.
+
+Where nodes have copies of the states, what crosses between them is in the last backward pass, which
+then takes as long as the longer of the two.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from evener.zero.budget import Budget
+from evener.zero.form import Form
 from evener.zero.host import pages
 from evener.zero.profile import Held, Profile, peaks, seconds
 from evener.zero.ssd import SMALL, buffer_bytes, size_of
@@ -77,6 +82,8 @@ class Machine:
     """Bytes/s of the accelerator's own memory, read and written (0: not measured)."""
     launch: float = 0.0
     """Seconds that an operation takes at least, whatever its size."""
+    launch_beside: float = 0.0
+    """The same while the optimizer works on the host (0: not measured, as `launch`)."""
     ssd: float = 0.0
     """Bytes/s of the SSD's file, read and written at once (0: not measured)."""
     between: float = 0.0
@@ -96,6 +103,8 @@ class Part:
     stays: bool = False
     kept: bool = False
     unit: int = 0
+    vectors: int = 0
+    """Elements of parameters of one dimension."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,8 @@ class Work:
     ranks: int = 1
     replicas: int = 1
     """Copies of the states, each shared by `ranks`: gradients cross between them once."""
-    crossing: int = 0
-    """Bytes of a gradient's element as it crosses; 0: as it is."""
+    crossing: Form = field(default_factory=Form)
+    """The form in which it crosses."""
     depth: int = 2
     moments: int = 2
     streaming: bool = False
@@ -166,6 +175,8 @@ class Plan:
     """Whether activations were traced, and not estimated from shapes."""
     ssd_bytes: int = 0
     """Of the file; each step reads and writes at most so many."""
+    crossing_bytes: int = 0
+    """That a rank hands to the network between nodes per step, where nodes have copies."""
 
     @property
     def resident(self) -> set[str]:
@@ -188,12 +199,31 @@ def _bytes_on(part: Part, formats: Formats, work: Work, where: str) -> int:
         each = formats.compute.itemsize
         return pages(share, each) if where == "host" else share * each
     if where == "gpu":
-        return share * formats.device_bytes(work.moments)
+        return share * (formats.device_bytes(work.moments) + _owed(formats, work))
     sizes = [formats.compute.itemsize, formats.gradient.itemsize]
+    sizes += [_owed(formats, work)] * bool(_owed(formats, work))
     sizes += [formats.moments.itemsize] * work.moments
     if formats.compute.itemsize == 2:
         sizes.append(2 if formats.host_bytes(0) - formats.gradient.itemsize == 4 else 4)
     return sum(pages(share, each) for each in sizes)
+
+
+def _owed(formats: Formats, work: Work) -> int:
+    """Bytes of an element of what a form between nodes keeps; 0: it keeps nothing."""
+    dtype = work.crossing.owed(formats.gradient) if work.replicas > 1 else None
+    return 0 if dtype is None else dtype.itemsize
+
+
+def _crossing(parts: Sequence[Part], formats: Formats, work: Work) -> int:
+    """Bytes that a rank hands to the network between nodes per step."""
+    width = formats.gradient.itemsize
+    return sum(
+        work.crossing.sent(
+            share_of(part.numel, work.ranks), part.vectors // work.ranks, width, work.replicas
+        )
+        for part in parts
+        if part.trainable
+    )
 
 
 def working_set(parts: Sequence[Part], formats: Formats, work: Work, machine: Machine) -> int:
@@ -223,6 +253,7 @@ def _need(
     share = share_of(max((p.numel for p in parts if p.trainable), default=0), work.ranks)
     scratch = 6 * 4 * min(SLICE, share)
     slots = SLOTS * SLICE * formats.host_bytes(work.moments) if work.streaming else 0
+    slots += work.crossing.scratch(share, formats.gradient, work.replicas)
     if work.profile is not None:
         weights, rest = peaks(
             work.profile,
@@ -355,6 +386,7 @@ def plan(
         recomputed=sorted(work.recompute),
         traced=work.profile is not None,
         ssd_bytes=ssd,
+        crossing_bytes=_crossing(parts, formats, work),
     )
 
 
@@ -382,7 +414,9 @@ def _spilled(
             continue
         if used + away > budget.ssd:
             continue
-        rest = pages(share, formats.compute.itemsize) + pages(share, formats.gradient.itemsize)
+        sizes = [formats.compute.itemsize, formats.gradient.itemsize]
+        sizes += [_owed(formats, work)] * bool(_owed(formats, work))
+        rest = sum(pages(share, each) for each in sizes)
         places[at] = replace(place, where="ssd", bytes=rest, away=away)
         host -= place.bytes - rest
         used += away
@@ -421,6 +455,10 @@ def _times(
         if work.recompute:
             share = len(work.recompute) / len(profile.repeated)
             backward += share * (seconds(profile.backward_recomputed, *rates) - backward)
+    beside = forward
+    if work.profile is not None and updated:
+        launch = max(machine.launch, machine.launch_beside)
+        beside = seconds(work.profile.forward, machine.flops, machine.bandwidth, launch)
     gathered = again = crossing = 0.0
     if work.ranks > 1 and machine.network:
         each = formats.compute.itemsize * (work.ranks - 1) / work.ranks / machine.network
@@ -428,16 +466,16 @@ def _times(
         again = gathered - each * sum(
             p.numel for p in places if p.where == "gpu" and trainable[p.name]
         )
+    owed = updated * _owed(formats, work)
     if work.replicas > 1 and machine.between:
-        width = work.crossing or formats.gradient.itemsize
-        crossing = (kept + updated) * width * 2 * (work.replicas - 1) / work.replicas
-        crossing /= machine.between
+        crossing = _crossing(parts, formats, work) / machine.between
     arriving = moved * formats.compute.itemsize / machine.h2d
     optimizer = updated / machine.host_adam
     if work.streaming and machine.balanced:
         optimizer = min(optimizer, (updated + machine.streamed * arriving) / machine.balanced)
     return {
         "forward": forward,
+        "forward beside the optimizer": beside,
         "backward": backward,
         "weights in": arriving,
         "gradients out": updated * formats.gradient.itemsize / machine.d2h,
@@ -447,6 +485,7 @@ def _times(
         "gather": gathered,
         "gather again": again,
         "between nodes": crossing,
+        "owed in and out": owed / min(machine.h2d, machine.d2h),
         "SSD": 2 * sum(p.away for p in places) / machine.ssd if machine.ssd else 0.0,
     }
 
@@ -465,7 +504,7 @@ def _next_forward(
     mine = [p for p in places if p.where != "gpu" and p.name in trainable]
     share = times["host optimizer"] / max(1, sum(p.numel for p in mine))
     each = times["SSD"] / max(1, sum(p.away for p in places))
-    compute = times["forward"] / max(1, sum(p.numel for p in places))
+    compute = times["forward beside the optimizer"] / max(1, sum(p.numel for p in places))
     begin = mine[0].numel / work.ranks * formats.gradient.itemsize / machine.d2h if mine else 0.0
     updated, arrived, done = begin, 0.0, 0.0
     for place in places:
@@ -490,8 +529,17 @@ def _step(times: dict[str, float], work: Work, next_forward: float) -> tuple[flo
         "PCIe": max(times["weights in"] + times["activations out"], times["gradients out"]),
         "network": times["gather again"] + times["gather"],
     }
-    crossing = {**backward, "network": backward["network"] + times["between nodes"]}
-    last = {**forward, "host memory": times["host optimizer"], "SSD": times["SSD"]}
+    crossing = {
+        **backward,
+        "PCIe": backward["PCIe"] + times["owed in and out"],
+        "network": backward["network"] + times["between nodes"],
+    }
+    last = {
+        **forward,
+        "GPU": times["forward beside the optimizer"],
+        "host memory": times["host optimizer"],
+        "SSD": times["SSD"],
+    }
     phases = [backward] * (work.accumulation - 1) + [crossing]
     phases += [forward] * (work.accumulation - 1) + [last]
     blame: dict[str, float] = {}

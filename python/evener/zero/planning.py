@@ -14,6 +14,7 @@ from evener.errors import EvenerError
 from evener.zero import budget as budgets
 from evener.zero import shapes
 from evener.zero.config import Config
+from evener.zero.form import Form
 from evener.zero.host import pages
 from evener.zero.inputs import Call
 from evener.zero.planner import Machine, Plan, Work
@@ -72,7 +73,7 @@ def plan_units(
         accumulation=config.accumulation,
         ranks=ranks,
         replicas=replicas,
-        crossing=0 if config.crossing is None else config.crossing.itemsize,
+        crossing=Form(config.crossing),
         depth=config.depth,
         moments=len(config.rule.moments),
         profile=profile,

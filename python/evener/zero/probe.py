@@ -56,6 +56,8 @@ class Probe:
             f"device to host   {m.d2h / 1e9:.1f} GB/s",
             f"host optimizer   {self.host_adam_alone / 1e9:.2f} G parameters/s on {self.threads} "
             f"threads ({self.instructions}), {busy:.0%} of it while copies go on",
+            f"an operation     {m.launch * 1e6:.0f} us at least, {m.launch_beside * 1e6:.0f} us "
+            "while the host's optimizer works",
             *(
                 [f"and streaming    {m.balanced / 1e9:.2f} G parameters/s with the accelerator"]
                 if m.balanced
@@ -136,7 +138,7 @@ def _probe(
     flat = torch.empty(0, dtype=torch.bfloat16, device=device)
     group = Group("probe", 0)
 
-    def rates(streaming: bool) -> tuple[float, float]:
+    def rates(streaming: bool, meet: Callable[[], None] = meet) -> tuple[float, float]:
         lanes = Lanes(rule, accelerator, streaming=streaming, slice_numel=n // 32)
         if threads:
             lanes.threads = threads
@@ -207,6 +209,21 @@ def _probe(
 
     bandwidth = 8 * 2 * wide.nbytes / _median(stream)
     launch = _median(launches, 3) / 500
+    done = threading.Event()
+
+    def optimizer() -> None:
+        accelerator.attach()
+        while not done.is_set():
+            rates(cuda, meet=lambda: None)
+
+    busy = threading.Thread(target=optimizer, daemon=True)
+    busy.start()
+    try:
+        time.sleep(0.02)  # until the cores are at work
+        launch_beside = _median(launches, 15) / 500
+    finally:
+        done.set()
+        busy.join()
     flops = 4 * 2 * size**3 / _median(product)
     device_adam = few / _median(on_device)
     context = 0
@@ -229,6 +246,7 @@ def _probe(
         # Operations of models are smaller, read what is strided, and go through autograd.
         bandwidth=0.7 * bandwidth,
         launch=2 * launch,
+        launch_beside=2 * max(launch, launch_beside),
     )
     return Probe(
         machine,

@@ -3,7 +3,7 @@
 # Several nodes
 States are shared out over all ranks ("shard"), or over those of one node, and every node has a copy
 ("replicate"). Then weights never cross the network between nodes, and gradients cross once per
-optimizer step: each rank's share with those of the same place on the other nodes (`cross`). The
+optimizer step: each rank's share with those of the same place on the other nodes (`between`). The
 sum is made in one place and sent to all, so the copies stay equal bit for bit.
 
 There are two communicators in a node because two threads issue collectives: the loader gathers
@@ -20,13 +20,14 @@ is planned: what the driver's figure grew by is in the plan.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evener.comm.world.topology import host_identity
+from evener.zero.form import Form
 
 CHANNELS = 8
 """Of each NCCL communicator, and so the multiprocessors that it takes from the model: well above
@@ -53,8 +54,8 @@ class Ranks:
     replicas: int = 1
     between: dist.ProcessGroup | None = None
     """The ranks of this one's place in all copies."""
-    form: torch.dtype | None = None
-    """What gradients cross in (None: as they are)."""
+    form: Form = field(default_factory=Form)
+    """What gradients cross in between copies."""
 
     @property
     def size(self) -> int:
@@ -66,11 +67,13 @@ class Ranks:
         """This rank among all: 0 speaks for all."""
         return self.replica * self.world + self.rank
 
-    def cross(self, share: torch.Tensor) -> None:
-        """`share` [n] becomes the mean of all copies' shares; on the training thread."""
+    def cross(self, share: torch.Tensor, cast: torch.dtype | None = None) -> None:
+        """`share` [n] becomes the mean of all copies' shares, summed in its dtype or in `cast`; on
+        the training thread."""
         if self.replicas == 1:
             return
-        sent = share if self.form is None else share.to(self.form)
+        # Divided first: large gradients do not leave the range of a narrower dtype.
+        sent = share if cast is None else (share / self.replicas).to(cast)
         count, rest = divmod(sent.numel(), self.replicas)
         if rest or not sent.is_cuda:  # Gloo's reduce-scatter is an all-reduce of everything
             dist.all_reduce(sent, group=self.between)
@@ -78,8 +81,10 @@ class Ranks:
             mine = torch.empty(count, dtype=sent.dtype, device=sent.device)
             dist.reduce_scatter_tensor(mine, sent, group=self.between)
             dist.all_gather_into_tensor(sent, mine, group=self.between)
-        share.copy_(sent)
-        share /= self.replicas
+        if cast is None:
+            share /= self.replicas
+        else:
+            share.copy_(sent)
 
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         """`whole` [world * n] from every rank's `mine` [n]; on the loader's thread, or while it
@@ -115,6 +120,15 @@ class Ranks:
                 every = torch.empty(count, mine.numel(), dtype=mine.dtype, device=mine.device)
                 dist.all_gather_into_tensor(every.view(-1), mine, group=group)
                 mine = every.amax(0)
+        return mine
+
+    def everywhere(self, mine: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's tensor [n], the same bits on all; on the training thread."""
+        for count, group in ((self.world, self.gradients), (self.replicas, self.between)):
+            if count > 1:
+                every = torch.empty(count, mine.numel(), dtype=mine.dtype, device=mine.device)
+                dist.all_gather_into_tensor(every.view(-1), mine, group=group)
+                mine = every.sum(0)
         return mine
 
     def agree(self, given: Any) -> Any:
@@ -208,7 +222,7 @@ def join(
     device: torch.device,
     nodes: Layout | None = None,
     between: dist.ProcessGroup | None = None,
-    form: torch.dtype | None = None,
+    form: Form | None = None,
 ) -> Ranks:
     """The ranks of the default process group, in communicators of their own; alone without one.
     `between` (of `crossing`): each of `nodes` has a copy of the states."""
@@ -224,7 +238,7 @@ def join(
         rank, world = nodes.nodes[replica].index(number), len(nodes.nodes[0])
         replicas, sets = len(nodes.nodes), [list(ranks) for ranks in nodes.nodes]
     alone = Ranks(rank, world, None, None, replica=replica, replicas=replicas, between=between,
-                  form=form)  # fmt: skip
+                  form=form or Form())  # fmt: skip
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()

@@ -108,6 +108,7 @@ class Room:
             if chunk.resident:
                 total += sum(t.nbytes for t in chunk.states.tensors().values())
                 total += 0 if chunk.gradient is None else chunk.gradient.nbytes
+                total += 0 if chunk.owed is None else chunk.owed.nbytes
                 total += chunk.bytes if self._ranks > 1 else 0
             elif chunk.keeps:
                 total += chunk.bytes

@@ -80,8 +80,9 @@ def host_need(
     world: int,
     resident: set[str],
     away: set[str],
+    owed: torch.dtype | None = None,
 ) -> int:
-    """Bytes of the host arena."""
+    """Bytes of the host arena. `owed`: of what a form between nodes keeps."""
     total = 0
     for group in groups:
         if group.name in resident:
@@ -90,6 +91,8 @@ def host_need(
         dtypes = _host_dtypes(group, formats, rule)
         if group.name in away:
             dtypes = [formats.compute, formats.gradient]
+        if owed is not None and group.trainable:
+            dtypes = [*dtypes, owed]
         for dtype in dtypes:
             if share * dtype.itemsize >= _SMALL:
                 total += pages(share, dtype.itemsize)
@@ -140,7 +143,9 @@ def build(
     away = (away or set()) - resident
     resident = resident | {g.name for g in units[0].groups if not g.kept}
     everything = [g for unit in units for g in unit.groups]
-    host = HostMemory(host_need(everything, formats, rule, world, resident, away), pin=pin)
+    owed = ranks.form.owed(formats.gradient) if ranks.replicas > 1 else None
+    need = host_need(everything, formats, rule, world, resident, away, owed)
+    host = HostMemory(need, pin=pin)
     ssd = _ssd([g for g in everything if g.name in away], formats, rule, world, folder)
     built: list[tuple[Unit, list[Chunk]]] = []
     index = 0
@@ -151,7 +156,7 @@ def build(
         for cluster in unit.groups:
             stays = cluster.name in resident
             spilled = ssd if cluster.name in away and not stays else None
-            chunk = _chunk(cluster, index, formats, rule, device, host, stays, world, spilled)
+            chunk = _chunk(cluster, index, formats, rule, device, host, stays, world, spilled, owed)
             # With several ranks gathered once per step: what is here need not come again.
             chunk.keeps = number == 0 or stage <= 2 or (stays and (world == 1 or cluster.trainable))
             chunk.placeholder = placeholder
@@ -193,6 +198,7 @@ def _chunk(
     resident: bool,
     world: int,
     ssd: Ssd | None = None,
+    owed: torch.dtype | None = None,
 ) -> Chunk:
     share = share_of(group.numel, world)
 
@@ -212,7 +218,10 @@ def _chunk(
     else:
         states, gradient = states_of(group.trainable, formats, rule, make)
     flat = torch.zeros(share * world, dtype=formats.compute, device=device.device)
-    return Chunk(index, group, states, gradient, flat, resident, False, flat[:1], away=away)
+    chunk = Chunk(index, group, states, gradient, flat, resident, False, flat[:1], away=away)
+    if owed is not None and group.trainable:
+        chunk.owed = make(owed)
+    return chunk
 
 
 def states_of(
