@@ -205,7 +205,7 @@ def _probe(
     def launches() -> None:
         for _ in range(500):
             small.add_(1.0)
-        sync()
+        accelerator.record("compute").synchronize()  # not what the optimizer has on its streams
 
     bandwidth = 8 * 2 * wide.nbytes / _median(stream)
     launch = _median(launches, 3) / 500
