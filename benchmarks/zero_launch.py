@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import threading
@@ -100,6 +101,13 @@ def measure(seconds: float) -> tuple[float, float]:
     return found[0], found[1]
 
 
+def yield_cores() -> None:
+    """The optimizer's threads run only where nobody else wants the core."""
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("evener-cpu"):
+            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -114,14 +122,19 @@ def main() -> None:
     usual_switch = sys.getswitchinterval()
     settings = [(False, usual, usual_switch), (cuda, usual, usual_switch), (cuda, usual, 2e-4)]
     settings += [(cuda, count, usual_switch) for count in (cpus - 4, cpus // 2) if count > 0]
-    for streaming, threads, switch in dict.fromkeys(settings):
+    rounds = [(*setting, False) for setting in dict.fromkeys(settings)]
+    # The last one: who is not root cannot take it back.
+    rounds.append((cuda, usual, usual_switch, True))
+    for streaming, threads, switch, nice in rounds:
         sys.setswitchinterval(switch)
         work = Work(numel, streaming, threads)
+        if nice:
+            yield_cores()
         loop, block = measure(given.seconds)
         rate = work.close()
         sys.setswitchinterval(usual_switch)
         name = f"{threads} threads{', streaming lane' if streaming else ''}"
-        name += f", switch {1e3 * switch:g} ms"
+        name += f", switch {1e3 * switch:g} ms{', nice' if nice else ''}"
         rows.append({"lanes": name, "loop_us": loop, "block_us": block, "rate": rate})
     print(f"{cpus} cores; {'CUDA' if cuda else 'CPU'}")
     for row in rows:

@@ -69,6 +69,18 @@ def share_cores(rank: int, size: int) -> None:
         torch.set_num_threads(each)
 
 
+def equal(engine: zero.Engine) -> bool:
+    """Whether all copies of the states have the same weights, bit for bit. Collective."""
+    mine = [
+        int(chunk.states.weights.view(torch.uint8).view(torch.int16).sum(dtype=torch.int64))
+        for chunk in engine.chunks()
+    ]
+    every: list[list[int]] = [[] for _ in range(engine.ranks.replicas)]
+    if engine.ranks.replicas > 1:
+        dist.all_gather_object(every, mine, group=engine.ranks.between)
+    return all(one == mine for one in every if one)
+
+
 def train(
     given: argparse.Namespace, device: torch.device, label: str, crossing: str = "exact"
 ) -> dict[str, Any]:
@@ -98,10 +110,14 @@ def train(
     plan = engine.plan
     assert plan is not None
 
+    losses: list[torch.Tensor] = []
+
     def step() -> None:
         for _ in range(given.accumulation):
-            engine.backward(engine(**batch).loss)
+            loss = engine(**batch).loss
+            engine.backward(loss)
             engine.step()
+        losses.append(loss.detach())
 
     def idle() -> None:
         engine.drain()
@@ -142,6 +158,8 @@ def train(
         step()
     idle()
     found["fallen_back"] = engine.fallen_back()
+    found["losses"] = [float(loss) for loss in losses]
+    found["copies_equal"] = not together or equal(engine)
     engine.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -191,7 +209,8 @@ def main() -> None:
                 f"GB per step, "
                 f"{row['wire_per_step'] / row['planned_payload'] / row['ranks_per_node']:.3f} x "
                 "the plan's; "
-                f"payload {row['payload_per_step'] / row['planned_payload']:.3f} x"
+                f"payload {row['payload_per_step'] / row['planned_payload']:.3f} x; copies "
+                f"{'equal' if row['copies_equal'] else 'DIFFER'}; loss {row['losses'][-1]:.3f}"
             )
         print(line, flush=True)
     for row in [] if given.skip_alone else rows[1:]:
