@@ -462,17 +462,40 @@ def tensorflow(root: Path, options: argparse.Namespace) -> int:
     import upstream_tensorflow
 
     files = options.file or upstream_tensorflow.FILES
-    cases = upstream_tensorflow.run(root, options.only, files, max(options.timeout, 280.0))
-    names = ("pass", "skip", "fail")
+    if missing := " ".join(sorted({lacks(root / file) for file in files} - {""})):
+        sys.exit(
+            f"error: packages that these tests import are missing\n  fix: pip install {missing}"
+        )
+    names = ("evener", "keras", "tensorflow_cpu")
+    versions = {name: _version(name) for name in names}
+    document = {"python": platform.python_version(), **versions, "ranks": upstream_tensorflow.SIZE}
+    known: list[upstream_tensorflow.Case] = []
+    if options.resume and options.json and options.json.exists():
+        before = json.loads(options.json.read_text())["tests"]
+        cases = [upstream_tensorflow.Case(**row) for row in before]
+        known = [case for case in cases if case.status != "fail"]
+
+    def keep(cases: list[upstream_tensorflow.Case]) -> None:
+        if options.json:
+            rows = [asdict(case) for case in sorted(cases, key=lambda c: (c.file, c.test))]
+            options.json.write_text(json.dumps({**document, "tests": rows}, indent=1) + "\n")
+
+    limit = max(options.timeout, 600.0)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what has an end is kept
+    cases = upstream_tensorflow.run(root, options.only, files, limit, known, keep, options.logs)
+    statuses = ("pass", "skip", "other", "fail")
     for file in [*dict.fromkeys(case.file for case in cases), ""]:
         mine = [case.status for case in cases if not file or case.file == file]
-        print(f"{file or 'all':48} " + "  ".join(f"{mine.count(name):4} {name}" for name in names))
-    if options.json:
-        rows = [asdict(case) for case in cases]
-        versions = {name: importlib.metadata.version(name) for name in ("evener", "keras")}
-        document = {"python": platform.python_version(), **versions, "tests": rows}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        counts = "  ".join(f"{mine.count(status):4} {status}" for status in statuses)
+        print(f"{file or 'all':56} {counts}")
     return 1 if any(case.status == "fail" for case in cases) else 0
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def machine() -> dict[str, Any]:
@@ -504,6 +527,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--logs", type=Path, help="keep the output of failed tests there")
     parser.add_argument("--tensorflow", action="store_true", help="the tests of TensorFlow")
+    parser.add_argument(
+        "--resume", action="store_true", help="with --tensorflow: leave out what --json has"
+    )
     parser.add_argument("--examples", action="store_true", help="the examples, not the tests")
     options = parser.parse_args()
     if options.tensorflow:

@@ -96,3 +96,76 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "give a checkout of upstream's Horovod" in done.stderr
+
+
+IN_A_PAIR = """
+import os, time, unittest
+
+RANK = int(os.environ["HOROVOD_RANK"])
+
+class Tests(unittest.TestCase):
+    def test_a_pass(self):
+        pass
+    def test_b_skip(self):
+        self.skipTest("no moon")
+    def test_c_one_subtest_fails(self):
+        for number in range(3):
+            with self.subTest(number=number):
+                assert number != 1, "not one"
+    def test_d_fails_after_another(self):
+        os.environ["LEFT"] = "1"
+    def test_e_fails_after_another(self):
+        assert "LEFT" not in os.environ
+    def test_f_fails_on_one_rank(self):
+        if RANK == 0:
+            time.sleep(100)
+        assert RANK == 0, "rank one is wrong"
+    def test_g_dies(self):
+        if RANK == 1:
+            os._exit(3)
+    def test_h_is_another(self):
+        assert RANK == 7, "_compute_gradients"
+    test_grad_aggregation_with_inf_grad = test_h_is_another
+    def test_z_pass(self):
+        pass
+"""
+
+
+def test_a_pair_for_many_tests(tmp_path: Path) -> None:
+    """The runner of TensorFlow's tests: each kind of end, and what runs again as the first."""
+    folder = tmp_path / "test" / "parallel"
+    folder.mkdir(parents=True)
+    (folder / "test_small.py").write_text(IN_A_PAIR)
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(ROOT / "scripts" / "upstream_horovod.py"), str(tmp_path)]
+    (folder / "test_broken.py").write_text("import no_such_module\n")
+    command += ["--tensorflow", "--file", "test/parallel/test_small.py", "--json", str(report)]
+    command += ["--file", "test/parallel/test_broken.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {row["test"].removeprefix("Tests.test_"): row for row in read(report)}
+    assert {name: row["status"] for name, row in found.items()} == {
+        "a_pass": "pass",
+        "b_skip": "skip",
+        "c_one_subtest_fails": "fail",
+        "d_fails_after_another": "pass",
+        "e_fails_after_another": "pass",
+        "f_fails_on_one_rank": "fail",
+        "g_dies": "fail",
+        "grad_aggregation_with_inf_grad": "other",
+        "h_is_another": "fail",
+        "z_pass": "pass",
+        "(import)": "fail",
+    }
+    assert "not one" in found["c_one_subtest_fails"]["reason"]
+    assert "rank 1: AssertionError: rank one is wrong" in found["f_fails_on_one_rank"]["reason"]
+    assert "Keras 2" in found["grad_aggregation_with_inf_grad"]["reason"]
+    assert not list(tmp_path.rglob("__pycache__"))
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=150)
+    assert "Tests.test_b_skip" not in again.stdout  # it had its end
+    assert len(read(report)) == len(found)
+
+
+def read(report: Path) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = json.loads(report.read_text())["tests"]
+    return rows

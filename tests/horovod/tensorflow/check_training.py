@@ -76,6 +76,20 @@ def test_local_layers_stay_local() -> None:
     assert mine.numpy()[0, 0] == (1.0 + hvd.rank()) / 2
 
 
+def test_an_optimizer_with_local_layers() -> None:
+    near, far = tf.keras.layers.Dense(1), tf.keras.layers.Dense(1)
+    with pytest.raises(ValueError, match="build the model first"):
+        hvdk.PartialDistributedOptimizer(tf.keras.optimizers.SGD(1.0), local_layers=near)
+    near.build((None, 1)), far.build((None, 1))
+    for layer in (near, far):
+        layer.kernel.assign([[0.0]])
+    optimizer = hvdk.PartialDistributedOptimizer(tf.keras.optimizers.SGD(1.0), local_layers=[near])
+    mine = tf.constant([[1.0 + hvd.rank()]])
+    optimizer.apply([mine, mine], [near.kernel, far.kernel])
+    assert far.kernel.numpy()[0, 0] == -1.5
+    assert near.kernel.numpy()[0, 0] == -(1.0 + hvd.rank()) / 2
+
+
 def test_fit_is_the_same_as_one_process_on_all_data(tmp_path: Path) -> None:
     x, y = rank_data()
     model = dense(seed=hvd.rank())  # not the same before the broadcast

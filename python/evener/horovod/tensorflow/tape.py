@@ -112,10 +112,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - upstream's name
     scale_local_gradients: bool = True,
 ) -> Any:
     """As `DistributedGradientTape`; gradients of `local_layers` stay on their rank."""
-    layers = local_layers if local_layers is not None else []
-    layers = [layers] if isinstance(layers, tf.keras.layers.Layer) else list(layers)
-    if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
-        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    variables = local_variables(local_layers)
     tape = DistributedGradientTape(
         gradtape,
         device_dense,
@@ -129,7 +126,17 @@ def PartialDistributedGradientTape(  # noqa: N802 - upstream's name
         process_set,
         scale_local_gradients,
     )
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(variable)
+    for variable in variables:
+        tape.register_local_source(variable)
     return tape
+
+
+def local_variables(local_layers: Any) -> list[Any]:
+    """The weights of a layer, or of several, whose gradients stay on their rank."""
+    layers = local_layers if local_layers is not None else []
+    layers = [layers] if isinstance(layers, tf.keras.layers.Layer) else list(layers)
+    if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
+        raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    if unbuilt := [layer.name for layer in layers if not layer.built]:
+        raise ValueError(f"local layers without weights yet: {unbuilt}; build the model first")
+    return [variable for layer in layers for variable in layer.trainable_weights]

@@ -50,6 +50,7 @@ from evener.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 from evener.horovod.tensorflow.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,
+    local_variables,
 )
 
 
@@ -89,6 +90,20 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         scale_local_gradients,
     )
     return wrap(optimizer, name, reduction, backward_passes_per_step, average_aggregated_gradients)
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - upstream's name
+    optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Any:
+    """As `DistributedOptimizer`; gradients of `local_layers` stay on their rank.
+
+    The layers must be built. Raises ValueError for what is no layer, or has no weights yet.
+    """
+    variables = local_variables(local_layers)
+    made = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in variables:
+        made.register_local_var(variable)
+    return made
 
 
 def _value(tensor: Any) -> Any:
@@ -167,6 +182,7 @@ __all__ = [
     "Max",
     "Min",
     "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "Sum",
