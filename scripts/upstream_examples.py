@@ -1,9 +1,10 @@
-"""Run upstream Horovod's PyTorch examples, as they are, in a simulated two-node cluster.
+"""Run upstream Horovod's examples, as they are, in a simulated two-node cluster.
 
 `make upstream-horovod DIR=... ARGS=--examples`. Data sets that they would download are generated:
 pictures of noise in the files and folders in which the data sets come. The static examples are
 started as a launcher on two hosts would, the elastic ones by `evener horovodrun` from one host on
-both. What they are given makes them short, and is all that is changed.
+both. What they are given makes them short, and is all that is changed. The examples of TensorFlow 2
+call what Keras 3 has not (`optimizer.variables()`), so they get Keras 2: the package tf_keras.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Example:
     elastic: bool = False
     needs: tuple[str, ...] = ()
     leaves: str = ""  # a file that must be in {out} afterwards
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -47,6 +49,8 @@ _IMAGENET = (
     *("--epochs", "1", "--batch-size", "2", "--val-batch-size", "2"),
 )
 _MNIST = ("--data-dir", "{data}", "--epochs", "1", "--log-interval", "5")
+_TENSORFLOW = ("--model", "MobileNetV2", "--no-cuda", *SHORT, "--num-iters", "2")
+_KERAS2 = (("TF_USE_LEGACY_KERAS", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2"))
 EXAMPLES = (
     Example(
         "examples/pytorch/pytorch_synthetic_benchmark.py",
@@ -80,6 +84,21 @@ EXAMPLES = (
         elastic=True,
         needs=("tqdm", "tensorboard"),
         leaves="checkpoint-1.pth.tar",
+    ),
+    Example(
+        "examples/tensorflow2/tensorflow2_synthetic_benchmark.py",
+        _TENSORFLOW,
+        r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+",
+        needs=("tensorflow", "tf_keras"),
+        environment=_KERAS2,
+    ),
+    Example(
+        "examples/elastic/tensorflow2/tensorflow2_synthetic_benchmark_elastic.py",
+        _TENSORFLOW,
+        r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+",
+        elastic=True,
+        needs=("tensorflow", "tf_keras"),
+        environment=_KERAS2,
     ),
 )
 
@@ -150,6 +169,7 @@ def _one(lab: Any, root: Path, scratch: Path, example: Example, timeout: float) 
         "HOME": str(out),  # the examples lock a file there
         "OMP_NUM_THREADS": "1",
         "EVENER_TIMEOUT": f"{timeout:g}",
+        **dict(example.environment),
     }
     lines: list[str] = []
     begun = time.monotonic()

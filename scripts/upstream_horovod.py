@@ -482,7 +482,10 @@ def tensorflow(root: Path, options: argparse.Namespace) -> int:
 
     limit = max(options.timeout, 600.0)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what has an end is kept
-    cases = upstream_tensorflow.run(root, options.only, files, limit, known, keep, options.logs)
+    try:
+        cases = upstream_tensorflow.run(root, options.only, files, limit, known, keep, options.logs)
+    except KeyboardInterrupt:
+        sys.exit("stopped; with --resume and the same --json it goes on")
     statuses = ("pass", "skip", "other", "fail")
     for file in [*dict.fromkeys(case.file for case in cases), ""]:
         mine = [case.status for case in cases if not file or case.file == file]

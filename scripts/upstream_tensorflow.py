@@ -51,6 +51,11 @@ OTHERWISE = (
     ("*.test_sparse_as_dense*", "'lr'", _KERAS2),
     ("*.test_train_model_lr_schedule", "mean_squared_error", _KERAS2),
     ("*.test_horovod_syncbn_cpu", "Can not convert a Variable", "gives a v1 session " + _KERAS2),
+    (
+        "*.test_horovod_reducescatter_grad_cpu_process_sets",
+        "np.float16(0.0) not less than 1e-08",
+        "wants a float16 0 below 1e-8, which NumPy 2 rounds to 0",
+    ),
     ("test/parallel/test_keras.py::*", "'ConfigProto'", _V1),
 )
 

@@ -173,6 +173,9 @@ def test_process_sets() -> None:
     other.process_set_id = 2 - rank
     with pytest.raises(tf.errors.InvalidArgumentError, match="not in process set"):
         hvd.allreduce(tf.constant(5.0), process_set=other)
+    other.process_set_id = 10
+    with pytest.raises(ValueError, match="process set 10 does not exist"):
+        hvd.allreduce(tf.constant(5.0), process_set=other)
     hvd.barrier()
 
 

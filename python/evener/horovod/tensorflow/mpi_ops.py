@@ -151,6 +151,8 @@ def _number(process_set: ProcessSet) -> int:
     number = process_set.process_set_id
     if number is None:
         raise ValueError(f"{process_set} is not in use: give it to hvd.init or add_process_set")
+    if number != 0:
+        STATE.engine.set_of(number)  # ValueError where it was removed, or never was
     return number
 
 
