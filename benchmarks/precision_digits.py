@@ -6,16 +6,20 @@ The same start and the same batches four ways: float32; always half; half with a
 (torch's GradScaler alone); adaptive (`evener.precision`). Then faults are injected into half
 precision alone, and data are made to drift. Reported: accuracy on 360 held-out pictures and the
 paired difference to float32 with its 95% interval; the share of half steps; after how many steps a
-fault was noticed; switches that drifting data caused.
+fault was noticed; switches that drifting data caused. With --json a run that was stopped goes on
+where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import platform
 import statistics
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +148,28 @@ def drift(dtype: torch.dtype, seed: int) -> int:
     return sum(event.before is precision.State.HALF for event in policy.events if event.switched)
 
 
+class Results:
+    """What was measured, by name; kept in a file after each part."""
+
+    def __init__(self, path: Path | None, setting: dict[str, Any]) -> None:
+        self._path = path
+        self._document: dict[str, Any] = {**setting, "parts": {}}
+        if path and path.exists():
+            before = json.loads(path.read_text())
+            if {key: before.get(key) for key in setting} == setting:
+                self._document = before
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The part of this name, measured where it is not there yet."""
+        parts = self._document["parts"]
+        if name not in parts:
+            parts[name] = measure()
+            print(f"{name}: {parts[name]}", file=sys.stderr, flush=True)
+            if self._path:
+                self._path.write_text(json.dumps(self._document, indent=1) + "\n")
+        return parts[name]
+
+
 def main() -> None:
     """Run all, print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -154,9 +180,41 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
+    setting = {
+        "evener": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dtype": options.dtype,
+        "epochs": options.epochs,
+    }
+    results = Results(options.json, setting)
     rows = [
-        train(way, dtype, seed, options.epochs) for seed in range(options.seeds) for way in WAYS
+        results.get(
+            f"{way}, seed {seed}", functools.partial(train, way, dtype, seed, options.epochs)
+        )
+        for seed in range(options.seeds)
+        for way in WAYS
     ]
+    found = {
+        kind: [
+            results.get(f"{kind}, seed {seed}", functools.partial(fault, kind, torch.float16, seed))
+            for seed in range(options.seeds)
+        ]
+        for kind in FAULTS
+    }
+    drifts = [
+        results.get(f"drift, seed {seed}", functools.partial(drift, dtype, seed))
+        for seed in range(options.seeds)
+    ]
+    show(rows, options)
+    print("\n| fault (float16) | noticed after steps |\n|---|---|")
+    for kind, steps in found.items():
+        print(f"| {kind} | {', '.join(map(str, steps))} |")
+    print(f"\nswitches by drifting data: {drifts}")
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The table of trainings."""
     base = [row["accuracy"] for row in rows if row["way"] == "fp32"]
     print(f"{options.dtype}, {options.seeds} seeds, {options.epochs} epochs\n")
     print("| way | accuracy | difference to fp32 | half steps | switches |")
@@ -175,26 +233,6 @@ def main() -> None:
         print(
             f"| {way} | {mean:.2%} | {gap:+.2f} ± {100 * width:.2f} | {share:.0%} | {count:.1f} |"
         )
-    found = {
-        kind: [fault(kind, torch.float16, seed) for seed in range(options.seeds)] for kind in FAULTS
-    }
-    print("\n| fault (float16) | noticed after steps |\n|---|---|")
-    for kind, steps in found.items():
-        print(f"| {kind} | {', '.join(map(str, steps))} |")
-    drifts = [drift(dtype, seed) for seed in range(options.seeds)]
-    print(f"\nswitches by drifting data: {drifts}")
-    if options.json:
-        document = {
-            "evener": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "dtype": options.dtype,
-            "epochs": options.epochs,
-            "runs": rows,
-            "faults": found,
-            "drift": drifts,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""transformers' Trainer: its checkpoints hold what compression has not sent yet, in `evener.pt`.
+"""transformers' Trainer.
 
     Trainer(..., callbacks=[KeepResiduals()])
+    Trainer(..., callbacks=[FollowPrecision()])
 
-Under EVENER_DDP nobody writes that line: `evener.door` adds the class to those that each Trainer
-has by default.
+KeepResiduals: checkpoints hold what compression has not sent yet, in `evener.pt`. Under EVENER_DDP
+nobody writes that line: `evener.door` adds the class to those that each Trainer has by default.
+FollowPrecision: half precision while it does no harm (`evener.precision`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from evener import precision
+from evener.errors import UsageError
 from evener.integrations import keep
 
 logger = logging.getLogger("evener.integrations")
@@ -51,6 +55,40 @@ class KeepResiduals(TrainerCallback):  # type: ignore[misc]
         keep.install(model, torch.load(path, map_location="cpu", weights_only=True))
         if state.is_world_process_zero:
             logger.info("what compression had not sent yet comes from %s", path)
+
+
+class FollowPrecision(TrainerCallback):  # type: ignore[misc]
+    """Half precision (bfloat16) that follows the loss; `policy` says what happened.
+
+    options: of `evener.precision.follow`. Raises UsageError where the Trainer chooses the precision
+    itself (bf16=True, fp16=True).
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.policy: Any = None
+        self._options = options
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
+    ) -> None:
+        """On every rank."""
+        if args.bf16 or args.fp16:
+            raise UsageError(
+                "FollowPrecision chooses the precision, and so do bf16=True and fp16=True",
+                "leave these out of TrainingArguments",
+            )
+        inner = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's wrapper
+        self.policy = precision.follow(model, inner, **self._options)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The model computes as before."""
+        self.policy.detach()
 
 
 def _folder(args: Any, state: Any) -> Path:

@@ -1,10 +1,13 @@
 """Half precision that follows the loss: on where it does no harm, off where it does.
 
-    policy = evener.precision.follow(model, optimizer)
+    policy = evener.precision.follow(model, optimizer)      # the loop stays as it is
+
+or, with the loss computed by the policy (exact probes, and float16 with a loss scale):
+
     for x, y in data:
         loss = policy.step(lambda: loss_function(model(x), y))
 
-`rules` says when; `torch` does it. Importing this package imports no framework.
+`rules` says when; `torch` and `hooks` do it. Importing this package imports no framework.
 """
 
 from __future__ import annotations

@@ -126,6 +126,11 @@ class Machine:
         """Whether the next step is in half precision."""
         return self.state is State.HALF
 
+    @property
+    def suspects(self) -> bool:
+        """Whether the last loss looked too high: the probe may be asked for soon."""
+        return self._high > 0
+
     def observe(
         self, facts: Facts, probe: Probe, zeros: Callable[[], float] | None = None
     ) -> list[Event]:
@@ -151,6 +156,12 @@ class Machine:
             self._fast = self._slow = loss
             self._variance = 0.0
         self._seen += 1
+        # From the fast one: a loss that falls is no noise. At most 3 deviations upwards, or a jump
+        # that is not noticed in its first step would make itself look usual.
+        gap, beyond = loss - self._fast, loss - self._slow
+        if self._seen > limits.slow:
+            most = 3 * math.sqrt(self._variance) + 1e-3 * abs(self._slow)
+            gap, beyond = min(gap, most), min(beyond, most)
         # The slow one and its spread are of the steps before, or a jump would hide itself.
         self._fast += (loss - self._fast) / min(self._seen, limits.fast)
         spread = math.sqrt(self._variance) / math.sqrt(limits.fast)
@@ -162,8 +173,8 @@ class Machine:
         self._high = self._high + 1 if rises else 0
         rate = 1 / min(self._seen, limits.slow)
         if not rises:
-            self._variance += rate * ((loss - self._slow) ** 2 - self._variance)
-            self._slow += rate * (loss - self._slow)
+            self._variance += rate * (gap**2 - self._variance)
+            self._slow += rate * beyond
         elif self._high >= 4 * limits.fast:
             # It stays up here: this is the level now.
             self._slow, self._high = self._fast, 0

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from evener.errors import UsageError
 from evener.log import info0
+from evener.precision.hooks import Hooks
 from evener.precision.rules import Event, Facts, Limits, Machine
 from evener.records import StatsFile
 
@@ -71,6 +72,8 @@ class Policy:
         self._zeros = math.nan  # share of zeros among the gradients, in full precision
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._stats = StatsFile.open("precision", rank)
+        self._hooks: Hooks | None = None
+        self.attach()
 
     @property
     def half(self) -> bool:
@@ -88,6 +91,7 @@ class Policy:
         compute: gives the loss, a scalar; it may be called again for the probe, so it must not take
         a new batch. Gives the loss, detached.
         """
+        self.detach()
         half = self.half
         scaling = half and self.scaler.is_enabled()
         with self.autocast(half):
@@ -98,8 +102,8 @@ class Policy:
         else:
             loss.backward()
         # Before the weights change, so that the probe computes with the same.
-        facts = self._agreed(float(loss.detach()), self._halved, self._underflow(half))
-        self._observe(compute, facts)
+        facts = self.agreed(float(loss.detach()), self._halved, self._underflow(half))
+        self.observe(facts, lambda: self._probe(compute), lambda: self._zeroed(compute))
         self._halved = False
         if scaling:
             before = self.scaler.get_scale()
@@ -110,6 +114,21 @@ class Policy:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def attach(self, method: str = "forward", steps: bool = True) -> Hooks:
+        """Put the hooks on: see `evener.precision.hooks`. A new policy has them."""
+        self.detach()
+        self._hooks = Hooks(self, method, steps)
+        return self._hooks
+
+    def detach(self) -> None:
+        """Take the hooks off: from now on the program computes as its own code says.
+
+        `step` does that first, because it does what they do.
+        """
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
 
     # --- what a step said ---
 
@@ -126,10 +145,11 @@ class Policy:
             return None
         return None if math.isnan(self._zeros) else share - self._zeros
 
-    def _observe(self, compute: Callable[[], torch.Tensor], facts: Facts) -> None:
-        for event in self.machine.observe(
-            facts, lambda: self._probe(compute), lambda: self._zeroed(compute)
-        ):
+    def observe(
+        self, facts: Facts, probe: Callable[[], float], zeros: Callable[[], float] | None
+    ) -> None:
+        """What follows from a step is logged, and kept in `events`."""
+        for event in self.machine.observe(facts, probe, zeros):
             self.events.append(event)
             info0(
                 "precision, step %d: %s > %s (%s: %s)",
@@ -142,7 +162,7 @@ class Policy:
         if self._stats is not None and self._stats.due:
             self._stats.write(self.report())
 
-    def _agreed(self, loss: float, halved: bool, underflow: float | None) -> Facts:
+    def agreed(self, loss: float, halved: bool = False, underflow: float | None = None) -> Facts:
         """The facts of all ranks: the mean loss, the worst of the others."""
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return Facts(loss, halved, underflow)
@@ -180,7 +200,7 @@ class Policy:
             mine = abs(half - full) / max(abs(full), 1e-12)
         else:
             mine = math.inf if math.isfinite(full) else 0.0
-        return self._agreed_probe(mine)
+        return self.agreed_probe(mine)
 
     def _zeroed(self, compute: Callable[[], torch.Tensor]) -> float:
         """The share of this batch's gradients that are zero in half precision and not in full.
@@ -199,9 +219,10 @@ class Policy:
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             shares.append(_zero_share([g for g in found if g is not None]) or 0.0)
         self._zeros = shares[1]
-        return self._agreed_probe(max(shares[0] - shares[1], 0.0))
+        return self.agreed_probe(max(shares[0] - shares[1], 0.0))
 
-    def _agreed_probe(self, mine: float) -> float:
+    def agreed_probe(self, mine: float) -> float:
+        """The largest difference on any rank."""
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return mine
         cuda = "gloo" not in str(dist.get_backend(self._group)) and self.device == "cuda"
