@@ -29,7 +29,10 @@ LEVELS = [
         },
     ),
     ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own", "integrations"}),
-    ("pillar", {"comm", "zero", "net", "fabric", "embedding", "pipeline", "moe", "precision"}),
+    (
+        "pillar",
+        {"comm", "zero", "net", "fabric", "embedding", "pipeline", "moe", "precision", "compile"},
+    ),
     (
         "base",
         {

@@ -146,7 +146,7 @@ def run(root: Path, only: list[str], timeout: float) -> Iterator[Outcome]:
     chosen = [e for e in EXAMPLES if not only or any(text in e.path for text in only)]
     with tempfile.TemporaryDirectory(prefix="upstream-horovod-") as scratch:
         make_data(Path(scratch) / "data")
-        with Lab(SPEC, keep=[scratch]) as lab:
+        with Lab(SPEC, keep=[scratch, str(root)]) as lab:
             for example in chosen:
                 yield _one(lab, root, Path(scratch), example, timeout)
 

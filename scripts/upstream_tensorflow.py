@@ -47,6 +47,7 @@ OTHERWISE = (
     ("*.test_grad_aggregation_with_inf_grad", "_compute_gradients", _KERAS2),
     ("*.test_partial_distributed_optimizer", "_compute_gradients", _KERAS2),
     ("*.test_gradient_aggregation*", "'learning_rate'", _KERAS2),
+    ("*.test_process_set_optimizer", "'learning_rate'", _KERAS2),
     ("*.test_legacy_optimizer", "is not supported in Keras 3", _KERAS2),
     ("*.test_sparse_as_dense*", "'lr'", _KERAS2),
     ("*.test_train_model_lr_schedule", "mean_squared_error", _KERAS2),

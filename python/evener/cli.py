@@ -26,6 +26,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "evener.embedding.command:embedding",
         "Answer lookups from snapshots and deltas, see what tables hold.",
     ),
+    "compile": (
+        "evener.compile.command:compile_group",
+        "Compilation by shape buckets: what was compiled, what it cost and saved.",
+    ),
     "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
     "plan": (
         "evener.plan.command:plan",

@@ -599,6 +599,16 @@ EVENER_EMBEDDING_TOKEN = _text(
     allowed="a secret word",
 )
 
+# --- compilation ---
+
+EVENER_COMPILE_DIR = _text(
+    "Compilation",
+    "EVENER_COMPILE_DIR",
+    "~/.cache/evener/compile",
+    "Where `evener.compile` keeps the sizes it has seen and what was compiled for them.",
+    allowed="a directory",
+)
+
 # --- log ---
 
 _ZERO = "Memory"

@@ -70,6 +70,7 @@ def readers(
     # Copied now: tests that run meanwhile change this process' own.
     environment = dict(os.environ)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment["EVENER_COMPILE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
     if os.geteuid() == 0:  # mpirun wants to be told
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     calls = [getattr(item, "callspec", None) for item in request.session.items]

@@ -76,6 +76,15 @@ def test_local_layers_stay_local() -> None:
     assert mine.numpy()[0, 0] == (1.0 + hvd.rank()) / 2
 
 
+def test_operations_of_keras_give_tensors() -> None:
+    rank = float(hvd.rank())
+    assert hvdk.allreduce(np.float32(rank)).numpy() == 0.5
+    assert hvdk.allgather([rank]).numpy().tolist() == [0.0, 1.0]
+    assert hvdk.broadcast([rank], 1).numpy().tolist() == [1.0]
+    with tf.Graph().as_default(), tf.compat.v1.Session().as_default():
+        assert hvdk.allreduce(tf.constant(rank), op=hvd.Sum) == 1.0
+
+
 def test_an_optimizer_with_local_layers() -> None:
     near, far = tf.keras.layers.Dense(1), tf.keras.layers.Dense(1)
     with pytest.raises(ValueError, match="build the model first"):

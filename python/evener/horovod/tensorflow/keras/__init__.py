@@ -107,8 +107,9 @@ def PartialDistributedOptimizer(  # noqa: N802 - upstream's name
 
 
 def _value(tensor: Any) -> Any:
-    if hasattr(tensor, "numpy"):
-        return tensor.numpy()
+    """A tensor, or in a v1 graph what the session says."""
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return tensor
     return functions._evaluated(tensor, None)
 
 
@@ -126,7 +127,7 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """The reduction of a number or array over the ranks, as numpy; default: the average."""
+    """The reduction of a number or array over the ranks, a tensor; default: the average."""
     return _value(
         collectives.allreduce(
             tf.convert_to_tensor(value),
@@ -141,17 +142,17 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """The arrays of all ranks, one after the other, as numpy."""
+    """The arrays of all ranks, one after the other, a tensor."""
     return _value(_mpi_ops.allgather(tf.convert_to_tensor(value), name=name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The array of the rank `root_rank`, as numpy."""
+    """The array of the rank `root_rank`, a tensor."""
     return _value(_mpi_ops.broadcast(tf.convert_to_tensor(value), root_rank, name=name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """This rank's rows of the reduction, as numpy."""
+    """This rank's rows of the reduction, a tensor."""
     return _value(collectives.reducescatter(tf.convert_to_tensor(value), name=name, op=op))
 
 

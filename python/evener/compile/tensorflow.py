@@ -1,0 +1,322 @@
+"""Shape buckets for tf.function(jit_compile=True).
+
+    from evener.compile.tensorflow import bucketed, keep
+    keep()  # before TensorFlow computes anything: what XLA compiles is kept for the next process
+    step = bucketed(step, mask="weights")
+
+The function's tensors are padded along one dimension by repeating their last row, and what it gives
+is cut back. A whole training step takes the mean over a batch, so it needs `mask=`: an argument
+that is 1 for real rows and 0 for padding.
+
+A function that assigns variables is compiled in the call, because a second run in a thread would
+count; the check then puts all variables back. One that acts outside of TensorFlow (tables, files,
+collectives) is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.eager import record as tape_record
+from tensorflow.python.framework import op_def_registry
+
+from evener.compile import store
+from evener.compile.driver import Bucketed, WrongError
+from evener.compile.policy import Options
+from evener.errors import UsageError
+from evener.log import logger
+
+_TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}
+# Ops with a state that is a variable's, or that is none: by the beginning of their names.
+_ASSIGNS = ("Assign", "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceStrided")
+_READS = (
+    "ReadVariable", "VarHandle", "VarIsInitialized", "VariableShape", "ResourceGather",
+    "Placeholder", "PartitionedCall", "StatefulPartitionedCall", "While", "If", "Case", "Assert",
+    "NoOp", "DisableCopyOnRead",
+)  # fmt: skip
+_RANDOM = ("Random", "TruncatedNormal", "ParameterizedTruncated", "Multinomial", "StatefulRandom",
+           "StatefulStandardNormal", "StatefulTruncated", "StatefulUniform", "RngReadAndSkip",
+           "RngSkip", "StatelessRandomGetKeyCounter")  # fmt: skip
+
+
+def bucketed(
+    function: Callable[..., Any],
+    *,
+    dim: int = 0,
+    mask: str = "",
+    name: str = "",
+    options: Options | None = None,
+    record: bool = True,
+) -> Function:
+    """A function that is compiled by XLA per bucket of sizes.
+
+    function: a Python function of tensors, or a tf.function, whose Python function is taken. dim:
+    the dimension that varies; each tensor that has there as much as the first one is padded. mask:
+    the name of an argument that gets a float32 tensor [edge], 1 for real rows and 0 for padding
+    (without padding all 1). name: of the record. record: whether shapes, and what XLA compiled, are
+    kept for the next process.
+
+    Raises UsageError for what cannot be called.
+    """
+    function = getattr(function, "python_function", function)
+    if not callable(function):
+        raise UsageError(f"{function!r} cannot be called", "give a function of tensors")
+    name = name or getattr(function, "__qualname__", type(function).__name__)
+    return Function(function, dim, mask, name, options or Options(), record)
+
+
+def keep() -> bool:
+    """Let XLA keep what it compiles in EVENER_COMPILE_DIR, and take it from there.
+
+    TensorFlow reads that option once, before it computes anything. `bucketed` calls this too, which
+    is too late in a program that has made tensors by then. Gives whether it is kept; a warning says
+    why not.
+    """
+    flags = os.environ.get("TF_XLA_FLAGS", "")
+    if "persistent_cache_directory" in flags:
+        return True
+    if getattr(context.context(), "_initialized", False):
+        logger.warning(
+            "compile: XLA keeps nothing for the next process: TensorFlow has started already; call "
+            "evener.compile.tensorflow.keep() before it makes a tensor"
+        )
+        return False
+    place = store.folder() / "xla"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("compile: no cache in %s: %s", place, error)
+        return False
+    more = f"--tf_xla_persistent_cache_directory={place} --tf_xla_persistent_cache_prefix=evener"
+    os.environ["TF_XLA_FLAGS"] = f"{flags} {more}".strip()
+    return True
+
+
+@dataclass
+class _Call:
+    leaves: list[Any]
+    structure: Any
+    padded: list[int]  # which leaves
+    taped: bool = False  # a gradient tape records
+
+
+class Function(Bucketed[_Call]):
+    """What `bucketed` gives."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        dim: int,
+        mask: str,
+        name: str,
+        options: Options,
+        record: bool,
+    ) -> None:
+        super().__init__(name, f"tensorflow {tf.__version__}", options, record)
+        if record:
+            keep()
+        self._dim, self._mask = dim, mask
+        self._whole = tf.function(function, reduce_retracing=True)
+        self._made = tf.function(function, jit_compile=True)
+        self._cut: dict[int, list[bool]] = {}  # of each edge: which outputs are cut
+        self._kind = ""  # pure, assigns, random
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = [
+            tf.convert_to_tensor(x) if isinstance(x, (np.ndarray, tf.Variable)) else x
+            for x in tf.nest.flatten((args, kwargs))
+        ]
+        dim = self._dim
+        if not tf.executing_eagerly():
+            return self._call(self._whole, leaves, (args, kwargs), None)
+        size = next((x.shape[dim] for x in leaves if tf.is_tensor(x) and x.shape.rank > dim), 0)
+        if not size:
+            return self._call(self._whole, leaves, (args, kwargs), None)
+        padded = [
+            i
+            for i, x in enumerate(leaves)
+            if tf.is_tensor(x) and x.shape.rank > dim and x.shape[dim] == size
+        ]
+        taped = bool(tape_record.could_possibly_record())
+        call = _Call(leaves, (args, kwargs), padded, taped)
+        return self._run(call, int(size), self._signature(call))
+
+    def _signature(self, call: _Call) -> str:
+        parts = []
+        for i, x in enumerate(call.leaves):
+            if tf.is_tensor(x):
+                shape = ["n" if i in call.padded and j == self._dim else s
+                         for j, s in enumerate(x.shape)]  # fmt: skip
+                parts.append(f"{x.dtype.name}[{','.join(map(str, shape))}]")
+            else:
+                parts.append(repr(x)[:40])
+        return "; ".join(parts + ["tape"] * call.taped)
+
+    # --- calls ---
+
+    def _call(
+        self, function: Any, leaves: list[Any], structure: Any, weights: tf.Tensor | None
+    ) -> Any:
+        args, kwargs = tf.nest.pack_sequence_as(structure, leaves)
+        if self._mask:
+            if weights is None:
+                first = next(x for x in leaves if tf.is_tensor(x))
+                weights = tf.ones([tf.shape(first)[self._dim]])
+            kwargs = {**kwargs, self._mask: weights}
+        return function(*args, **kwargs)
+
+    def _plain(self, call: _Call) -> Any:
+        return self._call(self._whole, call.leaves, call.structure, None)
+
+    def _padded(self, call: _Call, size: int, edge: int) -> Any:
+        """What the compiled form gives for the padded inputs, not cut."""
+        leaves = list(call.leaves)
+        if size < edge:
+            for i in call.padded:
+                x = leaves[i]
+                last = tf.gather(x, [size - 1] * (edge - size), axis=self._dim)
+                leaves[i] = tf.concat([x, last], self._dim)
+        weights = tf.concat([tf.ones([size]), tf.zeros([edge - size])], 0) if self._mask else None
+        return self._call(self._made, leaves, call.structure, weights)
+
+    def _compiled(self, call: _Call, size: int, edge: int) -> Any:
+        found = self._padded(call, size, edge)
+        leaves = [
+            self._short(x, size) if cut else x
+            for x, cut in zip(tf.nest.flatten(found), self._cut[edge], strict=True)
+        ]
+        return tf.nest.pack_sequence_as(found, leaves)
+
+    def _short(self, x: tf.Tensor, size: int) -> tf.Tensor:
+        part = [slice(None)] * self._dim + [slice(0, size)]
+        return x[tuple(part)]
+
+    # --- compiling ---
+
+    def _concrete(self, call: _Call) -> Any:
+        args, kwargs = tf.nest.pack_sequence_as(call.structure, call.leaves)
+        if self._mask:
+            size = call.leaves[call.padded[0]].shape[self._dim]
+            kwargs = {**kwargs, self._mask: tf.ones([size])}
+        return self._whole.get_concrete_function(*args, **kwargs)
+
+    def _quiet(self, call: _Call) -> bool:
+        if not self._kind:
+            self._kind = kind_of(self._concrete(call).graph.as_graph_def())
+        return self._kind == "pure"
+
+    def _prepare(self, call: _Call, size: int, edge: int) -> None:
+        if not self._kind:
+            self._quiet(call)
+        if self._kind not in ("pure", "assigns", "random"):
+            raise WrongError(f"the op {self._kind} acts outside of TensorFlow's variables")
+        if size == edge and edge > 1:  # at least one padded row
+            size -= 1
+            leaves = list(call.leaves)
+            for i in call.padded:
+                leaves[i] = self._short(leaves[i], size)
+            call = _Call(leaves, call.structure, call.padded, call.taped)
+        concrete = self._concrete(call)
+        variables = [v for v in concrete.variables if v.dtype not in (tf.resource, tf.variant)]
+        watched = list(concrete.trainable_variables) if call.taped else []
+        before = [tf.identity(v) for v in variables] if self._kind != "pure" else []
+        try:
+            plain, first = self._taped(lambda: self._plain(call), watched, call, None)
+            changed = [tf.identity(v) for v in variables] if before else []
+            _put(variables, before)
+            made, second = self._taped(lambda: self._padded(call, size, edge), watched, call, size)
+            cut = self._cuts(plain, made, edge)
+            made = [self._short(m, size) if c else m for m, c in zip(made, cut, strict=True)]
+            if self._kind != "random":
+                self._compare("output", plain, made)
+                self._compare("gradient", first, second)
+                now = [tf.identity(v) for v in variables] if before else []
+                self._compare("variable", changed, now)
+        finally:
+            _put(variables, before)
+        self._cut[edge] = cut
+
+    def _taped(
+        self, run: Callable[[], Any], watched: list[Any], call: _Call, size: int | None
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs, and gradients of a weighted sum of them where the program wants some."""
+        if not watched:
+            return tf.nest.flatten(run()), []
+        with tf.GradientTape() as tape:
+            found = tf.nest.flatten(run())
+            short = found if size is None else [
+                self._short(x, size) if x.shape.rank > self._dim and x.shape[self._dim] != size
+                else x for x in found
+            ]  # fmt: skip
+            total = sum(
+                tf.reduce_sum(
+                    tf.cast(x, tf.float32)
+                    * tf.reshape(tf.cos(tf.range(tf.size(x), dtype=tf.float32)), tf.shape(x))
+                )
+                for x in short
+                if x.dtype.is_floating
+            )
+        gradients = tape.gradient(total, watched) if tf.is_tensor(total) else []
+        return found, [tf.convert_to_tensor(g) for g in gradients if g is not None]
+
+    def _cuts(self, plain: list[Any], made: list[Any], edge: int) -> list[bool]:
+        cut = []
+        for p, m in zip(plain, made, strict=True):
+            short = p.shape != m.shape
+            if short and (
+                p.shape.rank != m.shape.rank
+                or [d for d in range(p.shape.rank) if p.shape[d] != m.shape[d]] != [self._dim]
+                or m.shape[self._dim] != edge
+            ):
+                raise WrongError(
+                    f"an output has the shape {m.shape} with padding and {p.shape} without: "
+                    f"it cannot be cut in dimension {self._dim}"
+                )
+            cut.append(short)
+        return cut
+
+    def _compare(self, what: str, plain: Iterable[Any], made: Iterable[Any]) -> None:
+        for index, (p, m) in enumerate(zip(plain, made, strict=True)):
+            far = _far(p.numpy(), m.numpy())
+            if far > _TOLERANCE.get(p.dtype.name, 2e-3):
+                raise WrongError(
+                    f"{what} {index} depends on the padding, by {far:.2g} of its norm"
+                    + ("" if self._mask else "; give mask= where rows are not computed one by one")
+                )
+
+
+def _put(variables: list[Any], values: list[Any]) -> None:
+    for variable, value in zip(variables, values, strict=False):
+        variable.assign(value)
+
+
+def _far(p: np.ndarray, m: np.ndarray) -> float:
+    if p.dtype.kind not in "fV":
+        return 0.0 if np.array_equal(p, m) else float("inf")
+    a, b = p.astype(np.float64), m.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities too
+    gap = np.linalg.norm(np.where(same, 0.0, a - b))
+    return float(gap / (np.linalg.norm(np.where(same & ~np.isfinite(a), 0.0, a)) + 1e-12))
+
+
+def kind_of(graph: Any) -> str:
+    """pure, assigns, random, or the name of an op whose doing cannot be undone."""
+    nodes = list(graph.node) + [node for f in graph.library.function for node in f.node_def]
+    kind = "pure"
+    for op in {node.op for node in nodes}:
+        known = op_def_registry.get(op)
+        if known is None or not known.is_stateful:
+            continue
+        if op.startswith(_RANDOM):
+            kind = "random"
+        elif op.startswith(_ASSIGNS):
+            kind = "assigns" if kind == "pure" else kind
+        elif not op.startswith(_READS):
+            return str(op)
+    return kind

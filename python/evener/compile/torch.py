@@ -1,0 +1,379 @@
+"""Shape buckets for torch.compile.
+
+    from evener.compile.torch import bucketed
+    model = bucketed(model)
+
+The function's tensors are padded along one dimension by repeating their last row (a row that the
+function can surely compute with), and what it gives is cut back. Gradients of padded rows are zero
+by that cut, so a loss outside of the function needs no mask.
+
+Compiling runs in a thread where a call leaves nothing behind: no random numbers drawn. Outputs and
+gradients of the padded, compiled form are compared with the plain form's first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from evener.compile import store
+from evener.compile.driver import Bucketed, WrongError
+from evener.compile.policy import Options
+from evener.errors import UsageError
+
+# Relative to the norm of what is compared.
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def bucketed(
+    function: Any,
+    *,
+    dim: int = 0,
+    mask: str = "",
+    name: str = "",
+    options: Options | None = None,
+    record: bool = True,
+    **compile_options: Any,
+) -> Any:
+    """A function (or a module, whose `forward` is replaced) that is compiled per bucket of sizes.
+
+    dim: the dimension that varies; each tensor that has there as much as the first one is padded.
+    mask: the name of an argument that gets a float tensor [edge], 1 for real rows and 0 for padding
+    (without padding all 1); needed where rows are not computed one by one. name: of the record.
+    record: whether shapes are kept for the next process. compile_options: of torch.compile
+    (backend, mode, options).
+
+    The function must not change anything but what it gives. Modules are checked for that: one that
+    changes its buffers (batch normalization in training) is left as it is, with a reason. Raises
+    UsageError for what cannot be called.
+    """
+    if not callable(function):
+        raise UsageError(f"{function!r} cannot be called", "give a function or a module")
+    if "dynamic" in compile_options:
+        raise UsageError("dynamic= is not for buckets", "leave it out: each bucket has one shape")
+    options = options or Options()
+    if options.most > torch._dynamo.config.recompile_limit:
+        limit = torch._dynamo.config.recompile_limit
+        raise UsageError(
+            f"most={options.most} is above torch's limit of {limit} forms per function",
+            "give fewer, or raise torch._dynamo.config.recompile_limit",
+        )
+    if record:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(store.folder() / "inductor"))
+    if isinstance(function, nn.Module):
+        name = name or type(function).__name__
+        settings = (dim, mask, name, options, record, compile_options)
+        function.forward = Function(function.forward, function, *settings)
+        return function
+    name = name or getattr(function, "__qualname__", type(function).__name__)
+    return Function(function, None, dim, mask, name, options, record, compile_options)
+
+
+@dataclass
+class _Call:
+    leaves: list[Any]
+    tree: Any
+    padded: list[int]  # which leaves
+    modes: _Modes | None = None  # of the thread that called
+
+
+class Function(Bucketed[_Call]):
+    """What `bucketed` gives."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module | None,
+        dim: int,
+        mask: str,
+        name: str,
+        options: Options,
+        record: bool,
+        compile_options: dict[str, Any],
+    ) -> None:
+        super().__init__(name, f"torch {torch.__version__}", options, record)
+        self._function, self._module = function, module
+        self._dim, self._mask = dim, mask
+        self._settings = (dim, mask, name, options, record, compile_options)
+        self._made = torch.compile(function, dynamic=False, **compile_options)
+        self._cut: dict[int, list[bool]] = {}  # of each edge: which outputs are cut
+        self._looked: dict[str, bool] = {}  # by mode: whether a call leaves nothing behind
+        self._changes = ""  # a buffer that a call changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        module = None if self._module is None else copy.deepcopy(self._module, memo)
+        function = self._function
+        if module is not None:
+            function = function.__func__.__get__(module)  # type: ignore[attr-defined]
+        return Function(function, module, *self._settings)
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            f"{self.name} is compiled by buckets and cannot be pickled",
+            "save its state_dict(), or pickle it before bucketed()",
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        dim = self._dim
+        size = next(
+            (x.shape[dim] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > dim), 0
+        )
+        if size == 0 or torch.compiler.is_compiling():
+            return self._function(*args, **self._masked(kwargs, size, size, leaves))
+        padded = [
+            i
+            for i, x in enumerate(leaves)
+            if isinstance(x, torch.Tensor) and x.dim() > dim and x.shape[dim] == size
+        ]
+        return self._run(_Call(leaves, tree, padded), size, self._signature(leaves, padded))
+
+    def _signature(self, leaves: list[Any], padded: list[int]) -> str:
+        parts = []
+        for i, x in enumerate(leaves):
+            if isinstance(x, torch.Tensor):
+                shape = [
+                    "n" if i in padded and j == self._dim else s for j, s in enumerate(x.shape)
+                ]
+                kind = f"{str(x.dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
+                parts.append(kind + (" grad" if x.requires_grad else "") + f" {x.device.type}")
+            else:
+                parts.append(repr(x)[:40])
+        device = _device(leaves)
+        if self._module is not None:
+            parts.append("train" if self._module.training else "eval")
+        parts.append("" if torch.is_grad_enabled() else "no grad")
+        if torch.is_autocast_enabled(device):
+            parts.append(f"autocast {torch.get_autocast_dtype(device)}")
+        return "; ".join(filter(None, parts))
+
+    # --- calls ---
+
+    def _masked(
+        self, kwargs: dict[str, Any], size: int, edge: int, leaves: list[Any]
+    ) -> dict[str, Any]:
+        if not self._mask:
+            return kwargs
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+        ones = (torch.arange(edge, device=device) < size).float()
+        return {**kwargs, self._mask: ones}
+
+    def _plain(self, call: _Call) -> Any:
+        args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
+        size = call.leaves[call.padded[0]].shape[self._dim]
+        return self._function(*args, **self._masked(kwargs, size, size, call.leaves))
+
+    def _compiled(self, call: _Call, size: int, edge: int) -> Any:
+        found, tree = pytree.tree_flatten(self._whole(self._made, call, size, edge))
+        cut = [
+            x.narrow(self._dim, 0, size) if short else x
+            for x, short in zip(found, self._cut[edge], strict=True)
+        ]
+        return pytree.tree_unflatten(cut, tree)
+
+    def _whole(self, function: Callable[..., Any], call: _Call, size: int, edge: int) -> Any:
+        """What it gives for the padded inputs, not cut."""
+        leaves = list(call.leaves)
+        if size < edge:
+            for i in call.padded:
+                x = leaves[i]
+                last = x.narrow(self._dim, size - 1, 1)
+                more = [edge - size if d == self._dim else -1 for d in range(x.dim())]
+                leaves[i] = torch.cat([x, last.expand(more)], self._dim)
+        args, kwargs = pytree.tree_unflatten(leaves, call.tree)
+        return function(*args, **self._masked(kwargs, size, edge, leaves))
+
+    def _now(self) -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return super()._now()
+
+    # --- compiling ---
+
+    def _quiet(self, call: _Call) -> bool:
+        mode = str(self._module.training) if self._module is not None else ""
+        if mode not in self._looked:
+            before = _random_state()
+            with torch.no_grad(), self._restored() as changed:
+                self._plain(call)
+            same = all(map(torch.equal, before, _random_state()))
+            _set_random_state(before)
+            self._looked[mode] = same and not changed
+            if changed:
+                self._changes = changed[0]
+        return self._looked[mode]
+
+    def _kept(self, call: _Call) -> _Call:
+        leaves = [
+            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            for x in call.leaves
+        ]
+        return _Call(leaves, call.tree, call.padded, _Modes(_device(leaves)))
+
+    def _prepare(self, call: _Call, size: int, edge: int) -> None:
+        modes: _Modes | None = call.modes
+        with modes.entered() if modes else contextlib.nullcontext():
+            call = self._kept(call)
+            if size == edge and edge > 1:  # at least one padded row
+                size -= 1
+                for i in call.padded:
+                    x = call.leaves[i]
+                    short = x.detach().narrow(self._dim, 0, size)
+                    call.leaves[i] = short.requires_grad_(x.requires_grad)
+            if self._changes:
+                raise WrongError(f"a call changes {self._changes}: padded rows would count there")
+            with self._without_dropout() as dropout:
+                # Random numbers differ with the shape. So where there is dropout, the plain form is
+                # compared with itself, without it.
+                self._check(self._function if dropout else self._made, call, size, edge)
+            if dropout:  # in the thread of the call: see _quiet
+                before = _random_state()
+                found, _ = pytree.tree_flatten(self._whole(self._made, call, size, edge))
+                _gradients(found, call.leaves)
+                _set_random_state(before)
+
+    def _check(self, made_by: Callable[..., Any], call: _Call, size: int, edge: int) -> None:
+        plain, tree = pytree.tree_flatten(self._plain(call))
+        made, other = pytree.tree_flatten(self._whole(made_by, call, size, edge))
+        if tree != other:
+            raise WrongError("the compiled form gives another structure")
+        cut = []
+        for p, m in zip(plain, made, strict=True):
+            both = isinstance(p, torch.Tensor) and isinstance(m, torch.Tensor)
+            short = both and p.shape != m.shape
+            if short:
+                at = [d for d in range(p.dim()) if p.shape[d] != m.shape[d]]
+                if p.dim() != m.dim() or at != [self._dim] or m.shape[self._dim] != edge:
+                    raise WrongError(
+                        f"an output has the shape {list(m.shape)} with padding and "
+                        f"{list(p.shape)} without: it cannot be cut in dimension {self._dim}"
+                    )
+            cut.append(short)
+        made = [m.narrow(self._dim, 0, size) if c else m for m, c in zip(made, cut, strict=True)]
+        self._compare(plain, made, call)
+        self._cut[edge] = cut
+
+    def _compare(self, plain: list[Any], made: list[Any], call: _Call) -> None:
+        for index, (p, m) in enumerate(zip(plain, made, strict=True)):
+            if isinstance(p, torch.Tensor) and not _near(p, m):
+                raise WrongError(
+                    f"output {index} depends on the padding, by {_far(p, m):.2g} of its norm"
+                    + ("" if self._mask else "; rows are not computed one by one: give mask=")
+                )
+        first, second = _gradients(plain, call.leaves), _gradients(made, call.leaves)
+        for p, m in zip(first, second, strict=True):
+            if p is None and m is None:
+                continue
+            if p is None or m is None or not _near(p, m):
+                raise WrongError("a gradient depends on the padding")
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[list[str]]:
+        """The module's buffers are afterwards what they were; gives the names of those changed."""
+        buffers = dict(self._module.named_buffers()) if self._module is not None else {}
+        kept = {key: (b._version, b.detach().clone()) for key, b in buffers.items()}
+        changed: list[str] = []
+        try:
+            yield changed
+        finally:
+            changed += [key for key, b in buffers.items() if b._version != kept[key][0]]
+            with torch.no_grad():
+                for key in changed:
+                    buffers[key].copy_(kept[key][1])
+
+    @contextlib.contextmanager
+    def _without_dropout(self) -> Iterator[bool]:
+        """Gives whether there is some."""
+        modules = [] if self._module is None else self._module.modules()
+        drops = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
+        drops = [m for m in drops if m.training and m.p > 0]
+        for m in drops:
+            m.training = False
+        try:
+            yield bool(drops)
+        finally:
+            for m in drops:
+                m.training = True
+
+
+class _Modes:
+    """What of torch's state belongs to a thread, and what is compiled depends on."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._cast = torch.is_autocast_enabled(device)
+        self._dtype = torch.get_autocast_dtype(device)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with (
+            torch.inference_mode(self._inference),
+            torch.set_grad_enabled(self._grad and not self._inference),
+            torch.autocast(self._device, self._dtype, enabled=self._cast),
+        ):
+            yield
+
+
+def _device(leaves: list[Any]) -> str:
+    return next(x.device.type for x in leaves if isinstance(x, torch.Tensor))
+
+
+def _random_state() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def _far(p: torch.Tensor, m: torch.Tensor) -> float:
+    a, b = p.detach().double(), m.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities too
+    gap = torch.where(same, 0.0, a - b).norm()
+    return float(gap / (torch.where(same & ~a.isfinite(), 0.0, a).norm() + 1e-12))
+
+
+def _near(p: torch.Tensor, m: torch.Tensor) -> bool:
+    if p.shape != m.shape or p.dtype != m.dtype:
+        return False
+    if not p.dtype.is_floating_point:
+        return bool(torch.equal(p, m))
+    return _far(p, m) <= _TOLERANCE.get(p.dtype, 2e-3)
+
+
+def _gradients(outputs: list[Any], inputs: list[Any]) -> list[torch.Tensor | None]:
+    """Of a sum of the outputs with weights, for all parameters and inputs; .grad stays as it is."""
+    total, leaves = None, []
+    for x in outputs:
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.dtype.is_floating_point:
+            weights = torch.cos(torch.arange(x.numel(), device=x.device, dtype=torch.float32))
+            part = (x.float() * weights.view(x.shape)).sum()
+            total = part if total is None else total + part
+    if total is None:
+        return []
+    seen, todo = set(), [total.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        todo += [following for following, _ in node.next_functions]
+    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    wanted += sorted((x for x in leaves if not any(x is w for w in wanted)), key=id)
+    return list(torch.autograd.grad(total, wanted, allow_unused=True))

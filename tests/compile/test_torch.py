@@ -1,0 +1,201 @@
+"""Buckets under torch: the same numbers and gradients, and no wrong form is used.
+
+The backend is torch's own "eager" one, which compiles nothing: what is tested is padding, checks,
+threads and records. benchmarks/compile_buckets.py runs the compiler.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from evener.compile import Options
+from evener.compile.command import report
+from evener.compile.torch import bucketed
+from evener.errors import UsageError
+
+QUICK = Options(plan_after=4, hits=1, judge=1000)
+SIZES = [20, 33, 27, 40, 31, 22, 38, 40, 25, 29, 36, 21]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("EVENER_COMPILE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    yield tmp_path
+    torch._dynamo.reset()
+
+
+def tower(*more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), *more, nn.Tanh(), nn.Linear(16, 4))
+
+
+def ready(function: Any) -> int:
+    """Calls that ran compiled."""
+    return sum(b["calls"] for said in function.report().values() for b in said["buckets"])
+
+
+def why(function: Any) -> str:
+    return " ".join(said["off"] for said in function.report().values())
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_training_is_the_same(background: bool) -> None:
+    plain, made = tower(), tower()
+    options = Options(plan_after=4, hits=1, judge=1000, background=background)
+    made = bucketed(made, options=options, backend="eager")
+    for step, size in enumerate(SIZES):
+        x = torch.randn(size, 8, generator=torch.Generator().manual_seed(step))
+        x.requires_grad_()
+        y = x.detach().clone().requires_grad_()
+        for model, inputs in ((plain, x), (made, y)):
+            out = model(inputs)
+            assert out.shape == (size, 4)
+            model.zero_grad()
+            out.square().mean().backward()
+        assert x.grad is not None and y.grad is not None
+        torch.testing.assert_close(x.grad, y.grad)
+        for p, m in zip(plain.parameters(), made.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, m.grad)
+        made.forward.wait()
+    assert ready(made.forward) >= 6
+    assert not why(made.forward)
+
+
+def test_nested_arguments_and_outputs() -> None:
+    def pick(batch: dict[str, torch.Tensor], scale: float, *, more: torch.Tensor) -> dict[str, Any]:
+        total = batch["a"] * scale + more
+        return {"rows": total, "table": more.new_zeros(3, 2), "label": "x"}
+
+    made = bucketed(pick, options=QUICK, backend="eager")
+    for size in SIZES:
+        a, b = torch.randn(size, 2), torch.randn(size, 2)
+        found = made({"a": a}, 2.0, more=b)
+        torch.testing.assert_close(found["rows"], a * 2 + b)
+        assert found["table"].shape == (3, 2)
+        assert found["label"] == "x"
+        made.wait()
+    assert ready(made) >= 6
+
+
+def test_rows_that_depend_on_each_other_are_left_alone() -> None:
+    made = bucketed(lambda x: x - x.mean(0), options=QUICK, name="centred", backend="eager")
+    for size in SIZES:
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(made(x), x - x.mean(0))
+        made.wait()
+    assert ready(made) == 0
+    assert "depends on the padding" in why(made)
+
+
+def test_a_mask_makes_them_independent() -> None:
+    def centred(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x - (x * mask[:, None]).sum(0) / mask.sum()
+
+    made = bucketed(centred, mask="mask", options=QUICK, backend="eager")
+    for size in SIZES:
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(made(x), x - x.mean(0))
+        made.wait()
+    assert ready(made) >= 6
+
+
+def test_batch_normalization_is_left_alone() -> None:
+    plain, made = tower(nn.BatchNorm1d(16)), tower(nn.BatchNorm1d(16))
+    bucketed(made, options=QUICK, backend="eager")
+    for step, size in enumerate(SIZES):
+        x = torch.randn(size, 8, generator=torch.Generator().manual_seed(step))
+        torch.testing.assert_close(plain(x), made(x))
+        made.forward.wait()
+    assert "a call changes 1." in why(made.forward)
+    for p, m in zip(plain.buffers(), made.buffers(), strict=True):
+        torch.testing.assert_close(p, m)
+
+
+def test_the_checks_draw_no_random_numbers() -> None:
+    """With dropout it is compiled in the call; what is drawn is what the calls themselves draw."""
+    plain, made = tower(nn.Dropout(0.5)), tower(nn.Dropout(0.5))
+    bucketed(made, options=QUICK, backend="eager")
+    torch.manual_seed(1)
+    for size in SIZES[:4]:  # the 4th makes a bucket and runs in it
+        made(torch.zeros(size, 8))
+    drawn = torch.rand(1)
+    assert not why(made.forward)
+    assert ready(made.forward) == 0  # that one is counted as a compilation
+    (said,) = made.forward.report().values()
+    (edge,) = [b["edge"] for b in said["buckets"] if b["status"] == "ready"]
+    torch.manual_seed(1)
+    for size in [*SIZES[:3], edge]:
+        plain(torch.zeros(size, 8))
+    assert torch.equal(drawn, torch.rand(1))
+    made.eval()
+    torch.testing.assert_close(made(torch.ones(5, 8)), plain.eval()(torch.ones(5, 8)))
+
+
+def test_an_error_of_the_compiler_costs_nothing() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    made = bucketed(lambda x: x + 1, options=QUICK, name="broken", backend=broken)
+    for size in SIZES:
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(made(x), x + 1)
+        made.wait()
+    assert "no such instruction" in why(made)
+
+
+def test_the_next_process_knows_the_sizes(place: Path) -> None:
+    first = bucketed(lambda x: x * 2, options=QUICK, name="double", backend="eager")
+    for size in SIZES:
+        first(torch.randn(size, 3))
+        first.wait()
+    first.save()
+    again = bucketed(lambda x: x * 2, options=QUICK, name="double", backend="eager")
+    again(torch.randn(40, 3))
+    again.wait()
+    again(torch.randn(40, 3))
+    assert ready(again) == 1
+    done = CliRunner().invoke(report, [])
+    assert done.exit_code == 0, done.output
+    assert "double (torch" in done.output
+    assert "12 calls with 11 sizes, 20 to 40" in done.output
+    (record,) = json.loads(CliRunner().invoke(report, ["--json"]).output)
+    (said,) = record["signatures"].values()
+    assert said["calls"] == 12
+
+
+def test_a_report_of_nothing(place: Path) -> None:
+    with pytest.raises(UsageError, match="has no record"):
+        CliRunner().invoke(report, [str(place / "none")], catch_exceptions=False)
+
+
+def test_copies_and_pickles() -> None:
+    model = bucketed(tower(), options=QUICK, backend="eager")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    x = torch.ones(4, 8)
+    assert not torch.equal(model(x), other(x))
+    assert torch.equal(other(x), torch.zeros(4, 4))
+    with pytest.raises(UsageError, match="state_dict"):
+        pickle.dumps(model)
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(UsageError, match="cannot be called"):
+        bucketed(3)
+    with pytest.raises(UsageError, match="dynamic="):
+        bucketed(lambda x: x, dynamic=True)
+    with pytest.raises(UsageError, match="limit of"):
+        bucketed(lambda x: x, options=Options(most=99))
