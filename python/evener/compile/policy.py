@@ -32,11 +32,11 @@ _MARGIN = 0.6  # of the limit of padding, in a plan: sizes that were not seen pa
 class Options:
     """The numbers of the rules.
 
-    most: buckets at most, of one function. padding: padded over real rows, which plans
-    aim to stay below. hits: calls in a
-    bucket before it is compiled. plan_after: calls before the first plan. judge: timed calls before
-    a bucket is judged. background: compile while calls go on, where that cannot change anything.
-    compile_seconds: taken for one compilation until one was measured.
+    most: buckets at most, of one function. padding: padded over real rows, which plans aim to stay
+    below. hits: calls in a bucket before it is compiled. plan_after: calls before the first plan.
+    judge: timed calls before a bucket is judged. background: compile while calls go on, in
+    TensorFlow and where that cannot change anything. compile_seconds: taken for one compilation
+    until one was measured.
     """
 
     most: int = 6

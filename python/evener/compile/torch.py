@@ -7,8 +7,9 @@ The function's tensors are padded along one dimension by repeating their last ro
 function can surely compute with), and what it gives is cut back. Gradients of padded rows are zero
 by that cut, so a loss outside of the function needs no mask.
 
-Compiling runs in a thread where a call leaves nothing behind: no random numbers drawn. Outputs and
-gradients of the padded, compiled form are compared with the plain form's first.
+It is compiled in the call that comes first to a bucket, as torch.compile does: in a second thread
+Dynamo is not safe (with torch 2.11 it ended the process). Outputs and gradients of the padded,
+compiled form are compared with the plain form's first.
 """
 
 from __future__ import annotations
@@ -82,7 +83,6 @@ class _Call:
     leaves: list[Any]
     tree: Any
     padded: list[int]  # which leaves
-    modes: _Modes | None = None  # of the thread that called
 
 
 class Function(Bucketed[_Call]):
@@ -105,7 +105,7 @@ class Function(Bucketed[_Call]):
         self._settings = (dim, mask, name, options, record, compile_options)
         self._made = torch.compile(function, dynamic=False, **compile_options)
         self._cut: dict[int, list[bool]] = {}  # of each edge: which outputs are cut
-        self._looked: dict[str, bool] = {}  # by mode: whether a call leaves nothing behind
+        self._looked: set[str] = set()
         self._changes = ""  # a buffer that a call changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
@@ -199,46 +199,44 @@ class Function(Bucketed[_Call]):
     # --- compiling ---
 
     def _quiet(self, call: _Call) -> bool:
+        """Never: see the head of this file. Looks once per mode at what a call leaves behind."""
         mode = str(self._module.training) if self._module is not None else ""
         if mode not in self._looked:
+            self._looked.add(mode)
             before = _random_state()
             with torch.no_grad(), self._restored() as changed:
                 self._plain(call)
-            same = all(map(torch.equal, before, _random_state()))
             _set_random_state(before)
-            self._looked[mode] = same and not changed
             if changed:
                 self._changes = changed[0]
-        return self._looked[mode]
+        return False
 
     def _kept(self, call: _Call) -> _Call:
         leaves = [
             x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
             for x in call.leaves
         ]
-        return _Call(leaves, call.tree, call.padded, _Modes(_device(leaves)))
+        return _Call(leaves, call.tree, call.padded)
 
     def _prepare(self, call: _Call, size: int, edge: int) -> None:
-        modes: _Modes | None = call.modes
-        with modes.entered() if modes else contextlib.nullcontext():
-            call = self._kept(call)
-            if size == edge and edge > 1:  # at least one padded row
-                size -= 1
-                for i in call.padded:
-                    x = call.leaves[i]
-                    short = x.detach().narrow(self._dim, 0, size)
-                    call.leaves[i] = short.requires_grad_(x.requires_grad)
-            if self._changes:
-                raise WrongError(f"a call changes {self._changes}: padded rows would count there")
-            with self._without_dropout() as dropout:
-                # Random numbers differ with the shape. So where there is dropout, the plain form is
-                # compared with itself, without it.
-                self._check(self._function if dropout else self._made, call, size, edge)
-            if dropout:  # in the thread of the call: see _quiet
-                before = _random_state()
-                found, _ = pytree.tree_flatten(self._whole(self._made, call, size, edge))
-                _gradients(found, call.leaves)
-                _set_random_state(before)
+        if self._changes:
+            raise WrongError(f"a call changes {self._changes}: padded rows would count there")
+        call = self._kept(call)
+        if size == edge and edge > 1:  # at least one padded row
+            size -= 1
+            for i in call.padded:
+                x = call.leaves[i]
+                short = x.detach().narrow(self._dim, 0, size)
+                call.leaves[i] = short.requires_grad_(x.requires_grad)
+        with self._without_dropout() as dropout:
+            # Random numbers differ with the shape. So where there is dropout, the plain form is
+            # compared with itself, without it.
+            self._check(self._function if dropout else self._made, call, size, edge)
+        if dropout:
+            before = _random_state()
+            found, _ = pytree.tree_flatten(self._whole(self._made, call, size, edge))
+            _gradients(found, call.leaves)
+            _set_random_state(before)
 
     def _check(self, made_by: Callable[..., Any], call: _Call, size: int, edge: int) -> None:
         plain, tree = pytree.tree_flatten(self._plain(call))
@@ -279,15 +277,16 @@ class Function(Bucketed[_Call]):
     def _restored(self) -> Iterator[list[str]]:
         """The module's buffers are afterwards what they were; gives the names of those changed."""
         buffers = dict(self._module.named_buffers()) if self._module is not None else {}
-        kept = {key: (b._version, b.detach().clone()) for key, b in buffers.items()}
+        # By value: torch's kernels change running statistics without a new version.
+        kept = {key: b.detach().clone() for key, b in buffers.items()}
         changed: list[str] = []
         try:
             yield changed
         finally:
-            changed += [key for key, b in buffers.items() if b._version != kept[key][0]]
+            changed += [key for key, b in buffers.items() if not _same(b, kept[key])]
             with torch.no_grad():
                 for key in changed:
-                    buffers[key].copy_(kept[key][1])
+                    buffers[key].copy_(kept[key])
 
     @contextlib.contextmanager
     def _without_dropout(self) -> Iterator[bool]:
@@ -302,25 +301,6 @@ class Function(Bucketed[_Call]):
         finally:
             for m in drops:
                 m.training = True
-
-
-class _Modes:
-    """What of torch's state belongs to a thread, and what is compiled depends on."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._cast = torch.is_autocast_enabled(device)
-        self._dtype = torch.get_autocast_dtype(device)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        with (
-            torch.inference_mode(self._inference),
-            torch.set_grad_enabled(self._grad and not self._inference),
-            torch.autocast(self._device, self._dtype, enabled=self._cast),
-        ):
-            yield
 
 
 def _device(leaves: list[Any]) -> str:
@@ -345,6 +325,10 @@ def _far(p: torch.Tensor, m: torch.Tensor) -> float:
     same = (a == b) | (a.isnan() & b.isnan())  # infinities too
     gap = torch.where(same, 0.0, a - b).norm()
     return float(gap / (torch.where(same & ~a.isfinite(), 0.0, a).norm() + 1e-12))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _near(p: torch.Tensor, m: torch.Tensor) -> bool:
