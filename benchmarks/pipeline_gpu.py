@@ -94,7 +94,8 @@ def main() -> None:
     parser.add_argument("--schedule", default="Eager1F1B")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--network", default="25gbit", help="for the plan, as it is")
+    parser.add_argument("--activations", default="exact", help="between nodes: bf16 or int8")
+    parser.add_argument("--network", help="for the plan, as 25gbit; default: it is measured")
     parser.add_argument("-o", "--json", type=Path, help="write the results there")
     parser.add_argument(
         "--timeline",
@@ -172,11 +173,14 @@ def main() -> None:
                 took, losses = timed(accumulate(whole(), rows, count, 0), args, sync)
         elif column == "pipeline":
             example = batch(0, rows, length, words, torch.device("meta"))
+            given: dict[str, Any] = {"activations": args.activations}
+            if args.network:
+                given["network"] = pipeline.network(between=args.network, per_node=1)
             pipe = pipeline.auto(
                 empty(), example, microbatches=count, schedule=args.schedule, weights=weights,
                 memory=str(int(torch.cuda.get_device_properties(0).total_memory * 0.9)) + "B"
                 if cuda else None,
-                network=pipeline.network(between=args.network, per_node=1),
+                **given,
             )  # fmt: skip
             planned = time.perf_counter() - begin
             optimizer = optimizer_of(pipe.parameters())
@@ -204,6 +208,9 @@ def main() -> None:
                 "schedule_ms": statistics.median(inner[args.warmup : -1]) * 1e3,
                 "predicted_bubble": plan.bubble,
                 "predicted_imbalance": plan.imbalance,
+                "predicted_over_measured": plan.step_seconds
+                / statistics.median(inner[args.warmup : -1]),
+                "theory_bubble": (plan.ranks - 1) / (plan.microbatches + plan.ranks - 1),
                 "bound": plan.bound,
                 "stages": [[s.blocks, s.seconds * 1e3] for s in plan.stages],
                 "uniform_ms": plan.alternatives["uniform by block"].step_seconds * 1e3,

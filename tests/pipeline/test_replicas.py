@@ -76,9 +76,9 @@ def test_gradients_are_those_of_all_replicas(tmp_path: Path) -> None:
 
 def refused(rank: int, size: int) -> None:
     for shape, names, said in (
-        ((2,), ("pipeline",), "a mesh with the dimensions ['pipeline']"),
+        ((2,), ("data",), "a mesh with the dimensions ['data']"),
         ((1, 2), ("data", "stage"), "a mesh with the dimensions"),
-        ((1, 1, 2), ("data", "pipeline", "tensor"), "tensor parallelism"),
+        ((1, 1, 2), ("data", "pipeline", "tensor"), "how GPT is divided"),
     ):
         with pytest.raises(UsageError) as caught:
             pipeline.auto(model(), batch(0), rates=RATES,

@@ -12,9 +12,10 @@ the same loss. Rank 0 measures and plans; all ranks cut by its plan.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from evener.comm.world.topology import host_identity
 from evener.errors import UsageError
 from evener.log import logger
-from evener.pipeline import checkpoint, report, schedules
+from evener.pipeline import checkpoint, links, report, schedules
+from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, Example, capture
 from evener.pipeline.faults import PipelineError, Watch
 from evener.pipeline.plan import Plan, Planned, digest, planned
@@ -34,6 +37,7 @@ from evener.pipeline.replicas import Replicas
 from evener.pipeline.split import Draw, Split, check_split_backward
 from evener.pipeline.stage import Clock, Ordered, Stage
 from evener.pipeline.synthetic import quiet_random
+from evener.pipeline.wire import LIMIT, Wire
 
 _COUNT = itertools.count()
 
@@ -48,6 +52,7 @@ def auto(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    tensor: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     weights: Weights | None = None,
     plan: Plan | None = None,
@@ -59,12 +64,16 @@ def auto(
 
     example: the inputs of a whole step: a tensor, a tuple, or a dict of named ones; with `loss`
     also `target`. group: one rank per device; default: all ranks. mesh: replicas of the pipeline in
-    place of a group: a DeviceMesh of two dimensions named `data` and `pipeline`; every replica is
-    given a batch of its own, and gradients are those of the mean of the replicas' losses. device:
+    place of a group: a DeviceMesh with the dimension `pipeline`, and `data`, `tensor` or both. Each
+    replica (`data`) is given a batch of its own, and gradients are those of the mean of the
+    replicas' losses; the parameters of a stage are divided over `tensor` (torch's DTensors).
+    tensor: how, as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; default: the plan that
+    models of transformers bring. device:
     this rank's; default: its GPU, or the CPU. weights: for a model on the meta device, a function
     from a parameter's name and shape (a meta tensor) to its values. plan: one that was made before;
     else rank 0 measures and makes one with the remaining arguments (`memory`, `schedule`,
-    `microbatches`, `network`, ...; see `planned`). seed: of dropout; default: rank 0's
+    `microbatches`, ...; see `planned`). network: as `pipeline.network(...)` makes it; default: what
+    is measured between these ranks. seed: of dropout; default: rank 0's
     torch.initial_seed(). timeout: seconds that a step may wait for another rank.
 
     Raises UsageError (on all ranks), NoFitError, PipelineError.
@@ -86,12 +95,18 @@ def auto(
     place = torch.device(device) if device is not None else _own_device()
     chosen: Any = [None]
     made: Planned | None = None
-    if rank == 0 and replicas.index == 0:
+    hosts: list[Any] = [None] * size
+    dist.all_gather_object(hosts, host_identity(), group=group)
+    if plan is None and size > 1 and not {"network", "rates"} & set(given):
+        given["network"] = links.probe(group, place, hosts)
+    if rank == 0 and replicas.first:
         try:
+            if replicas.tensor is not None:
+                divided.plan_of(model, tensor)  # before the work
             if plan is None:
                 with quiet_random(place):
                     made = planned(model, example, target=target, loss=loss, stages=size,
-                                   device=place, **given)  # fmt: skip
+                                   device=place, tensor=replicas.parts, **given)  # fmt: skip
                 plan = made.plan
             seed = torch.initial_seed() if seed is None else seed
             chosen = [(plan.to_dict(), seed, None)]
@@ -99,6 +114,8 @@ def auto(
             chosen = [(None, 0, error)]
     if rank == 0 and replicas.data is not None:
         dist.broadcast_object_list(chosen, group_src=0, group=replicas.data)
+    if rank == 0 and replicas.tensor is not None:
+        dist.broadcast_object_list(chosen, group_src=0, group=replicas.tensor.get_group())
     dist.broadcast_object_list(chosen, group_src=0, group=group)
     record, seed, failed = chosen[0]
     if failed is not None:
@@ -114,9 +131,13 @@ def auto(
             else "the plan is of another model",
             "give every rank the same model, example and versions; plan again",
         )  # fmt: skip
-    if rank == 0 and replicas.index == 0:
+    if rank == 0 and replicas.first:
         logger.info("pipeline: %s", replicas.said(plan))
-    return Pipeline(captured, plan, model, replicas, place, weights, int(seed or 0), timeout)
+    sharding = None
+    if replicas.tensor is not None:
+        sharding = divided.Sharding(replicas.tensor, divided.plan_of(model, tensor))
+    return Pipeline(captured, plan, model, replicas, place, weights, int(seed or 0), timeout, hosts,
+                    sharding)  # fmt: skip
 
 
 def _own_device() -> torch.device:
@@ -142,6 +163,7 @@ class Pipeline:
     def __init__(
         self, captured: Captured, plan: Plan, model: nn.Module, replicas: Replicas,
         device: torch.device, weights: Weights | None, seed: int, timeout: float,
+        hosts: list[str], sharding: divided.Sharding | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.device = plan, device
         self.replicas, group = replicas, replicas.pipeline
@@ -160,9 +182,10 @@ class Pipeline:
         everyone = list(replicas.members or members)
         # What replicas tell each other, and the sums of their gradients.
         self._all, self._data = self._control, None
-        if replicas.data is not None:
+        if len(everyone) > len(members):
             self._all = dist.new_group(everyone, limit, "gloo", use_local_synchronization=True,
                                        group_desc=f"evener pipeline all {name}")  # fmt: skip
+        if replicas.data is not None:
             self._data = dist.new_group(
                 dist.get_process_group_ranks(replicas.data), limit, use_local_synchronization=True,
                 group_desc=f"evener pipeline data {name}",
@@ -180,12 +203,17 @@ class Pipeline:
             s: self.split.module(s, device, self._draw, plan.recompute, kind.split, fill)
             for s in own
         }
+        self._sharding = sharding
+        if sharding is not None:
+            for module in self.modules.values():
+                sharding.apply(module)
         _share(list(self.modules.values()))
         self._stages = [
             Stage(self.modules[s], self.split, s, lambda m: self._rows[m], self._group, self._clock)
             for s in own
         ]
         self._check = _Finite(self._stages)
+        self._lay_wires(kind, ranks, hosts)
         self._schedule: Ordered | None = None
         self._tied = self._tied_groups(kind, ranks, members, limit)
         self._left = _left_over(model, captured) if self.rank == 0 else {}
@@ -218,7 +246,7 @@ class Pipeline:
             held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             for name, used in self.aliases.items():
                 if used in held and name in self._captured.kept:
-                    found[name] = held[used].detach()
+                    found[name] = divided.whole(held[used].detach())
         return found
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -243,7 +271,7 @@ class Pipeline:
                             f"{tuple(value.shape)} in the checkpoint",
                             "give one of this model",
                         )
-                    tensor.copy_(value)
+                    divided.fill(tensor, value)
 
     def save(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None,
@@ -256,9 +284,11 @@ class Pipeline:
         """
         with self._watch.step("saving"):
             if self.replicas.index == 0:  # all replicas have the same
-                checkpoint.save(Path(folder), self.state_dict(), self._named(optimizer),
-                                {"steps": self.steps, **(extra or {})},
-                                self.rank, self.plan.ranks, self._control)  # fmt: skip
+                tensors, states = self.state_dict(), self._named(optimizer)
+                if self.replicas.first:
+                    checkpoint.save(Path(folder), tensors, states,
+                                    {"steps": self.steps, **(extra or {})},
+                                    self.rank, self.plan.ranks, self._control)  # fmt: skip
             dist.barrier(self._all)
         return Path(folder)
 
@@ -281,7 +311,12 @@ class Pipeline:
         if optimizer is None:
             return None
         names = {id(p): n for n, p in self.named_parameters()}
-        return checkpoint.named_state(optimizer, names)
+        found = checkpoint.named_state(optimizer, names)
+        for state in found["states"].values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = divided.whole(value)
+        return found
 
     # --- Steps ---------------------------------------------------------------------------------
 
@@ -312,10 +347,11 @@ class Pipeline:
         self._draw.off = not train
         losses: list[torch.Tensor] = []
         indices = ", ".join(str(s) for s in self.modules)
-        with self._watch.step(f"stage {indices}"):
+        inside = self._sharding.step() if self._sharding else contextlib.nullcontext()
+        with self._watch.step(f"stage {indices}"), inside:
             self._clock.start()
             for stage in self._stages:
-                stage.has_backward = train
+                stage.has_backward, stage.step = train, self.steps
                 stage.clear_runtime_states()
             self._check.clear()
             if train:
@@ -326,6 +362,8 @@ class Pipeline:
                 [()] * count, pieces, list(range(count)), losses, return_outputs=False
             )
             if train:
+                for parameter in self.parameters():
+                    divided.settle(parameter)
                 self._sum_tied()
                 self._average()
             value = self._agree(losses, train)
@@ -377,9 +415,12 @@ class Pipeline:
         """The loss for all ranks; raises where some stage's values are not finite."""
         total = torch.stack([one.detach().double() for one in losses]).sum() if losses else None
         bad = self._check.first(losses)
+        lost = [0.0] * len(self.plan.cuts)
+        for wire in self._wires:
+            lost[wire.cut] = max(lost[wire.cut], wire.worst())
         mine = torch.tensor(
             [0.0 if total is None else float(total), float(total is not None),
-             *(bad if bad else (-1.0, -1.0, 0.0))], dtype=torch.float64
+             *(bad if bad else (-1.0, -1.0, 0.0)), *lost], dtype=torch.float64
         )  # fmt: skip
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._all))]
         dist.all_gather(everyone, mine, group=self._all)
@@ -395,7 +436,9 @@ class Pipeline:
             where = self.plan.stages[stage]
             what = "gradients" if row[4] else "values"
             of = f" of replica {replica}" if self.replicas.count > 1 else ""
-            rank = replica * ranks + where.rank
+            place = replica * ranks + where.rank
+            rank = self.replicas.members[place] if self.replicas.members else place
+            replica //= self.replicas.parts
             raise PipelineError(
                 f"stage {stage}{of} on rank {rank} ({where.blocks}) gave {what} that are not "
                 f"finite, in microbatch {microbatch} of step {self.steps}",
@@ -403,8 +446,50 @@ class Pipeline:
                 "rate",
                 rank,
             )
+        self._guard([max(row[5 + cut] for row in rows) for cut in range(len(lost))])
         losses_of = [row[0] for row in rows if row[1]]
         return torch.tensor(sum(losses_of) / len(losses_of), dtype=torch.float32)
+
+    # --- What crosses between nodes --------------------------------------------------------------
+
+    def _lay_wires(self, kind: schedules.Kind, ranks: int, hosts: list[str]) -> None:
+        """A form for each cut between two nodes, where one is asked for."""
+        self._wires: list[Wire] = []
+        self.lossy_cuts: set[int] = set()
+        if self.plan.activations == "exact":
+            return
+        self.lossy_cuts = {
+            cut
+            for cut in range(len(self.plan.cuts))
+            if hosts[schedules.rank_of(kind, cut, ranks)]
+            != hosts[schedules.rank_of(kind, cut + 1, ranks)]
+        }
+        for stage in self._stages:
+            for cut, side in ((stage.stage_index - 1, stage.before),
+                              (stage.stage_index, stage.after)):  # fmt: skip
+                if cut in self.lossy_cuts:
+                    for way in ("forward", "backward"):
+                        side[way] = Wire(self.plan.activations, cut, 2 * cut + (way == "backward"))
+                        self._wires.append(side[way])
+        if not self.lossy_cuts and self.rank == 0:
+            logger.info("activations=%s: all stages are on one node, and they go as they are",
+                        self.plan.activations)  # fmt: skip
+
+    def _guard(self, lost: list[float]) -> None:
+        """Cuts that lost too much go as they are from now on; all ranks decide alike."""
+        for cut, share in enumerate(lost):
+            if cut not in self.lossy_cuts or share <= LIMIT:
+                continue
+            self.lossy_cuts.discard(cut)
+            if self.rank == 0 and self.replicas.first:
+                logger.warning(
+                    "activations=%s lost %.0f%% of a tensor between stages %d and %d in step %d: "
+                    "they go there as they are from now on",
+                    self.plan.activations, share * 100, cut, cut + 1, self.steps,
+                )  # fmt: skip
+            for wire in self._wires:
+                if wire.cut == cut:
+                    wire.form = "exact"
 
     def _average(self) -> None:
         """Gradients over the replicas; those of earlier steps are equal there already."""
@@ -416,7 +501,8 @@ class Pipeline:
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                found.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                gradient = divided.own(parameter.grad)
+                found.setdefault(gradient.dtype, []).append(gradient)
         for gradients in found.values():
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self._data)
@@ -452,7 +538,7 @@ class Pipeline:
             added = parameter.grad
             if added is None:
                 added = torch.zeros_like(parameter)
-            dist.all_reduce(added, group=group)
+            dist.all_reduce(divided.own(added), group=group)
             before = self._before.pop(name, None)
             parameter.grad = added if before is None else before.add_(added)
 
@@ -478,7 +564,7 @@ class Pipeline:
         mine = ([list(m) for m in map(_flat, self._clock.marks())], self.seconds, float(peak))
         everyone: list[Any] = [None] * self.plan.ranks
         dist.all_gather_object(everyone, mine, group=self._control)
-        if self.rank == 0 and self.replicas.index == 0 and path is not None:
+        if self.rank == 0 and self.replicas.first and path is not None:
             report.write(self.plan, everyone, path)
 
     def close(self) -> None:

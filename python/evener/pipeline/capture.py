@@ -16,6 +16,7 @@ under the first of them.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -135,6 +136,16 @@ class Captured:
 
     def shape(self, value: torch.Tensor, rows: int) -> tuple[int, ...]:
         return tuple(self.size(one, rows) for one in value.shape)
+
+    def bytes(self, node: fx.Node, rows: int) -> int:
+        """Bytes of a node's tensor, or tensors, for batches of `rows`."""
+        meta = node.meta.get("val")
+        several = meta if isinstance(meta, tuple | list) else (meta,)
+        return sum(
+            math.prod(self.shape(one, rows)) * one.element_size()
+            for one in several
+            if isinstance(one, torch.Tensor)
+        )
 
     def flatten(self, example: Example) -> list[Any]:
         """The leaves of a call, in the order of `inputs`. Raises UsageError for another call."""

@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from evener.errors import UsageError
+from evener.pipeline.tensor import like
 
 _INDEX, _EXTRA = "model.safetensors.index.json", "evener.json"
 
@@ -144,11 +146,25 @@ class State:
         made = optimizer.state_dict()
         order = [p for group in optimizer.param_groups for p in group["params"]]
         made["state"] = {
-            at: saved[names[id(p)]] for at, p in enumerate(order) if names.get(id(p)) in saved
+            at: _divided(p, saved[names[id(p)]])
+            for at, p in enumerate(order)
+            if names.get(id(p)) in saved
         }
         for own, group in zip(made["param_groups"], groups, strict=True):
             own.update(group)
         optimizer.load_state_dict(made)
+
+
+def _divided(parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state, divided over ranks as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return state
+    return {
+        key: like(parameter, value)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
@@ -160,7 +176,7 @@ def named_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict
                 raise UsageError("the optimizer has parameters that are not the pipeline's",
                                  "make it with pipe.parameters()")  # fmt: skip
             if parameter in optimizer.state:
-                states[names[id(parameter)]] = optimizer.state[parameter]
+                states[names[id(parameter)]] = dict(optimizer.state[parameter])
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return {"states": states, "groups": groups}
 

@@ -49,6 +49,7 @@ def run_plan(model: str, **given: Any) -> None:
             optimizer=given["optimizer"],
             recompute={"yes": True, "no": False}.get(given["recompute"], "auto"),
             network=network(given["inside"], given["network"], given["per_node"]),
+            activations=given["activations"],
             device=given["device"],
             rates=rates,
         )

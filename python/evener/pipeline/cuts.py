@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from evener.pipeline.capture import Captured
-from evener.pipeline.profile import value_bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def cut_bytes(captured: Captured, rows: int) -> tuple[Any, Any]:
         meta = value.node.meta.get("val")
         if value.node is captured.loss and value.last == count:
             continue
-        size = value_bytes(captured, value.node, rows)
+        size = captured.bytes(value.node, rows)
         forward[value.made + 1] += size
         forward[value.last + 1] -= size
         if isinstance(meta, torch.Tensor) and meta.is_floating_point():

@@ -22,7 +22,7 @@ from torch import nn
 from evener import units
 from evener.errors import EvenerError, UsageError
 from evener.pipeline import profile as profiles
-from evener.pipeline import schedules, search
+from evener.pipeline import schedules, search, wire
 from evener.pipeline.capture import Captured, Example, capture
 from evener.pipeline.profile import Profile, Rates
 from evener.pipeline.search import Costs, Device, Found, Setting
@@ -84,7 +84,7 @@ class Plan:
     `cuts`: positions between operations. `rows`: of one microbatch. `bound`: the imbalance that the
     largest piece alone enforces (1: none). `operations`: a digest of the captured operations, by
     which ranks see that they cut the same. `tied`: names of shared parameters that lie on several
-    stages: their gradients are summed over these.
+    stages: their gradients are summed over these. `activations`: how they go between nodes.
     """
 
     schedule: str
@@ -109,6 +109,7 @@ class Plan:
     dynamic: bool
     tied: list[list[str]]
     marks: list[Mark] = field(default_factory=list)
+    activations: str = "exact"
 
     def to_dict(self) -> dict[str, Any]:
         record = dataclasses.asdict(self)
@@ -156,6 +157,14 @@ class Options:
     optimizer: str | float = "adam"
     recompute: bool | str = "auto"
     network: Network = field(default_factory=Network)
+    activations: str = "exact"
+    tensor: int = 1
+
+    def links(self, dtype: torch.dtype) -> Network:
+        """The network as activations of `dtype` see it: fewer bytes are a faster link."""
+        between = self.network.between
+        faster = between.bandwidth / wire.ratio(wire.check(self.activations), dtype)
+        return dataclasses.replace(self.network, between=Link(faster, between.latency))
 
     @property
     def local(self) -> int:
@@ -195,7 +204,9 @@ class Options:
                 )
         if any(speed <= 0 for speed in speeds):
             raise UsageError(f"speeds {speeds} are not all above 0", "1.0 is the profiled device")
-        return tuple(Device(_bytes(size), speed) for size, speed in zip(sizes, speeds, strict=True))
+        # Ranks that share a stage are one device: larger and faster by their number.
+        return tuple(Device(_bytes(size) * self.tensor, speed * self.tensor)
+                     for size, speed in zip(sizes, speeds, strict=True))  # fmt: skip
 
 
 def _bytes(size: Any) -> float:
@@ -248,7 +259,9 @@ def planned(
     interleaved schedules. microbatches: a number, or "auto". memory: per rank, as "80GB", or one
     per rank. speeds: per rank, as multiples of the profiled device. optimizer: "adam", "momentum",
     "sgd", or bytes of state per byte of a parameter. recompute: True, False, or "auto" (where
-    nothing fits without). network: `pipeline.network(...)`. device: on which operations are timed;
+    nothing fits without). network: `pipeline.network(...)`. activations: how they go between nodes:
+    "exact", "bf16" or "int8" (see `wire`). tensor: ranks that share each stage; they count as one
+    device, as if it all were divided evenly. device: on which operations are timed;
     rates: estimate from these and time nothing. Raises UsageError, and NoFitError with what is
     nearest.
     """
@@ -258,6 +271,7 @@ def planned(
         raise UsageError(f"plan: {error}", "see help(evener.pipeline.planned)") from None
     call = Example.of(example, target)
     kind = schedules.kind_of(options.schedule)
+    wire.check(options.activations)
     if options.stages < 1:
         raise UsageError(f"{options.stages} stages are none", "give stages=2 or more")
     schedules.ranks_of(kind, options.ranks * options.local, options.local)
@@ -295,7 +309,7 @@ def planned(
                 continue
             costs = Costs.of(captured, profile, rows, options.states, again)
             setting = Setting(kind.name, options.ranks, options.local, count, options.devices(),
-                              options.network)  # fmt: skip
+                              options.links(_dtype(captured)))  # fmt: skip
             found = search.search(costs, setting)
             if found and (best is None or found.result.step < best[0].result.step):
                 best = (found, setting, costs, captured, profile)
@@ -306,7 +320,15 @@ def planned(
     found, setting, costs, captured, profile = best
     if kind.split:
         check_split_backward(captured, list(found.cuts))
-    return Planned(_made(found, setting, costs, captured, profile, call.rows), captured, profile)
+    made = _made(found, setting, costs, captured, profile, call.rows)
+    made.activations = options.activations
+    return Planned(made, captured, profile)
+
+
+def _dtype(captured: Captured) -> torch.dtype:
+    """Of the model, and so of its activations."""
+    floating = (p.dtype for p in captured.module.parameters() if p.dtype.is_floating_point)
+    return next(floating, torch.float32)
 
 
 def _device() -> torch.device:

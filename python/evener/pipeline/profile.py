@@ -1,6 +1,7 @@
 """What each operation costs: seconds, bytes of parameters, bytes kept for backward.
 
-`measure` times each distinct operation on a device, on made-up inputs (see `synthetic`); `estimate`
+`measure` times each distinct operation on a device, on made-up inputs (see `synthetic`), and each
+distinct block as a whole, to which its operations' times are fitted (see `pieces`); `estimate`
 divides its arithmetic and its bytes by rates that are given, for a device that is not at hand. Both
 need the model's shapes only, so the model may be on the meta device.
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from evener.log import logger
+from evener.pipeline import pieces
 from evener.pipeline.capture import Captured, root_of
 from evener.pipeline.synthetic import Operation, differentiable, quiet_random
 
@@ -95,7 +97,36 @@ def measure(captured: Captured, rows: Sequence[int], device: torch.device | str)
         return known[key]
 
     with quiet_random(place):
-        return _profile(captured, rows, times, f"measured on {place}", failed)
+        found = _profile(captured, rows, times, f"measured on {place}", failed)
+        for at, count in enumerate(found.rows):
+            _correct(captured, found, at, count, place, base)
+    return found
+
+
+# A piece below this share of all time is not run as a whole.
+_SHARE = 0.005
+# Made-up values may lead through other code than real ones: no piece corrects by more.
+_MOST = 4.0
+
+
+def _correct(
+    captured: Captured, found: Profile, at: int, rows: int, device: torch.device, base: float
+) -> None:
+    """Multiply the times of operations by what their pieces take over their sums."""
+    seconds = found.forward[at] + found.input[at] + found.weight[at]
+
+    def wanted(begin: int, end: int) -> bool:
+        return bool(seconds[begin:end].sum() > _SHARE * seconds.sum())
+
+    for piece in list(pieces.run(captured, rows, device, wanted)):
+        part = slice(piece.begin, piece.end)
+        for arrays, took in (((found.forward,), piece.forward),
+                             ((found.input, found.weight), piece.backward - base)):  # fmt: skip
+            alone = sum(float(array[at, part].sum()) for array in arrays)
+            factor = min(max(took / alone, 1 / _MOST), _MOST) if alone > 0 and took > 0 else 1.0
+            logger.debug("operations %d..%d take %.3f of their sum", piece.begin, piece.end, factor)
+            for array in arrays:
+                array[at, part] *= factor
 
 
 def estimate(captured: Captured, rows: Sequence[int], rates: Rates) -> Profile:
@@ -147,26 +178,9 @@ def _profile(
                 if root.op in ("get_attr", "placeholder") or root in counted:
                     continue
                 counted.add(root)
-                total += max(_bytes(captured, one, count), _bytes(captured, root, count))
+                total += max(captured.bytes(one, count), captured.bytes(root, count))
             saved[line, at] = total
     return Profile(sizes, forward, inner, weight, saved, how, tuple(failed))
-
-
-def _bytes(captured: Captured, node: Any, rows: int) -> int:
-    total = 0
-    meta = node.meta.get("val")
-    for one in meta if isinstance(meta, tuple | list) else (meta,):
-        if isinstance(one, torch.Tensor):
-            size = one.element_size()
-            for length in captured.shape(one, rows):
-                size *= length
-            total += size
-    return total
-
-
-def value_bytes(captured: Captured, node: Any, rows: int) -> int:
-    """Bytes of a node's tensor, or tensors, for microbatches of `rows`."""
-    return _bytes(captured, node, rows)
 
 
 def _timed(operation: Operation, device: torch.device, base: float) -> Times:
@@ -222,12 +236,14 @@ def _clock(function: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / calls / 1e3
+    # One thread's own time: what other programs of the machine take does not count.
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found: list[float] = []
     deadline = time.perf_counter() + 0.02
     while len(found) < 3 or (time.perf_counter() < deadline and len(found) < 25):
-        begin = time.perf_counter()
+        begin = now()
         function()
-        found.append(time.perf_counter() - begin)
+        found.append(now() - begin)
         if sum(found) > 1.0:
             break
     return statistics.median(found)

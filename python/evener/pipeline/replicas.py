@@ -1,7 +1,8 @@
-"""Replicas of a pipeline: which ranks are one pipeline, and which hold the same stage.
+"""Which ranks are one pipeline, which hold the same stage, and which share the parts of one stage.
 
-A mesh of two dimensions, `data` and `pipeline`: its rows are pipelines, its columns the ranks whose
-gradients are averaged. Tensor parallelism inside a stage is refused by name: it is planned.
+A mesh has the dimension `pipeline`, and may have `data` and `tensor`: ranks along `pipeline` are
+the stages, along `data` replicas whose gradients are averaged, along `tensor` those over which a
+stage's parameters are divided. The order of the dimensions is the caller's.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from evener.errors import UsageError
 if TYPE_CHECKING:
     from evener.pipeline.plan import Plan
 
-_NAMES = {"data", "pipeline"}
+_NAMES = ("data", "tensor", "pipeline")
 
 
 @dataclass(frozen=True)
 class Replicas:
     """pipeline: this rank's pipeline, None for all ranks; data: those with its stage, None where
-    there is one replica. index: of this replica; members: all ranks, replica by replica.
+    there is one replica; tensor: those that share its stage, None where there are none. index: of
+    this replica; part: this rank's place in `tensor`; members: all ranks, by replica, part, stage.
     """
 
     pipeline: dist.ProcessGroup | None
@@ -31,35 +33,57 @@ class Replicas:
     index: int = 0
     count: int = 1
     members: tuple[int, ...] = ()
+    tensor: DeviceMesh | None = None
+    part: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first pipeline of all: it plans, and writes checkpoints."""
+        return self.index == 0 and self.part == 0
+
+    @property
+    def parts(self) -> int:
+        """Ranks over which a stage's parameters are divided."""
+        return self.tensor.size() if self.tensor is not None else 1
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Replicas:
-        """Raises UsageError for a mesh that is none of these."""
+        """Raises UsageError for a mesh of other dimensions."""
         if mesh is None:
             return cls(group)
         if group is not None:
             raise UsageError("both group= and mesh= are given", "give one of them")
         names = mesh.mesh_dim_names or ()
-        if {"tensor", "tp"} & set(names):
-            raise UsageError("tensor parallelism inside a pipeline's stages is not there yet",
-                             "give a mesh of data and pipeline")  # fmt: skip
-        if set(names) != _NAMES:
+        if "pipeline" not in names or not set(names) <= set(_NAMES):
             raise UsageError(
                 f"a mesh with the dimensions {list(names)}",
-                'init_device_mesh(device, (replicas, stages), mesh_dim_names=("data", "pipeline"))',
+                'init_device_mesh(device, (replicas, stages), mesh_dim_names=("data", "pipeline")),'
+                ' with "tensor" where a stage is divided too',
             )
-        table = mesh.mesh if names[0] == "data" else mesh.mesh.t()
-        count = int(table.shape[0])
+        table = mesh.mesh
+        for name in _NAMES:
+            if name not in names:
+                table, names = table.unsqueeze(0), (name, *names)
+        table = table.permute(*(names.index(name) for name in _NAMES))
+        count, parts = int(table.shape[0]), int(table.shape[1])
+        there = mesh.mesh_dim_names or ()
         return cls(
-            mesh.get_group("pipeline"), mesh.get_group("data") if count > 1 else None,
-            mesh.get_local_rank("data"), count, tuple(table.flatten().tolist()),
-        )  # fmt: skip
+            mesh.get_group("pipeline"),
+            mesh.get_group("data") if count > 1 else None,
+            mesh.get_local_rank("data") if "data" in there else 0,
+            count,
+            tuple(table.flatten().tolist()),
+            mesh["tensor"] if parts > 1 else None,
+            mesh.get_local_rank("tensor") if "tensor" in there else 0,
+        )
 
     def said(self, plan: Plan) -> str:
         """What was chosen, in one line."""
+        divided = f" x {self.parts} tensor-parallel ranks" if self.tensor is not None else ""
         return (
-            f"{self.count} replica(s) x {plan.ranks} stages, {plan.schedule}, {plan.microbatches} "
-            f"microbatches of {plan.rows} row(s) per replica; expected {plan.step_seconds:.3g} s "
-            f"per step without the sums over replicas, bubble {plan.bubble:.0%}, stages "
+            f"{self.count} replica(s) x {plan.ranks} stages{divided}, {plan.schedule}, "
+            f"{plan.microbatches} microbatches of {plan.rows} row(s) per replica; expected "
+            f"{plan.step_seconds:.3g} s per step without the sums over replicas"
+            f"{' and inside stages' if divided else ''}, bubble {plan.bubble:.0%}, stages "
             f"{plan.imbalance:.3f} (longest / mean)"
         )

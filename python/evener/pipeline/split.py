@@ -128,8 +128,14 @@ class StageModule(nn.Module):
         self.device, self.random, self.recompute = device, random, recompute
         # Split backward cuts what is sent off its graph: it must be no tensor that the graph keeps.
         self.apart = apart
+        # What is done to a tensor that comes in and to one that goes out, where the stage's own are
+        # divided over ranks.
+        self.enter: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.leave: Callable[[Any], Any] | None = None
 
     def forward(self, *crossing: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        if self.enter is not None:
+            crossing = tuple(self.enter(tensor) for tensor in crossing)
         given = [*crossing, *(inputs[name] for name in self.needs)]
         microbatch, step = self.draw.microbatch, self.draw.step
 
@@ -148,6 +154,8 @@ class StageModule(nn.Module):
             out = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
         else:
             out = run(*given)
+        if self.leave is not None:
+            out = tuple(self.leave(value) for value in out)
         return tuple(_sendable(value, self.apart) for value in out)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -194,6 +202,25 @@ class Split:
         if position in (0, len(self.captured.ops)):
             return []
         return [Edge(node, node in self._graded) for node in crossing_at(self._values, position)]
+
+    def laid(self, edge: Edge, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """A tensor that came over a cut, in the order in memory that the model has there.
+
+        It travels contiguous, and a view after the cut may need another order.
+        """
+        meta = edge.node.meta["val"]
+        strides = [self.captured.size(stride, rows) for stride in meta.stride()]
+        order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1),
+                       key=lambda d: -strides[d])  # fmt: skip
+        step = 1
+        for d in reversed(order):
+            if strides[d] != step:
+                return tensor  # expanded, or a part of a larger one
+            step *= tensor.shape[d]
+        if order == sorted(order):
+            return tensor
+        made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor)
 
     def stage_of(self, parameter: str) -> list[int]:
         """The stages that use a parameter (its name in the graph)."""

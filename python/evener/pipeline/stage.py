@@ -10,6 +10,7 @@ so that transfers and computation take turns.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from evener.pipeline import schedules
 from evener.pipeline.simulate import Mark
 from evener.pipeline.split import Edge, Split, StageModule
+from evener.pipeline.wire import Wire
 
 _TYPES = {
     "F": _ComputationType.FORWARD,
@@ -60,6 +62,11 @@ class Stage(PipelineStage):
         )  # fmt: skip
         self.module = module
         self.args_recv_info: dict[int, Any]
+        # How tensors go over the cut before and after this stage, by the way they go; None: as they
+        # are. `step`: of the pipeline.
+        self.before: dict[str, Wire] = {}
+        self.after: dict[str, Wire] = {}
+        self.step = 0
         # Told of what is sent: (stage, microbatch, 0 forward or 1 backward, tensors).
         self.sees: Callable[[int, int, int, Any], None] = lambda *_: None
 
@@ -90,7 +97,7 @@ class Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         rows = self.rows(fwd_chunk_id)
         for edge, info in zip(self.incoming, self.args_recv_info[fwd_chunk_id], strict=True):
-            info.buffer = self._empty(edge, rows)
+            info.buffer = self._room(edge, rows, self.before.get("forward"))
         return self._get_recv_ops(self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -100,9 +107,31 @@ class Stage(PipelineStage):
         wanted = []
         for edge, info in zip(self.outgoing, self.grad_recv_info[bwd_chunk_id], strict=True):
             if edge.differentiable:
-                info.buffer = self._empty(edge, rows)
+                info.buffer = self._room(edge, rows, self.after.get("backward"))
                 wanted.append(info)
         return self._get_recv_ops(tuple(wanted))
+
+    def _room(self, edge: Edge, rows: int, wire: Wire | None) -> torch.Tensor:
+        """A buffer for what comes over a cut."""
+        value = edge.node.meta["val"]
+        shape = self.split.captured.shape(value, rows)
+        if wire is None or not wire.fits(value.dtype, shape):
+            return self._empty(edge, rows)
+        return wire.buffer(math.prod(shape), self.device)
+
+    def _read(self, edge: Edge, rows: int, wire: Wire | None, came: torch.Tensor) -> torch.Tensor:
+        """The tensor that came over a cut."""
+        value = edge.node.meta["val"]
+        shape = self.split.captured.shape(value, rows)
+        if wire is None or not wire.fits(value.dtype, shape):
+            return came
+        return wire.decode(came, shape, value.dtype)
+
+    def _written(self, tensor: torch.Tensor, wire: Wire | None, microbatch: int) -> torch.Tensor:
+        """What is sent for a tensor."""
+        if wire is None or not wire.fits(tensor.dtype, tensor.shape):
+            return tensor
+        return wire.encode(tensor, self.step, microbatch)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Of a stage on this rank, which may have sent integers too."""
@@ -138,27 +167,40 @@ class Stage(PipelineStage):
         peer = self.stage_index_to_group_rank[self.stage_index - 1]
         target = peer if self.group is None else dist.get_global_rank(self.group, peer)
         gradients = self._filled(self.bwd_cache.pop(bwd_chunk_id), bwd_chunk_id)
+        wire = self.before.get("backward")
         return [
-            dist.P2POp(dist.isend, gradient, target, self.group)
-            for gradient in gradients
-            if gradient is not None
+            dist.P2POp(dist.isend, self._written(g, wire, bwd_chunk_id), target, self.group)
+            for g in gradients
+            if g is not None
         ]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
+        if self.is_last:
+            return []
+        wire = self.after.get("forward")
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        return [
+            dist.P2POp(op.op, self._written(op.tensor, wire, fwd_chunk_id), op.peer, op.group)
+            for op in ops
+        ]
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        infos = self.args_recv_info[fwd_chunk_id]
+        infos, rows = self.args_recv_info[fwd_chunk_id], self.rows(fwd_chunk_id)
         values = []
         for edge, info in zip(self.incoming, infos, strict=True):
-            values.append(info.buffer.requires_grad_(edge.differentiable and self.has_backward))
+            value = self._read(edge, rows, self.before.get("forward"), info.buffer)
+            value = self.split.laid(edge, value, rows)
+            values.append(value.requires_grad_(edge.differentiable and self.has_backward))
             info.buffer = None
         return tuple(values)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        values = []
+        values, rows = [], self.rows(bwd_chunk_id)
         for edge, info in zip(self.outgoing, self.grad_recv_info[bwd_chunk_id], strict=True):
-            values.append(info.buffer if edge.differentiable else None)
+            value = None
+            if edge.differentiable:
+                value = self._read(edge, rows, self.after.get("backward"), info.buffer)
+            values.append(value)
             info.buffer = None
         return tuple(values)
 

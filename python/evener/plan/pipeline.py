@@ -70,6 +70,10 @@ def pipeline_group() -> None:
 @click.option(
     "--per-node", default=0, show_default=True, help="Ranks of one node; 0: all share one."
 )
+@click.option(
+    "--activations", default="exact", show_default=True,
+    type=click.Choice(["exact", "bf16", "int8"]), help="How they go between nodes.",
+)  # fmt: skip
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the plan as JSON.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Write a page with the timeline.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
