@@ -18,6 +18,8 @@ from torch.nn import functional
 from evener import zero
 from evener.zero import boundary
 from evener.zero.device import SimulatedDevice
+from evener.zero.trace import trace
+from evener.zero.units import cut
 
 from .models import Block, Model, Plain, batches, loss_of
 from .test_engine import HYPER, weights
@@ -115,6 +117,36 @@ def test_a_loss_of_ctc_is_traced() -> None:
         found = engine.memory()
     assert engine.plan is not None and engine.plan.traced
     assert 0.98 < found["gpu planned"] / found["gpu peak"] < 1.02, found
+
+
+class Experts(WithLoss):
+    """Each block's output goes through two experts' grouped products."""
+
+    def __init__(self) -> None:
+        super().__init__(width=WIDTH, blocks=3)
+        for layer in self.layers:
+            layer.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH)
+            inner = layer.forward
+
+            def forward(x: torch.Tensor, layer: Any = layer, inner: Any = inner) -> torch.Tensor:
+                rows = inner(x).flatten(0, 1)
+                ends = torch.tensor([len(rows) // 4, len(rows)], dtype=torch.int32)
+                out: torch.Tensor = functional.grouped_mm(rows, layer.experts, offs=ends)
+                return out.view_as(x)
+
+            layer.forward = forward
+
+
+def test_grouped_products_in_float32_are_traced_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    cpu, units = torch.device("cpu"), cut(model, {}, small=100)
+    assert trace(model, units, batches(1), {}, device=cpu, dtype=torch.float32).forward
+    with engine_of(model) as engine:
+        train(engine, 2)
+        found = engine.memory()
+    assert engine.plan is not None and engine.plan.traced
+    assert 0.97 < found["gpu planned"] / found["gpu peak"] < 1.03, found
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
