@@ -22,7 +22,7 @@ def test_in_a_process_of_its_own() -> None:
         [sys.executable, str(CHECK)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=170,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
