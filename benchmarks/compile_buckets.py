@@ -135,7 +135,7 @@ def described(found: dict[str, Any], function: Any) -> dict[str, Any]:
     function.save()
     (said,) = function.report().values()
     buckets = said["buckets"]
-    made = [b for b in buckets if b["status"] in ("ready", "off") and b["compile_seconds"]]
+    made = [b for b in buckets if b["status"] == "ready" or b["calls"]]
     calls = [b for b in buckets if b["calls"]]
     rows = sum(b["rows"] for b in calls)
     found["forms"] = len(made)

@@ -15,8 +15,11 @@ collectives) is left as it is.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record as tape_record
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import op_def_registry, ops
 
 from evener.compile import store
 from evener.compile.driver import Bucketed, WrongError
@@ -230,7 +233,10 @@ class Function(Bucketed[_Call]):
             plain, first = self._taped(lambda: self._plain(call), watched, call, None)
             changed = [tf.identity(v) for v in variables] if before else []
             _put(variables, before)
-            made, second = self._taped(lambda: self._padded(call, size, edge), watched, call, size)
+            with _same_names(f"{self.name} {self._signature(call)} {edge}"):
+                made, second = self._taped(
+                    lambda: self._padded(call, size, edge), watched, call, size
+                )
             cut = self._cuts(plain, made, edge)
             made = [self._short(m, size) if c else m for m, c in zip(made, cut, strict=True)]
             if self._kind != "random":
@@ -289,6 +295,22 @@ class Function(Bucketed[_Call]):
                     f"{what} {index} depends on the padding, by {far:.2g} of its norm"
                     + ("" if self._mask else "; give mask= where rows are not computed one by one")
                 )
+
+
+@contextlib.contextmanager
+def _same_names(key: str) -> Iterator[None]:
+    """Functions that are traced here have the same names in every process.
+
+    TensorFlow puts a number that counts up into each name, and XLA's cache looks for the name. So
+    the next process would find nothing. Here the numbers begin at one that follows from `key`.
+    """
+    numbers = itertools.count(1_000_000 * (1 + zlib.crc32(key.encode())))
+    before = ops.uid
+    ops.uid = lambda: next(numbers)
+    try:
+        yield
+    finally:
+        ops.uid = before
 
 
 def _put(variables: list[Any], values: list[Any]) -> None:
