@@ -136,6 +136,7 @@ def test_lightning(tmp_path: Path) -> None:
     trainer = lightning.Trainer(
         max_steps=140, accelerator="cpu", callbacks=[follow], default_root_dir=tmp_path, **options
     )
-    trainer.fit(module, [batch(step) for step in range(140)])
+    batches = [batch(step) for step in range(140)]
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     assert follow.policy.machine.step == 140
     assert follow.policy.machine.half_steps == 140 - QUICK.settle
