@@ -1,5 +1,6 @@
 //! The packet protocol in virtual time, in a table: `cargo run --release -p evener-proto --example
-//! packet_table [FILE.json]`. docs/benchmarks/network-packets.md has it.
+//! packet_table [FILE.json]`. docs/benchmarks/network-packets.md has it. `RATES=0.1,1` (Gb/s) takes other
+//! rates, `ONLY=incast` the rows with that word.
 
 #![allow(
     clippy::unwrap_used,
@@ -46,7 +47,9 @@ fn main() {
             .is_none_or(|only| name.contains(only.as_str()))
     };
     let mut table = Table(Vec::new());
-    for rate in [1.0, 10.0] {
+    let rates = std::env::var("RATES").unwrap_or_else(|_| "0.1,1,10".into());
+    let rates = rates.split(',').map(|rate| rate.parse::<f64>().unwrap());
+    for rate in rates {
         let bits = rate * GIGA;
         let at = format!("{rate} Gb/s");
         if want("clean") {

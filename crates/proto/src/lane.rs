@@ -33,8 +33,9 @@ pub struct Violation;
 /// What a path is to carry.
 pub type Transmit = Frame;
 
+/// What is to be said and is no bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Control {
+enum Statement {
     Open(u64),
     Opened(u64, bool),
     Ack(u64),
@@ -68,7 +69,7 @@ pub struct Lane {
     offered: FxHashSet<u64>,
     /// Closed here, not known to be closed by the peer.
     closing: BTreeSet<(Side, u64)>,
-    control: VecDeque<Control>,
+    unsaid: VecDeque<Statement>,
     /// Messages with bytes that wait for a path, oldest first. May name what is gone.
     ready: VecDeque<(u64, u64)>,
     events: VecDeque<Event>,
@@ -96,7 +97,7 @@ impl Lane {
             receives: FxHashMap::default(),
             offered: FxHashSet::default(),
             closing: BTreeSet::new(),
-            control: VecDeque::new(),
+            unsaid: VecDeque::new(),
             ready: VecDeque::new(),
             events: VecDeque::new(),
             pathless: Some(now),
@@ -120,7 +121,7 @@ impl Lane {
         self.sends
             .insert(comm, SendComm::new(eager_slots, eager_bytes, listener));
         if listener.is_some() {
-            self.control.push_back(Control::Open(comm));
+            self.unsaid.push_back(Statement::Open(comm));
         }
     }
 
@@ -148,14 +149,14 @@ impl Lane {
         self.offered.remove(&comm);
         if let Some(receive) = self.receives.get_mut(&comm) {
             receive.accepted = true;
-            self.control.push_back(Control::Opened(comm, true));
+            self.unsaid.push_back(Statement::Opened(comm, true));
         }
     }
 
     /// Answers [`Event::Open`]: no.
     pub fn decline(&mut self, comm: u64) {
         self.offered.remove(&comm);
-        self.control.push_back(Control::Opened(comm, false));
+        self.unsaid.push_back(Statement::Opened(comm, false));
     }
 
     /// Takes a message of `length` bytes; its number, or `None` where the comm is not here or 64
@@ -180,7 +181,7 @@ impl Lane {
     fn settle(&mut self, comm: u64, message: u64, outcome: Outcome) {
         match outcome {
             Outcome::Wait => {}
-            Outcome::Credit => self.control.push_back(Control::Credit(comm, message)),
+            Outcome::Credit => self.unsaid.push_back(Statement::Credit(comm, message)),
             Outcome::Received(length) => {
                 self.events.push_back(Event::Received {
                     comm,
@@ -199,7 +200,7 @@ impl Lane {
                 self.acknowledge(comm);
             }
             Outcome::Oversize { total, room } => {
-                self.control.push_back(Control::Refuse(comm, message));
+                self.unsaid.push_back(Statement::Refuse(comm, message));
                 self.events.push_back(Event::Failed {
                     comm,
                     side: Side::Receive,
@@ -214,7 +215,7 @@ impl Lane {
         if let Some(receive) = self.receives.get_mut(&comm)
             && !std::mem::replace(&mut receive.ack_queued, true)
         {
-            self.control.push_back(Control::Ack(comm));
+            self.unsaid.push_back(Statement::Ack(comm));
         }
     }
 
@@ -225,9 +226,9 @@ impl Lane {
             Side::Receive => self.receives.remove(&comm).is_some(),
         };
         if known && self.closing.insert((side, comm)) {
-            self.control.push_back(match side {
-                Side::Send => Control::CloseSend(comm),
-                Side::Receive => Control::CloseReceive(comm),
+            self.unsaid.push_back(match side {
+                Side::Send => Statement::CloseSend(comm),
+                Side::Receive => Statement::CloseReceive(comm),
             });
         }
     }
@@ -250,7 +251,7 @@ impl Lane {
         if self.paths.is_empty() {
             self.pathless = Some(now);
         }
-        self.control.push_back(Control::Gone(id));
+        self.unsaid.push_back(Statement::Gone(id));
         self.rescue(id);
     }
 
@@ -348,27 +349,27 @@ impl Lane {
 
     fn resync(&mut self) {
         for (side, comm) in &self.closing {
-            self.control.push_back(match side {
-                Side::Send => Control::CloseSend(*comm),
-                Side::Receive => Control::CloseReceive(*comm),
+            self.unsaid.push_back(match side {
+                Side::Send => Statement::CloseSend(*comm),
+                Side::Receive => Statement::CloseReceive(*comm),
             });
         }
         for (comm, send) in &self.sends {
             if send.opening.is_some() {
-                self.control.push_back(Control::Open(*comm));
+                self.unsaid.push_back(Statement::Open(*comm));
             }
         }
         for (comm, receive) in &mut self.receives {
             for (index, message) in receive.messages.iter().enumerate() {
                 let number = receive.floor + index as u64;
                 if message.refused {
-                    self.control.push_back(Control::Refuse(*comm, number));
+                    self.unsaid.push_back(Statement::Refuse(*comm, number));
                 } else if message.room.is_some() && !message.complete {
-                    self.control.push_back(Control::Credit(*comm, number));
+                    self.unsaid.push_back(Statement::Credit(*comm, number));
                 }
             }
             if !std::mem::replace(&mut receive.ack_queued, true) {
-                self.control.push_back(Control::Ack(*comm));
+                self.unsaid.push_back(Statement::Ack(*comm));
             }
         }
     }

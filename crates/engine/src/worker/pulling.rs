@@ -233,14 +233,14 @@ fn pull(link: &mut Link, mine: &mut Mine, conns: &mut [Option<Box<Conn>>], now: 
         };
         let (fill, number) = open[place];
         mine.delivery.full = fill >= 1.0 || ahead >= limit;
-        if mine.delivery.full && !link.lane.has_control() {
+        if mine.delivery.full && !link.lane.has_statement() {
             return any;
         }
         let Some(Some(conn)) = conns.get_mut(number) else {
             return any;
         };
         let frame = if mine.delivery.full {
-            link.lane.transmit_control(conn.path, now)
+            link.lane.transmit_statement(conn.path, now)
         } else {
             link.lane.transmit(conn.path, now)
         };

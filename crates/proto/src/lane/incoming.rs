@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Control, Event, Lane, Violation, Why};
+use super::{Event, Lane, Statement, Violation, Why};
 use crate::Side;
 use crate::path::PathId;
 use crate::receive::Place;
@@ -24,7 +24,7 @@ impl Lane {
         match *frame {
             Frame::Open { comm, listener } => match self.receives.get(&comm) {
                 Some(receive) if receive.accepted => {
-                    self.control.push_back(Control::Opened(comm, true));
+                    self.unsaid.push_back(Statement::Opened(comm, true));
                 }
                 Some(_) => {}
                 None => {
@@ -114,7 +114,7 @@ impl Lane {
                 }
             }
             Frame::CloseSend { comm } => {
-                self.control.push_back(Control::Closed(comm, true));
+                self.unsaid.push_back(Statement::Closed(comm, true));
                 self.offered.remove(&comm);
                 if self.receives.contains_key(&comm) {
                     self.events.push_back(Event::Failed {
@@ -125,7 +125,7 @@ impl Lane {
                 }
             }
             Frame::CloseReceive { comm } => {
-                self.control.push_back(Control::Closed(comm, false));
+                self.unsaid.push_back(Statement::Closed(comm, false));
                 if self.sends.contains_key(&comm) {
                     self.events.push_back(Event::Failed {
                         comm,

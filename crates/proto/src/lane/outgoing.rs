@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Control, Lane, Transmit};
+use super::{Lane, Statement, Transmit};
 use crate::Side;
 use crate::path::{PathId, PathState};
 use crate::wire::{Frame, HEADER, PACKET};
@@ -26,7 +26,7 @@ impl Lane {
         let frame = match own {
             Some(frame) => Some(frame),
             None if !usable => None,
-            None => self.next_control().or_else(|| {
+            None => self.next_statement().or_else(|| {
                 let share = self.backlog / live.max(1);
                 let share = u32::try_from(share).unwrap_or(u32::MAX) / PACKET * PACKET;
                 let share = share.max(least as u32);
@@ -38,18 +38,18 @@ impl Lane {
     }
 
     /// The next frame for a path that must not have chunks now.
-    pub fn transmit_control(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
+    pub fn transmit_statement(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
         if self.path_state(id)? != PathState::Live {
             return None;
         }
-        let frame = self.next_control()?;
+        let frame = self.next_statement()?;
         let path = self.paths.get_mut(&id)?;
         Some(path.on_sent(frame, now))
     }
 
     /// Whether there is anything to be said, chunks left aside.
-    pub fn has_control(&self) -> bool {
-        !self.control.is_empty()
+    pub fn has_statement(&self) -> bool {
+        !self.unsaid.is_empty()
     }
 
     /// The next frame that belongs to this path and no other.
@@ -66,7 +66,7 @@ impl Lane {
 
     /// The same, without what belongs to one path alone.
     pub fn has_frames(&self) -> bool {
-        !self.control.is_empty() || !self.ready.is_empty()
+        !self.unsaid.is_empty() || !self.ready.is_empty()
     }
 
     /// About how many bytes wait for a path.
@@ -74,16 +74,16 @@ impl Lane {
         self.backlog
     }
 
-    fn next_control(&mut self) -> Option<Frame> {
-        while let Some(control) = self.control.pop_front() {
-            let frame = match control {
-                Control::Open(comm) => self
+    fn next_statement(&mut self) -> Option<Frame> {
+        while let Some(statement) = self.unsaid.pop_front() {
+            let frame = match statement {
+                Statement::Open(comm) => self
                     .sends
                     .get(&comm)
                     .and_then(|send| send.opening)
                     .map(|listener| Frame::Open { comm, listener }),
-                Control::Opened(comm, accepted) => Some(Frame::Opened { comm, accepted }),
-                Control::Ack(comm) => self.receives.get_mut(&comm).map(|receive| {
+                Statement::Opened(comm, accepted) => Some(Frame::Opened { comm, accepted }),
+                Statement::Ack(comm) => self.receives.get_mut(&comm).map(|receive| {
                     receive.ack_queued = false;
                     Frame::Ack {
                         comm,
@@ -91,7 +91,7 @@ impl Lane {
                         beyond: receive.beyond(),
                     }
                 }),
-                Control::Credit(comm, message) => self
+                Statement::Credit(comm, message) => self
                     .incoming(comm, message)
                     .filter(|incoming| !incoming.complete)
                     .and_then(|incoming| incoming.room)
@@ -100,7 +100,7 @@ impl Lane {
                         message,
                         room,
                     }),
-                Control::Refuse(comm, message) => self
+                Statement::Refuse(comm, message) => self
                     .incoming(comm, message)
                     .and_then(|incoming| Some((incoming.total?, incoming.room?)))
                     .map(|(total, room)| Frame::Refuse {
@@ -109,16 +109,16 @@ impl Lane {
                         total,
                         room,
                     }),
-                Control::CloseSend(comm) => self
+                Statement::CloseSend(comm) => self
                     .closing
                     .contains(&(Side::Send, comm))
                     .then_some(Frame::CloseSend { comm }),
-                Control::CloseReceive(comm) => self
+                Statement::CloseReceive(comm) => self
                     .closing
                     .contains(&(Side::Receive, comm))
                     .then_some(Frame::CloseReceive { comm }),
-                Control::Closed(comm, of_send) => Some(Frame::Closed { comm, of_send }),
-                Control::Gone(path) => Some(Frame::Gone { path: path.0 }),
+                Statement::Closed(comm, of_send) => Some(Frame::Closed { comm, of_send }),
+                Statement::Gone(path) => Some(Frame::Gone { path: path.0 }),
             };
             if frame.is_some() {
                 return frame;

@@ -9,6 +9,11 @@
 //! on what "once" was (Copa, NSDI 2018, drains for the same reason). Where packets almost never wait
 //! (a quarter of the target) nobody is disturbed, and a window grows by a share of itself.
 //!
+//! On a slow link a packet that waits behind another one waits for as long as the target of a quick
+//! link: at 100 Mb/s 120 us, and four times that where this is four routes of 25 Mb/s. So the target
+//! is at least the time of [`SEVERAL`] packets at the rate at which bytes arrive
+//! ([`delivery`](super::delivery)), a millisecond at most.
+//!
 //! A path that a hash put on a busy or slow route has a small window, and the others carry: that is
 //! the cap per path. The windows' sum bounds the connection; a path's window may be less than a packet,
 //! so that sixteen paths of sixteen senders fit into one queue (incast).
@@ -33,17 +38,23 @@
 //!
 //! # Beside TCP
 //! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. A path whose
-//! delay has stayed above twice the target for two epochs, though its window shrank, *competes*: it
+//! delay has stayed above twice the target (or above a millisecond, where twice the target is more than
+//! that) for two epochs, though its window shrank, *competes*: it
 //! starts again from most of what it had, grows as Reno does and gives up three tenths per loss, as
 //! cubic does. If the delay goes during a drain, the queue was ours, and the contest is over (Copa asks
 //! in the same way whether the queue is ever empty).
 
 use std::time::Duration;
 
+use super::delivery::Delivery;
 use super::rtt::RoundTrip;
 
-/// A queue that is worth it: enough to keep a path busy while windows are set anew.
+/// A queue that is worth it: enough to keep a path busy while windows are set anew ...
 pub const TARGET: Duration = Duration::from_micros(150);
+/// ... and at least this many packets at the rate at which bytes arrive ...
+const SEVERAL: f64 = 8.0;
+/// ... but no more seconds than this: a longer queue harms others.
+const LONGEST: f64 = 1e-3;
 /// More for small windows: Swift's flow scaling.
 const SCALING: f64 = 2.0;
 /// Windows at the start hold this many packets together.
@@ -144,6 +155,7 @@ pub struct Congestion {
     shrunk: Duration,
     /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
     back: f64,
+    delivery: Delivery,
 }
 
 impl Congestion {
@@ -178,6 +190,7 @@ impl Congestion {
             usual: 0.0,
             shrunk: now,
             back: 1.0,
+            delivery: Delivery::new(now),
         }
     }
 
@@ -221,7 +234,8 @@ impl Congestion {
     fn target(&self) -> f64 {
         let packets = (self.total / self.packet).max(0.25);
         let base = TARGET.as_secs_f64();
-        base + (base * SCALING / packets.sqrt()).min(base * SCALING)
+        let several = self.delivery.takes(SEVERAL * self.packet).min(LONGEST);
+        base.max(several) + (base * SCALING / packets.sqrt()).min(base * SCALING)
     }
 
     /// A packet of this path took so long, by both clocks (their difference is not known).
@@ -281,6 +295,7 @@ impl Congestion {
         now: Duration,
     ) {
         self.arrived += 1;
+        self.delivery.add(bytes, trip.smoothed(), now);
         let (target, packet) = (self.target(), self.packet);
         let total = self.total.max(packet);
         let draining = self.drain_until.is_some();
@@ -330,7 +345,8 @@ impl Congestion {
         if now.saturating_sub(window.epoch) < LOOK.max(trip.smoothed() * 4) {
             return;
         }
-        if window.competes || window.least < 2.0 * target || window.least == f64::MAX {
+        let long = (2.0 * target).min(LONGEST.max(1.2 * target));
+        if window.competes || window.least < long || window.least == f64::MAX {
             window.long = 0;
             window.saved = window.bytes;
         } else {
@@ -495,11 +511,36 @@ mod tests {
         assert!(cc.total() > 1.9 * first);
         let full = cc.windows[0].bytes;
         for _ in 0..32 {
-            ack(&mut cc, 0, 900, &trip(1000), now + Duration::from_millis(2));
+            ack(
+                &mut cc,
+                0,
+                1200,
+                &trip(1300),
+                now + Duration::from_millis(2),
+            );
         }
         assert!((0.49..0.51).contains(&(cc.windows[0].bytes / full)));
         let sum: f64 = cc.windows.iter().map(|window| window.bytes).sum();
         assert!((sum - cc.total).abs() < 1.0);
+    }
+
+    #[test]
+    fn on_a_slow_link_the_target_is_several_packets() {
+        // Bytes per millisecond, and the target in milliseconds: 25 Mb/s, 100 Mb/s, 1 Gb/s, 10 Gb/s.
+        for (bytes, least, most) in [
+            (3_125, 1.0, 1.1),
+            (12_500, 0.9, 1.0),
+            (125_000, 0.15, 0.25),
+            (1_250_000, 0.15, 0.25),
+        ] {
+            let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
+            for step in 1..300 {
+                let now = Duration::from_millis(step);
+                cc.arrived(0, bytes, (now, false), &trip(500), now);
+            }
+            let target = cc.target() * 1e3;
+            assert!((least..most).contains(&target), "{bytes}: {target}");
+        }
     }
 
     #[test]

@@ -216,7 +216,7 @@ pub struct Connection {
     received: Received,
     outgoing: Outgoing,
     incoming: Incoming,
-    control: VecDeque<Content>,
+    unsaid: VecDeque<Content>,
     events: VecDeque<Event>,
     /// Ranges of the last acknowledgement: what it said need not be looked at again.
     known: Vec<(u64, u64)>,
@@ -225,7 +225,12 @@ pub struct Connection {
     heard: Duration,
     kept_alive: Duration,
     stats: Stats,
+    /// How many round trips took less than 2^place microseconds, and not less than half of that.
+    round_trips: [u64; ROUND_TRIPS],
 }
+
+/// Places of [`Connection::round_trips`].
+pub const ROUND_TRIPS: usize = 24;
 
 fn micros(now: Duration) -> u32 {
     (now.as_micros() & u128::from(u32::MAX)) as u32
@@ -311,13 +316,14 @@ impl Connection {
             received: Received::default(),
             outgoing: Outgoing::default(),
             incoming: Incoming::default(),
-            control: VecDeque::new(),
+            unsaid: VecDeque::new(),
             events: VecDeque::new(),
             known: Vec::new(),
             outage: 0,
             heard: now,
             kept_alive: now,
             stats: Stats::default(),
+            round_trips: [0; ROUND_TRIPS],
             config,
         }
     }
@@ -334,7 +340,7 @@ impl Connection {
     /// until [`Event::Received`].
     pub fn post(&mut self, channel: u32, room: u64) -> u64 {
         let message = self.incoming.post(channel, room);
-        self.control
+        self.unsaid
             .push_back(Content::Credit(channel, message, room));
         message
     }
@@ -354,7 +360,7 @@ impl Connection {
 
     fn met(&mut self, channel: u32, message: u64, length: u64, met: Met) {
         if let Met::TooLong { room } = met {
-            self.control
+            self.unsaid
                 .push_back(Content::TooLong(channel, message, length));
             self.events.push_back(Event::TooLong {
                 channel,
@@ -373,6 +379,12 @@ impl Connection {
     /// What was counted.
     pub fn stats(&self) -> Stats {
         self.stats
+    }
+
+    /// How many round trips took so long: place `n` counts those of less than 2^n microseconds that are
+    /// in no earlier one; the last counts all longer ones.
+    pub fn round_trips(&self) -> &[u64; ROUND_TRIPS] {
+        &self.round_trips
     }
 
     /// Round trips.

@@ -24,6 +24,7 @@ pub mod auth;
 pub mod congestion;
 pub mod connection;
 pub mod credit;
+pub mod delivery;
 pub mod format;
 pub mod greeting;
 pub mod loss;
@@ -36,7 +37,9 @@ pub mod rtt;
 pub mod stats;
 
 pub use auth::JobKey;
-pub use connection::{Accepted, Config, Connection, Dropped, Event, Over, Place, Transmit, accept};
+pub use connection::{
+    Accepted, Config, Connection, Dropped, Event, Over, Place, ROUND_TRIPS, Transmit, accept,
+};
 pub use greeting::Own;
 pub use outgoing::Span;
 pub use stats::Stats;

@@ -317,6 +317,16 @@ fn a_black_hole_costs_less_than_50_ms() {
     assert!(healed < 50 * MILLI, "{healed:?}");
 }
 
+/// Where a packet takes half a millisecond, and where a sender's part is less than one in flight.
+#[test]
+fn slow_links_are_filled() {
+    let config = Config::default();
+    let share = scenario::goodput(&[2.5e7; 4], 0.0, &config, 1, false);
+    assert!(share > 0.95, "{share}");
+    let (share, ..) = scenario::incast(8, 1e8, &config, 4);
+    assert!(share > 0.9, "{share}");
+}
+
 #[test]
 fn losses_do_not_slow_it() {
     let config = Config::default();

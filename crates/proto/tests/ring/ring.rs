@@ -303,7 +303,7 @@ impl Ring {
             }
             let id = PathId(flow as u64);
             let frame = if full {
-                rank.lane.transmit_control(id, now)
+                rank.lane.transmit_statement(id, now)
             } else {
                 rank.lane.transmit(id, now)
             };

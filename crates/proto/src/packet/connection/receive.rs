@@ -5,7 +5,7 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 
 use super::Over;
-use super::{Connection, Dropped, Event, Place, Stage, micros};
+use super::{Connection, Dropped, Event, Place, ROUND_TRIPS, Stage, micros};
 use crate::packet::credit::Verdict;
 use crate::packet::format::{Ack, FormatError, Frame, Frames, Header, Kind};
 use crate::packet::greeting;
@@ -264,6 +264,9 @@ impl Connection {
             // Of one that was taken for lost as well: numbers are never used twice, so it is exact, and
             // it is what makes patience longer where processes wait for processors.
             self.trip.sample(now.saturating_sub(newest.at), held);
+            let micros = self.trip.latest().as_micros() as u64;
+            let place = (u64::BITS - micros.leading_zeros()) as usize;
+            self.round_trips[place.min(ROUND_TRIPS - 1)] += 1;
         }
         for heard in ack.heard() {
             let marked = heard.marked > 0;

@@ -50,7 +50,7 @@ impl Connection {
         for content in &sent.content {
             match content {
                 Content::Bytes(span) => self.outgoing.lost(span),
-                other => self.control.push_back(*other),
+                other => self.unsaid.push_back(*other),
             }
         }
         !sent.probe

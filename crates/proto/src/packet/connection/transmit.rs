@@ -24,7 +24,7 @@ enum Purpose {
     Probe(usize),
     Bytes,
     /// Credits, refusals, acknowledgements.
-    Control,
+    Statements,
     Farewell,
 }
 
@@ -66,9 +66,9 @@ impl Connection {
                 return self.build(path, Purpose::Bytes, now, out, read);
             }
         }
-        if !self.control.is_empty() || self.received.deadline().is_some_and(|at| at <= now) {
+        if !self.unsaid.is_empty() || self.received.deadline().is_some_and(|at| at <= now) {
             let path = self.paths.any();
-            return self.build(path, Purpose::Control, now, out, read);
+            return self.build(path, Purpose::Statements, now, out, read);
         }
         None
     }
@@ -133,13 +133,13 @@ impl Connection {
         let due = self.received.deadline().is_some_and(|at| at <= now);
         if due && self.received.emit(&mut writer, now) {
             self.stats.acks += 1;
-            pings = purpose == Purpose::Control && self.stats.acks.is_multiple_of(PING_EVERY);
+            pings = purpose == Purpose::Statements && self.stats.acks.is_multiple_of(PING_EVERY);
         }
         if number.is_multiple_of(FLOOR_EVERY) {
             writer.floor(low(self.unconfirmed.first()));
         }
-        while let Some(control) = self.control.front() {
-            let said = match *control {
+        while let Some(statement) = self.unsaid.front() {
+            let said = match *statement {
                 Content::Credit(channel, message, room) => {
                     writer.credit(channel, low(message), room)
                 }
@@ -151,8 +151,8 @@ impl Connection {
             if !said {
                 break;
             }
-            content.push(*control);
-            self.control.pop_front();
+            content.push(*statement);
+            self.unsaid.pop_front();
         }
         if purpose == Purpose::Bytes {
             while writer.room() > CHUNK

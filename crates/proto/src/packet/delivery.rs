@@ -1,0 +1,84 @@
+//! How fast a connection's bytes arrive, lately: what one packet's time on the link is known by.
+//!
+//! Bytes that were confirmed are counted over two round trips at a time. The fastest of these counts
+//! in the last [`MEMORY`] to twice that is the rate: a connection that had nothing to send for a
+//! moment is not taken for a slow one (BBR filters its bandwidth in the same way).
+
+use std::time::Duration;
+
+const MEMORY: Duration = Duration::from_millis(100);
+/// The shortest time that is counted over.
+const SPAN: Duration = Duration::from_millis(2);
+
+/// See the module.
+#[derive(Debug, Clone, Copy)]
+pub struct Delivery {
+    bytes: f64,
+    begun: Duration,
+    present: f64,
+    before: f64,
+    since: Duration,
+}
+
+impl Delivery {
+    /// Nothing is known yet.
+    pub fn new(now: Duration) -> Self {
+        Delivery {
+            bytes: 0.0,
+            begun: now,
+            present: 0.0,
+            before: 0.0,
+            since: now,
+        }
+    }
+
+    /// These bytes were confirmed; `trip` is a round trip.
+    pub fn add(&mut self, bytes: u64, trip: Duration, now: Duration) {
+        self.bytes += bytes as f64;
+        let passed = now.saturating_sub(self.begun);
+        if passed < (trip * 2).max(SPAN) {
+            return;
+        }
+        let rate = self.bytes / passed.as_secs_f64();
+        (self.bytes, self.begun) = (0.0, now);
+        if now.saturating_sub(self.since) > MEMORY {
+            (self.before, self.present, self.since) = (self.present, 0.0, now);
+        }
+        self.present = self.present.max(rate);
+    }
+
+    /// Seconds that this many bytes take; 0 until something is known.
+    pub fn takes(&self, bytes: f64) -> f64 {
+        let rate = self.present.max(self.before);
+        if rate > 0.0 { bytes / rate } else { 0.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MILLI: Duration = Duration::from_millis(1);
+
+    /// Goes on for so long at this many bytes per millisecond.
+    fn run(delivery: &mut Delivery, now: &mut Duration, time: u32, bytes: u64) {
+        for _ in 0..time {
+            *now += MILLI;
+            delivery.add(bytes, MILLI / 2, *now);
+        }
+    }
+
+    #[test]
+    fn a_pause_changes_nothing_and_a_slower_link_does() {
+        let (mut delivery, mut now) = (Delivery::new(Duration::ZERO), Duration::ZERO);
+        assert_eq!(delivery.takes(1500.0), 0.0);
+        run(&mut delivery, &mut now, 300, 12_500);
+        assert!((delivery.takes(1500.0) - 120e-6).abs() < 1e-6);
+        run(&mut delivery, &mut now, 80, 100);
+        assert!((delivery.takes(1500.0) - 120e-6).abs() < 1e-6);
+        run(&mut delivery, &mut now, 300, 1_250);
+        assert!((delivery.takes(1500.0) - 1.2e-3).abs() < 1e-5);
+        run(&mut delivery, &mut now, 3, 12_500);
+        assert!(delivery.takes(1500.0) < 130e-6);
+    }
+}
