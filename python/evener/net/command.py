@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from evener import settings
 from evener.errors import UsageError
-from evener.net import install, show, stats
+from evener.net import install, setup, show, stats
 from evener.net.plugin import environment, plugin_path
 from evener.net.prometheus import text as prometheus_text
 
@@ -58,6 +59,68 @@ def env() -> None:
 def path() -> None:
     """Print where the plug-in is."""
     click.echo(str(plugin_path()))
+
+
+@net.command("setup")
+@click.option(
+    "--interface",
+    "-i",
+    "names",
+    multiple=True,
+    help="This one; again for more (default: all that are up and lead to other hosts).",
+)
+@click.option("--mtu", type=click.IntRange(576, 65535), help="Set it: all hosts need the same.")
+@click.option("--huge-pages", type=click.IntRange(1), help="Keep this many, of 2 MiB.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--undo", is_flag=True, help="Put back what `setup` has changed.")
+@click.option("--json", "as_json", is_flag=True, help="For machines: the changes as a list.")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=setup.STATE,
+    show_default=True,
+    help="Where old values are written down, for --undo.",
+)
+def prepare(
+    names: tuple[str, ...],
+    mtu: int | None,
+    huge_pages: int | None,
+    dry_run: bool,
+    undo: bool,
+    as_json: bool,
+    state: Path,
+) -> None:
+    """Prepare this host's network: socket buffers, queues of cards, processors that take packets.
+
+    Nothing survives a restart of the host. MTU and huge pages are changed only when asked for.
+    """
+    if undo:
+        if names or mtu is not None or huge_pages is not None:
+            raise UsageError(
+                "--undo puts back everything", "leave out --interface, --mtu, --huge-pages"
+            )
+        lines: list[str] = []
+        count = setup.undo(state, lines.append, dry_run)
+        if as_json:
+            click.echo(json.dumps(lines, indent=2))
+            return
+        for line in lines:
+            click.echo(line)
+        click.echo(f"{count} value(s) {'would be' if dry_run else 'were'} put back")
+        return
+    changes = setup.plan(list(names) or setup.interfaces(), mtu, huge_pages)
+    if as_json:
+        click.echo(json.dumps([asdict(change) for change in changes], indent=2))
+    elif dry_run:
+        for change in changes:
+            click.echo(change.line())
+    if not dry_run:
+        setup.apply(changes, state, (lambda _: None) if as_json else click.echo)
+    if not as_json:
+        word = "to be changed" if dry_run else "changed"
+        click.echo(f"{len(changes)} value(s) {word}" if changes else "nothing is to be changed")
+        if changes and not dry_run:
+            click.echo("evener net setup --undo puts them back")
 
 
 @net.command("stats")
