@@ -17,7 +17,7 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom tsan miri soak-net soak-embedding test-rust test-python lint format docs wheel image clean preflight \
+.PHONY: help setup demo test loom tsan miri fuzz soak-net soak-embedding test-rust test-python lint format docs wheel image clean preflight \
         constraints upstream-horovod wild
 
 help: ## this list
@@ -84,6 +84,9 @@ miri: $(STAMPS)/deps ## the engine's rings and parsers under Miri (nightly Rust)
 		echo "  fix: rustup toolchain install nightly --component rust-src,miri"; exit 0; }; \
 	MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 cargo +nightly miri test --locked \
 		--target-dir target/miri -p evener-engine --lib
+
+fuzz: ## libFuzzer on what hears packets (nightly Rust): make fuzz SECONDS=60, for each of three targets
+	scripts/fuzz.sh $(or $(SECONDS),60) $(TARGETS)
 
 soak-net: $(STAMPS)/native $(STAMPS)/plugin ## 3.6 million messages through the plug-in, a fault every second
 	$(BIN)/python benchmarks/net_soak.py

@@ -509,10 +509,11 @@ EVENER_NET = _choice(
 EVENER_NET_ENGINE = _choice(
     _NET,
     "EVENER_NET_ENGINE",
-    "auto",
+    "tcp",
     ("auto", "tcp", "udp"),
     "What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to "
-    "processes that have udp as well; to others TCP. auto: tcp, until udp is measured better.",
+    "processes that take them; to others TCP. auto: half a second of measuring for each other host "
+    "at the start, and the better of the two; to processes without auto TCP.",
     planned="xdp",
 )
 EVENER_NET_IFNAME = _text(

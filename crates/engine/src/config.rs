@@ -10,7 +10,7 @@ use crate::zerocopy;
 /// alone by UDP too, so the processes of a job may differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// What is known to be best: TCP, until UDP is measured better.
+    /// The better one, measured for each peer that measures as well; to others TCP.
     Auto,
     /// Streams.
     Tcp,
@@ -45,6 +45,8 @@ pub struct Config {
     pub stats_dir: Option<PathBuf>,
     /// When to send without the kernel's copy.
     pub zero_copy: zerocopy::Mode,
+    /// Measure also what carries best to processes of this host: for tests.
+    pub measure_here: bool,
     /// What tells this engine's statistics from those of another in the process: a suffix.
     pub label: &'static str,
 }
@@ -52,7 +54,7 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Config {
-            engine: Choice::Auto,
+            engine: Choice::Tcp,
             interfaces: None,
             family: Family::Any,
             workers: 0,
@@ -64,6 +66,7 @@ impl Default for Config {
             eager_bytes: 16 << 10,
             stats_dir: None,
             zero_copy: zerocopy::Mode::Auto,
+            measure_here: false,
             label: "",
         }
     }

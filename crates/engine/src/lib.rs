@@ -16,6 +16,8 @@
 //! nor control: slots, comms, listeners and the public face are the same for both. Which one a comm goes
 //! over is decided when it connects ([`Choice`]).
 
+mod callers;
+mod choosing;
 pub mod comm;
 pub mod config;
 pub mod conn;
@@ -30,6 +32,7 @@ pub mod lock;
 pub mod log;
 mod news;
 pub mod nics;
+pub mod packets;
 mod paths;
 pub mod peer;
 pub mod peers;
@@ -49,27 +52,27 @@ mod worker;
 pub mod zerocopy;
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use evener_proto::{PathId, Side, Why};
+use evener_proto::{PathId, Why};
 
-use comm::Comm;
+pub use callers::{Callers, Listener};
+use choosing::Choosing;
 pub use config::{Choice, Config};
 use control::Control;
 use crew::Crew;
-use hello::{HANDLE, Handle};
 use inbox::Inbox;
 use lock::lock;
 pub use log::{Level, Log};
 use news::News;
 use nics::Nic;
-use peer::{PeerKey, Transport};
+use packets::Packets;
 use peers::Peers;
-use requests::{ACCEPTED, DECLINED};
-use shared::{Mailbox, Shared};
+use shared::Shared;
 pub use slots::{Slot, Status};
 pub use sys::Memory;
 use task::Task;
@@ -114,17 +117,18 @@ pub fn has_died() -> bool {
     DIED.load(Ordering::Relaxed)
 }
 
-/// The engine of a process.
+/// The engine of a process. What callers do with it is [`Callers`]'.
 pub struct Engine {
-    shared: Arc<Shared>,
+    callers: Callers,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// Where peers' comms arrive.
-#[derive(Debug)]
-pub struct Listener {
-    number: u64,
-    mailbox: Arc<Mailbox>,
+impl Deref for Engine {
+    type Target = Callers;
+
+    fn deref(&self) -> &Callers {
+        &self.callers
+    }
 }
 
 fn name_thread<F>(name: String, body: F) -> std::io::Result<JoinHandle<()>>
@@ -146,7 +150,7 @@ impl Engine {
             return Err(Error::NoInterface(config.interfaces));
         }
         let v6 = nics.iter().any(|nic| nic.address.is_ipv6());
-        let (socket, port, door) = listen(v6, config.engine == Choice::Udp)?;
+        let (socket, port, door) = listen(v6, config.engine, &log)?;
         let mut secret = [0; 32];
         getrandom::fill(&mut secret)
             .map_err(|e| Error::System("getrandom", std::io::Error::other(e)))?;
@@ -161,6 +165,7 @@ impl Engine {
         // Of two engines one waits for peers that speak nothing else.
         let (streams, instances) = match config.engine {
             Choice::Udp => (1, workers),
+            Choice::Auto if door.is_some() => (workers, workers),
             Choice::Auto | Choice::Tcp => (workers, 0),
         };
         let inboxes: Result<Vec<_>, _> = (0..streams + instances).map(|_| Inbox::new()).collect();
@@ -187,10 +192,15 @@ impl Engine {
             started: Instant::now(),
             silences: Arc::default(),
             broken: AtomicBool::new(false),
+            choosing: Choosing::default(),
+            packets: Packets::default(),
             log,
         });
-        let engine = Engine {
+        let callers = Callers {
             shared: shared.clone(),
+        };
+        let engine = Engine {
+            callers,
             threads: Mutex::new(Vec::new()),
         };
         let control = Control::new(shared.clone(), socket);
@@ -207,6 +217,13 @@ impl Engine {
             let instance = instance.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-udp-{index}"), move || instance.run())?;
         }
+        if shared.config.engine == Choice::Auto && !shared.instances().is_empty() {
+            // Before anybody has a handle: who hears of this process may measure at once.
+            let server = choosing::Server::new(shared.clone());
+            engine.spawn("evener-answer".into(), move || server.run())?;
+            let judge = choosing::Judge::new(shared.clone());
+            engine.spawn("evener-judge".into(), move || judge.run())?;
+        }
         let nics: Vec<String> = shared
             .nics
             .iter()
@@ -218,7 +235,7 @@ impl Engine {
                 "{} over {}; {workers} worker(s) for {processors} processor(s), {} flows to \
                  a peer at the start and at most {}, congestion control {why}",
                 match shared.config.engine {
-                    Choice::Auto => "TCP engine (auto: until UDP is measured better)",
+                    Choice::Auto => "TCP and UDP engines (auto: measured for each peer)",
                     Choice::Tcp => "TCP engine",
                     Choice::Udp => "UDP engine",
                 },
@@ -257,7 +274,7 @@ impl Engine {
 
     /// Whether a thread has died: nothing will complete.
     pub fn is_broken(&self) -> bool {
-        self.shared.broken.load(Ordering::Relaxed)
+        self.shared.is_broken()
     }
 
     /// What each path did.
@@ -303,179 +320,10 @@ impl Engine {
         self.shared.log(level, text);
     }
 
-    /// A listener, and the handle for those who will connect to it.
-    pub fn listen(&self) -> (Listener, [u8; HANDLE]) {
-        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-        let mailbox = Arc::new(Mailbox::default());
-        lock(&self.shared.listeners).insert(number, mailbox.clone());
-        let handle = Handle {
-            process: self.shared.process,
-            token: self.shared.token,
-            listener: number,
-            port: self.shared.port,
-            udp: !self.shared.instances().is_empty(),
-            addresses: self.shared.nics.iter().map(|nic| nic.address).collect(),
-        };
-        (Listener { number, mailbox }, handle.emit())
-    }
-
-    /// Takes no more comms for this listener. Those that were not accepted are declined.
-    pub fn close_listener(&self, listener: &Listener) {
-        lock(&self.shared.listeners).remove(&listener.number);
-        let offers = std::mem::take(&mut *lock(&listener.mailbox.offers));
-        for (peer, comm) in offers {
-            let home = peer.home;
-            self.shared.workers[home].ask(Task::Decline(peer.clone(), comm));
-        }
-        let beginning = std::mem::take(&mut *lock(&listener.mailbox.beginning));
-        for comm in beginning {
-            self.release(&comm);
-        }
-    }
-
-    /// Connects to a listener without ever blocking: call it again, with the same bytes, until it
-    /// gives a comm.
-    ///
-    /// # Errors
-    /// [`Error::Handle`], [`Error::Declined`], [`Error::Comm`].
-    pub fn connect(&self, handle: &mut [u8; HANDLE]) -> Result<Option<Arc<Comm>>, Error> {
-        if self.is_broken() {
-            return Err(Error::Stopped);
-        }
-        let cookie = Handle::cookie(handle);
-        let known = lock(&self.shared.pending).get(&cookie).cloned();
-        if let Some(comm) = known {
-            let result = match (comm.failure(), comm.opened.load(Ordering::Acquire)) {
-                (Some(why), _) => Err(Error::Comm(why)),
-                (None, DECLINED) => Err(Error::Declined),
-                (None, ACCEPTED) if comm.is_registered() => Ok(Some(comm.clone())),
-                _ => return Ok(None),
-            };
-            lock(&self.shared.pending).remove(&cookie);
-            Handle::set_cookie(handle, 0);
-            if result.is_err() {
-                self.release(&comm);
-            }
-            return result;
-        }
-        let parsed = Handle::parse(handle).ok_or(Error::Handle)?;
-        let transport = if self.shared.instances().is_empty() {
-            Transport::Tcp
-        } else if parsed.udp {
-            Transport::Udp
-        } else {
-            let text =
-                "a peer does not take UDP (EVENER_NET_ENGINE is not udp there): TCP goes to it";
-            self.shared.log(Level::Info, text);
-            Transport::Tcp
-        };
-        let key = PeerKey {
-            process: parsed.process,
-            mirror: false,
-            transport,
-        };
-        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-        let peer = self
-            .shared
-            .peer(key, parsed.token, parsed.port, &parsed.addresses, None);
-        let comm = Comm::new(number, Side::Send, peer);
-        self.begin(&comm, Some(parsed.listener));
-        if transport == Transport::Tcp {
-            self.shared.news(News::Want(key));
-        }
-        lock(&self.shared.pending).insert(number, comm);
-        Handle::set_cookie(handle, number);
-        Ok(None)
-    }
-
-    fn begin(&self, comm: &Arc<Comm>, listener: Option<u64>) {
-        self.shared.workers[comm.peer.home].ask(Task::Begin(comm.clone(), listener));
-    }
-
-    /// Accepts a comm without ever blocking: call it again until it gives one.
-    ///
-    /// # Errors
-    /// [`Error::Stopped`].
-    pub fn accept(&self, listener: &Listener) -> Result<Option<Arc<Comm>>, Error> {
-        if self.is_broken() {
-            return Err(Error::Stopped);
-        }
-        while let Some((peer, number)) = lock(&listener.mailbox.offers).pop_front() {
-            let comm = Comm::new(number, Side::Receive, peer);
-            self.begin(&comm, None);
-            lock(&listener.mailbox.beginning).push_back(comm);
-        }
-        let mut beginning = lock(&listener.mailbox.beginning);
-        let Some(place) = beginning.iter().position(|comm| comm.is_registered()) else {
-            return Ok(None);
-        };
-        let comm = beginning.remove(place);
-        if let Some(comm) = &comm {
-            self.shared.workers[comm.peer.home].ask(Task::Accept(comm.clone()));
-        }
-        Ok(comm)
-    }
-
-    /// Posts a message (on a sending comm) or a buffer (on a receiving one). `None`: no slot is
-    /// free, try again.
-    ///
-    /// # Errors
-    /// [`Error::Comm`], [`Error::Stopped`].
-    ///
-    /// # Safety
-    /// The memory may be read (sending) or written (receiving) by other threads until
-    /// [`Slot::test`] says that the request is finished, or [`Engine::release`] or
-    /// [`Engine::withdraw`] has returned. One thread at a time posts to a comm.
-    #[allow(
-        unsafe_code,
-        reason = "the contract is the caller's; nothing is dereferenced here"
-    )]
-    pub unsafe fn post<'a>(
-        &self,
-        comm: &'a Comm,
-        memory: Memory,
-    ) -> Result<Option<&'a Slot>, Error> {
-        if let Some(why) = comm.failure() {
-            return Err(Error::Comm(why));
-        }
-        if self.is_broken() {
-            return Err(Error::Stopped);
-        }
-        let Some(number) = comm.slots.vacant() else {
-            return Ok(None);
-        };
-        let slot = comm.slots.post(number, memory);
-        self.shared.workers[comm.peer.home].ring(comm.bit.load(Ordering::Relaxed));
-        Ok(Some(slot))
-    }
-
-    /// Ends a comm. When this returns, no memory of its requests is used any more.
-    pub fn release(&self, comm: &Arc<Comm>) {
-        self.shared.workers[comm.peer.home].ask(Task::Release(comm.clone()));
-        let mut patience = 0;
-        while !comm.released.load(Ordering::Acquire) && !self.is_broken() {
-            // A worker's turn is a few microseconds; asleep, it has just been woken.
-            patience += 1;
-            if patience < 100 {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(Duration::from_micros(50));
-            }
-        }
-    }
-
-    /// Makes sure that no unfinished request of a comm uses this memory: where one does, the comm
-    /// ends. When this returns, the memory is not used any more.
-    pub fn withdraw(&self, comm: &Arc<Comm>, memory: Memory) {
-        let start = memory.start as usize;
-        if comm.slots.uses(start, start.saturating_add(memory.length)) {
-            comm.fail(Why::PeerClosed);
-            self.release(comm);
-        }
-    }
-
     /// Stops all threads and closes all connections.
     pub fn stop(&self) {
+        // First those that wait for workers.
+        self.shared.choosing.stop();
         for comm in std::mem::take(&mut *lock(&self.shared.pending)).into_values() {
             self.release(&comm);
         }
@@ -503,14 +351,18 @@ impl Drop for Engine {
     }
 }
 
-/// The TCP socket that all of a process' peers connect to, its port, and with `udp` where hellos come: at
-/// the UDP port of the same number.
-fn listen(v6: bool, udp: bool) -> Result<(socket2::Socket, u16, Option<Door>), Error> {
+/// The TCP socket that all of a process' peers connect to, its port, and unless TCP alone is wanted where
+/// hellos come: at the UDP port of the same number. With auto a system that has no such port is no error.
+fn listen(
+    v6: bool,
+    choice: Choice,
+    log: &Log,
+) -> Result<(socket2::Socket, u16, Option<Door>), Error> {
     const TRIES: usize = 16;
     let mut tries = 0;
     loop {
         let (socket, port) = control::listen(v6).map_err(|e| Error::System("listen", e))?;
-        if !udp {
+        if choice == Choice::Tcp {
             return Ok((socket, port, None));
         }
         match Door::open(v6, port) {
@@ -518,6 +370,13 @@ fn listen(v6: bool, udp: bool) -> Result<(socket2::Socket, u16, Option<Door>), E
             // Another program has that UDP port.
             Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < TRIES => {
                 tries += 1;
+            }
+            Err(error) if choice == Choice::Auto => {
+                log(
+                    Level::Info,
+                    &format!("no UDP port here ({error}): TCP carries all"),
+                );
+                return Ok((socket, port, None));
             }
             Err(error) => return Err(Error::System("bind of UDP", error)),
         }

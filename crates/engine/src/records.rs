@@ -3,8 +3,9 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::config::Choice;
 use crate::lock::lock;
 use crate::nics::Nic;
 use crate::paths::Ended;
@@ -134,13 +135,27 @@ pub fn json(shared: &Shared) -> String {
         .iter()
         .map(|worker| worker.counts.json())
         .collect();
+    let tcp = shared.workers.iter().take(shared.streams);
+    let [read, written] = tcp.fold([0; 2], |[read, written], worker| {
+        let of = |both: &[AtomicU64; 2]| both[1].load(Relaxed);
+        [
+            read + of(&worker.counts.reads),
+            written + of(&worker.counts.writes),
+        ]
+    });
+    let [udp_out, udp_in] = shared.packets.copied();
+    let _ = write!(
+        out,
+        "\"copied\":{{\"tcp\":[{written},{read}],\"udp\":[{udp_out},{udp_in}]}},\"packets\":{},",
+        shared.packets.json()
+    );
     let _ = write!(
         out,
         "\"engine\":\"{}\",\"uptime_s\":{:.1},\"devices\":[{}],\"silences_us\":{},\"workers\":[{}],\"peers\":[{}],\"paths\":[{}],\"ended\":[{}]}}}}",
-        if shared.instances().is_empty() {
-            "tcp"
-        } else {
-            "udp"
+        match shared.config.engine {
+            Choice::Auto => "auto",
+            Choice::Tcp => "tcp",
+            Choice::Udp => "udp",
         },
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),

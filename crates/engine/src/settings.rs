@@ -170,6 +170,7 @@ mod tests {
     fn defaults_are_what_was_declared() {
         let settings = Settings::read(&HashMap::new()).unwrap();
         let default = Config::default();
+        assert_eq!(settings.config.engine, default.engine);
         assert_eq!(settings.devices, Devices::Auto);
         assert_eq!(settings.config.flows, default.flows);
         assert_eq!(settings.config.most_flows, default.most_flows);

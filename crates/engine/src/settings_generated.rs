@@ -18,10 +18,10 @@ pub const NET: Setting = Setting {
     allowed: "auto or off or on",
 };
 
-/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that have udp as well; to others TCP. auto: tcp, until udp is measured better.
+/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that take them; to others TCP. auto: half a second of measuring for each other host at the start, and the better of the two; to processes without auto TCP.
 pub const ENGINE: Setting = Setting {
     name: "EVENER_NET_ENGINE",
-    default: "auto",
+    default: "tcp",
     allowed: "auto or tcp or udp (xdp is planned)",
 };
 

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use crate::choosing::{self, Choosing};
 use crate::comm::Comm;
 use crate::config::Config;
 use crate::crew::Crew;
@@ -17,6 +18,7 @@ use crate::lock::lock;
 use crate::log::{Level, Log};
 use crate::news::News;
 use crate::nics::Nic;
+use crate::packets::Packets;
 use crate::paths::Paths;
 use crate::peer::{Peer, PeerKey, Transport};
 use crate::peers::{Claim, Peers};
@@ -47,6 +49,8 @@ pub struct Shared {
     pub(crate) started: Instant,
     pub(crate) silences: Arc<Silences>,
     pub(crate) broken: AtomicBool,
+    pub(crate) choosing: Choosing,
+    pub(crate) packets: Packets,
     pub(crate) log: Log,
 }
 
@@ -60,8 +64,43 @@ pub(crate) struct Mailbox {
 }
 
 impl Shared {
+    /// Of an engine without threads, interfaces and words.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn for_tests() -> Shared {
+        Shared {
+            config: Config::default(),
+            process: [0; 16],
+            token: [0; 16],
+            nics: Vec::new(),
+            port: 0,
+            congestion: None,
+            workers: Vec::new(),
+            streams: 0,
+            crew: Mutex::new(Crew::new(0)),
+            waker: sys::Waker::new().expect("the system has an eventfd"),
+            news: Mutex::new(Vec::new()),
+            peers: Peers::default(),
+            listeners: Mutex::default(),
+            pending: Mutex::default(),
+            paths: Mutex::default(),
+            next: AtomicU64::new(1),
+            next_home: AtomicUsize::new(0),
+            started: Instant::now(),
+            silences: Arc::default(),
+            broken: AtomicBool::new(false),
+            choosing: Choosing::default(),
+            packets: Packets::default(),
+            log: Box::new(|_, _| {}),
+        }
+    }
+
     pub(crate) fn log(&self, level: Level, text: &str) {
         (self.log)(level, text);
+    }
+
+    /// Whether a thread has died, or all have stopped.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
     }
 
     pub(crate) fn news(&self, news: News) {
@@ -123,6 +162,9 @@ impl Shared {
             return false;
         };
         lock(&mailbox.offers).push_back((peer, comm));
+        if listener == choosing::LISTENER {
+            self.choosing.offered();
+        }
         true
     }
 }

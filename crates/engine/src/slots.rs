@@ -115,6 +115,11 @@ impl Slots {
         slot
     }
 
+    /// The slot of request `number`, which was posted. The caller's.
+    pub fn at(&self, number: u64) -> &Slot {
+        self.of(number)
+    }
+
     /// Takes request `number` if it is posted: its length. The worker's.
     pub fn take(&self, number: u64) -> Option<usize> {
         let slot = self.of(number);

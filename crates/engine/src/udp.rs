@@ -6,6 +6,8 @@
 //! One thread drives a [`Driver`]: it never blocks but in [`Driver::wait`], and nothing is shared.
 
 mod association;
+#[cfg(any(test, fuzzing))]
+pub mod hostile;
 pub mod instance;
 pub mod ports;
 mod signals;

@@ -1,4 +1,4 @@
-//! One connection to a process: its sockets, and the comms that it carries.
+//! One connection to a process: its sockets ([`packets`]), and the comms that it carries.
 //!
 //! Bytes go from the side that connects to the side that accepts, as NCCL's comms do, so two processes
 //! that send to each other have two. A comm is a channel of the connection; request `n` of a comm is
@@ -15,30 +15,29 @@
 //! an address of the peer that the same place in the peer's list has. The answering side takes the
 //! routes that the kernel has, to the addresses from which it has heard.
 
+mod packets;
+
 use std::collections::HashMap;
-use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use evener_proto::packet::{Connection, Dropped, Event, Over, Place, Span};
+use evener_proto::packet::{Connection, Event, Over};
 use evener_proto::{PathId, Side, Why};
 
-use super::ports::{Batch, Came, LARGEST, Port, Reader};
+use super::ports::{Batch, LARGEST, Port};
 use super::signals::{self, SIGNAL, Signal, Signals, WINDOW};
 use crate::link::{OVERSIZE, REMOTE};
 use crate::lock::lock;
 use crate::log::Level;
+use crate::packets::Counted;
 use crate::peer::Peer;
 use crate::requests::{ACCEPTED, DECLINED, Requests};
 use crate::shared::Shared;
 use crate::slots::SLOTS;
 use crate::stats::{PathStats, WorkerStats};
-use crate::sys::{self, Memory};
-
-/// Most addresses of the peer that packets are sent to.
-const MOST_REMOTES: usize = 16;
+use crate::sys::Memory;
 
 /// One end of a comm.
 struct End {
@@ -90,6 +89,7 @@ pub struct Association {
     next_channel: u32,
     signals: Signals,
     effects: Vec<Effect>,
+    counted: Counted,
     /// Since when no comm has been here.
     pub idle: Duration,
 }
@@ -129,6 +129,7 @@ impl Association {
             next_channel: signals::CHANNEL + 1,
             signals: Signals::default(),
             effects: Vec::new(),
+            counted: Counted::default(),
             idle: now,
         };
         for _ in 0..WINDOW {
@@ -185,7 +186,8 @@ impl Association {
     }
 
     /// What others may know of its paths.
-    pub fn measure(&self) {
+    pub fn measure(&mut self, shared: &Shared) {
+        self.counted.bring(&self.connection, &shared.packets);
         let (window, _, _) = self.connection.window();
         let trip = self.connection.round_trip();
         let stats = self.connection.stats();
@@ -213,7 +215,7 @@ impl Association {
         self.signals.say(number, signal);
     }
 
-    fn begin(&mut self, channel: u32, requests: &Arc<Requests>) {
+    pub(super) fn begin(&mut self, channel: u32, requests: &Arc<Requests>) {
         let end = End {
             requests: requests.clone(),
             next: 0,
@@ -324,188 +326,17 @@ impl Association {
         }
     }
 
-    // ---- packets ----
+    // ---- events ----
 
-    /// Reads what a socket has. How many packets came.
-    pub fn read(&mut self, path: usize, reader: &mut Reader, now: Duration) -> usize {
-        let Some(mut own) = self.ports.get_mut(path).and_then(Option::take) else {
-            return 0;
-        };
-        let mut bytes = 0;
-        let came = reader.read(&own.port, |came| {
-            bytes += came.packet.len();
-            // Counted by the connection.
-            let _ = self.hear(&came, now);
-        });
-        own.stats.received(bytes as u64);
-        own.heard = true;
-        self.ports[path] = Some(own);
-        came.unwrap_or(0)
-    }
-
-    /// Hears a packet; its bytes go where they belong.
-    ///
-    /// # Errors
-    /// [`Dropped`].
-    pub fn hear(&mut self, came: &Came<'_>, now: Duration) -> Result<(), Dropped> {
-        let was_open = self.connection.is_open();
-        let (ends, signals) = (&self.ends, &mut self.signals);
-        let mut place = |place: Place<'_>| {
-            if place.channel == signals::CHANNEL {
-                signals.place(place.message, place.offset, place.bytes);
-                return;
-            }
-            let end = ends.get(&place.channel);
-            if let Some(to) = memory(end, place.message, place.offset, place.bytes.len()) {
-                // SAFETY: the request is taken and not finished, and only this thread finishes it; `part`
-                // has checked that the bytes are inside of it; a packet is no caller's memory.
-                #[allow(unsafe_code, reason = "bytes are placed")]
-                unsafe {
-                    sys::copy(Memory::read_only(place.bytes), to);
-                }
-            }
-        };
-        self.connection
-            .receive(came.packet, came.marked, now, &mut place)?;
-        // From here on it is known to come from the peer.
-        if !self.initiates {
-            // Answers go back to where packets came from last: that way is open.
-            let ip = came.from.ip();
-            let known = self.remotes.iter().position(|known| known.ip() == ip);
-            match known {
-                Some(place) => self.remotes[place].set_port(came.from.port()),
-                None if self.remotes.len() < MOST_REMOTES => self.remotes.push(came.from),
-                None => {}
-            }
-        } else if !was_open && self.connection.is_open() {
-            // The welcome names the port of the thread that has the other end.
-            for remote in &mut self.remotes {
-                remote.set_port(came.from.port());
-            }
-        }
-        Ok(())
-    }
-
-    /// Does what is due by the clock, sends what may go, and acts on what happened.
-    pub fn turn(
-        &mut self,
-        batch: &mut Batch,
-        shared: &Shared,
-        counts: &WorkerStats,
-        now: Duration,
-    ) {
-        self.connection.on_time(now);
-        self.transmit(batch, shared, counts, now);
-        let mut more = false;
+    /// Acts on all that happened; whether anything did.
+    pub(super) fn digest(&mut self, shared: &Shared, now: Duration) -> bool {
+        let mut any = false;
         while let Some(event) = self.connection.event() {
             self.act(event, shared, now);
-            more = true;
+            any = true;
         }
-        if more {
-            // What was answered just now.
-            self.transmit(batch, shared, counts, now);
-        }
+        any
     }
-
-    fn transmit(
-        &mut self,
-        batch: &mut Batch,
-        shared: &Shared,
-        counts: &WorkerStats,
-        now: Duration,
-    ) {
-        loop {
-            let (ends, signals) = (&self.ends, &self.signals);
-            let mut read = |span: &Span, to: &mut [u8]| {
-                if span.channel == signals::CHANNEL {
-                    signals.read(span.message, span.offset, to);
-                    return;
-                }
-                let end = ends.get(&span.channel);
-                let length = span.length as usize;
-                if let Some(from) = memory(end, span.message, span.offset, length) {
-                    // SAFETY: as in `hear`; `to` is in a batch, and as long as the span.
-                    #[allow(unsafe_code, reason = "bytes are read")]
-                    unsafe {
-                        sys::copy(from, Memory::of(to));
-                    }
-                }
-            };
-            let Some(sent) = self.connection.transmit(now, batch.place(), &mut read) else {
-                break;
-            };
-            let path = usize::from(sent.path);
-            if self.ports.get(path).is_none_or(Option::is_none)
-                && let Err(error) = self.open_port(path, shared)
-            {
-                // As if the network had lost it: the path turns suspect, and another is taken.
-                let text = format!("no UDP socket to {}: {error}", self.peer.name());
-                shared.log(Level::Debug, &text);
-                continue;
-            }
-            let port = self.ports.get(path).and_then(Option::as_ref);
-            let (ports, remotes) = (&self.ports, &self.remotes);
-            batch.add(
-                path,
-                sent.length,
-                port.map(|own| &own.port),
-                |path, packets, segment| {
-                    send(ports, remotes, counts, path, packets, segment);
-                },
-            );
-        }
-        batch.flush(|path, packets, segment| {
-            send(&self.ports, &self.remotes, counts, path, packets, segment);
-        });
-    }
-
-    fn open_port(&mut self, path: usize, shared: &Shared) -> io::Result<()> {
-        let none = || io::Error::from(io::ErrorKind::AddrNotAvailable);
-        let remote = *remote(&self.remotes, path).ok_or_else(none)?;
-        let matching = |v4: bool| {
-            let nics = shared.nics.iter();
-            nics.filter(move |nic| nic.address.is_ipv4() == v4)
-        };
-        let nics: Vec<_> = matching(remote.is_ipv4()).collect();
-        let nic = *nics.get(path % nics.len().max(1)).ok_or_else(none)?;
-        let (address, device) = if self.initiates {
-            let several = shared.nics.len() > 1 && !remote.ip().is_loopback();
-            (nic.address, several.then_some(nic.name.as_str()))
-        } else if remote.is_ipv4() {
-            (IpAddr::from([0; 4]), None)
-        } else {
-            (IpAddr::from([0u16; 8]), None)
-        };
-        let port = Port::bind(SocketAddr::new(address, 0), device)?;
-        let number = port.address()?.port();
-        let stats = Arc::new(PathStats::new(nic.name.clone(), number, self.peer.name()));
-        let id = PathId(shared.random());
-        lock(&shared.paths).insert(self.peer.key.mirror, id, stats.clone());
-        self.ports
-            .resize_with(self.ports.len().max(path + 1), || None);
-        self.ports[path] = Some(Own {
-            port,
-            path: id,
-            stats,
-            heard: false,
-        });
-        self.effects.push(Effect::Watch { path });
-        Ok(())
-    }
-
-    /// Closes a socket, as a network that cuts a path would; the path gets another when it is used. The
-    /// one that the peer sends to is no path but an address: it stays.
-    pub fn cut(&mut self, path: PathId, why: &str, shared: &Shared) {
-        for place in &mut self.ports {
-            let cuts = |own: &Own| own.path == path && (self.initiates || !own.heard);
-            if place.as_ref().is_some_and(cuts) {
-                *place = None;
-                lock(&shared.paths).end(self.peer.key.mirror, path, why);
-            }
-        }
-    }
-
-    // ---- events ----
 
     fn act(&mut self, event: Event, shared: &Shared, now: Duration) {
         match event {
@@ -631,33 +462,11 @@ impl Association {
 
     /// It is not there any more.
     pub fn bury(&mut self, why: &str, shared: &Shared) {
+        self.counted.bring(&self.connection, &shared.packets);
         let mut paths = lock(&shared.paths);
         for own in self.ports.drain(..).flatten() {
             paths.end(self.peer.key.mirror, own.path, why);
         }
         self.peer.connections.fetch_sub(1, Ordering::Release);
-    }
-}
-
-fn remote(remotes: &[SocketAddr], path: usize) -> Option<&SocketAddr> {
-    remotes.get(path % remotes.len().max(1))
-}
-
-fn send(
-    ports: &[Option<Own>],
-    remotes: &[SocketAddr],
-    counts: &WorkerStats,
-    path: usize,
-    packets: &[u8],
-    segment: usize,
-) {
-    let (Some(Some(own)), Some(to)) = (ports.get(path), remote(remotes, path)) else {
-        return;
-    };
-    // What the kernel has no room for is lost, as in the network, and goes again.
-    let began = std::time::Instant::now();
-    if own.port.send(*to, packets, segment) {
-        own.stats.sent(packets.len() as u64);
-        counts.wrote(packets.len(), began.elapsed());
     }
 }

@@ -286,6 +286,8 @@ impl Instance {
             // Whoever has not the token hears nothing.
             if let Some(hello) = hello {
                 hellos.push((hello.initiator, came.packet.to_vec(), came.from));
+            } else {
+                self.shared.packets.stranger();
             }
         });
         for (random, packet, from) in hellos {
@@ -502,7 +504,7 @@ impl Instance {
             let Some(one) = place else {
                 continue;
             };
-            one.measure();
+            one.measure(&shared);
             if one.is_idle() && one.initiates() && now >= one.idle + IDLE {
                 one.close(&mut self.batch, &shared, counts, now);
             }

@@ -1,0 +1,245 @@
+//! What callers do with an engine: listen, connect, accept, post, release. No call blocks but the last,
+//! which waits for a worker's turn.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use evener_proto::{Side, Why};
+
+use crate::Error;
+use crate::comm::Comm;
+use crate::config::Choice;
+use crate::hello::{HANDLE, Handle};
+use crate::lock::lock;
+use crate::log::Level;
+use crate::news::News;
+use crate::peer::{PeerKey, Transport};
+use crate::requests::{ACCEPTED, DECLINED};
+use crate::shared::{Mailbox, Shared};
+use crate::slots::Slot;
+use crate::sys::Memory;
+use crate::task::Task;
+
+/// Where peers' comms arrive.
+#[derive(Debug)]
+pub struct Listener {
+    number: u64,
+    mailbox: Arc<Mailbox>,
+}
+
+impl Listener {
+    /// Whether a comm is on its way to it.
+    pub(crate) fn is_awaited(&self) -> bool {
+        !lock(&self.mailbox.beginning).is_empty() || !lock(&self.mailbox.offers).is_empty()
+    }
+}
+
+/// See the module.
+pub struct Callers {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Callers {
+    /// A listener, and the handle for those who will connect to it.
+    pub fn listen(&self) -> (Listener, [u8; HANDLE]) {
+        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        (self.listen_as(number), self.handle(number).emit())
+    }
+
+    /// A listener with this number.
+    pub(crate) fn listen_as(&self, number: u64) -> Listener {
+        let mailbox = Arc::new(Mailbox::default());
+        lock(&self.shared.listeners).insert(number, mailbox.clone());
+        Listener { number, mailbox }
+    }
+
+    /// What leads to a listener of this process.
+    pub(crate) fn handle(&self, listener: u64) -> Handle {
+        let shared = &self.shared;
+        let udp = !shared.instances().is_empty();
+        Handle {
+            process: shared.process,
+            token: shared.token,
+            listener,
+            port: shared.port,
+            udp,
+            measures: udp && shared.config.engine == Choice::Auto,
+            addresses: shared.nics.iter().map(|nic| nic.address).collect(),
+        }
+    }
+
+    /// Takes no more comms for this listener. Those that were not accepted are declined.
+    pub fn close_listener(&self, listener: &Listener) {
+        lock(&self.shared.listeners).remove(&listener.number);
+        let offers = std::mem::take(&mut *lock(&listener.mailbox.offers));
+        for (peer, comm) in offers {
+            let home = peer.home;
+            self.shared.workers[home].ask(Task::Decline(peer.clone(), comm));
+        }
+        let beginning = std::mem::take(&mut *lock(&listener.mailbox.beginning));
+        for comm in beginning {
+            self.release(&comm);
+        }
+    }
+
+    /// Connects to a listener without ever blocking: call it again, with the same bytes, until it
+    /// gives a comm.
+    ///
+    /// # Errors
+    /// [`Error::Handle`], [`Error::Declined`], [`Error::Comm`].
+    pub fn connect(&self, handle: &mut [u8; HANDLE]) -> Result<Option<Arc<Comm>>, Error> {
+        if self.shared.is_broken() {
+            return Err(Error::Stopped);
+        }
+        let cookie = Handle::cookie(handle);
+        let known = lock(&self.shared.pending).get(&cookie).cloned();
+        if let Some(comm) = known {
+            let result = match (comm.failure(), comm.opened.load(Ordering::Acquire)) {
+                (Some(why), _) => Err(Error::Comm(why)),
+                (None, DECLINED) => Err(Error::Declined),
+                (None, ACCEPTED) if comm.is_registered() => Ok(Some(comm.clone())),
+                _ => return Ok(None),
+            };
+            lock(&self.shared.pending).remove(&cookie);
+            Handle::set_cookie(handle, 0);
+            if result.is_err() {
+                self.release(&comm);
+            }
+            return result;
+        }
+        let parsed = Handle::parse(handle).ok_or(Error::Handle)?;
+        let Some(transport) = self.transport(&parsed) else {
+            return Ok(None);
+        };
+        let comm = self.open(&parsed, transport);
+        let number = comm.id;
+        lock(&self.shared.pending).insert(number, comm);
+        Handle::set_cookie(handle, number);
+        Ok(None)
+    }
+
+    /// What carries comms to this process; `None`: that is being measured.
+    fn transport(&self, to: &Handle) -> Option<Transport> {
+        let shared = &self.shared;
+        if shared.instances().is_empty() {
+            return Some(Transport::Tcp);
+        }
+        match shared.config.engine {
+            Choice::Tcp => Some(Transport::Tcp),
+            Choice::Auto => shared.choosing.transport(shared, to),
+            Choice::Udp if to.udp => Some(Transport::Udp),
+            Choice::Udp => {
+                let text =
+                    "a peer does not take UDP (EVENER_NET_ENGINE is tcp there): TCP goes to it";
+                shared.log(Level::Info, text);
+                Some(Transport::Tcp)
+            }
+        }
+    }
+
+    /// Begins a comm to the handle's listener over this transport.
+    pub(crate) fn open(&self, to: &Handle, transport: Transport) -> Arc<Comm> {
+        let key = PeerKey {
+            process: to.process,
+            mirror: false,
+            transport,
+        };
+        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let peer = self
+            .shared
+            .peer(key, to.token, to.port, &to.addresses, None);
+        let comm = Comm::new(number, Side::Send, peer);
+        self.begin(&comm, Some(to.listener));
+        if transport == Transport::Tcp {
+            self.shared.news(News::Want(key));
+        }
+        comm
+    }
+
+    fn begin(&self, comm: &Arc<Comm>, listener: Option<u64>) {
+        self.shared.workers[comm.peer.home].ask(Task::Begin(comm.clone(), listener));
+    }
+
+    /// Accepts a comm without ever blocking: call it again until it gives one.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`].
+    pub fn accept(&self, listener: &Listener) -> Result<Option<Arc<Comm>>, Error> {
+        if self.shared.is_broken() {
+            return Err(Error::Stopped);
+        }
+        while let Some((peer, number)) = lock(&listener.mailbox.offers).pop_front() {
+            let comm = Comm::new(number, Side::Receive, peer);
+            self.begin(&comm, None);
+            lock(&listener.mailbox.beginning).push_back(comm);
+        }
+        let mut beginning = lock(&listener.mailbox.beginning);
+        let Some(place) = beginning.iter().position(|comm| comm.is_registered()) else {
+            return Ok(None);
+        };
+        let comm = beginning.remove(place);
+        if let Some(comm) = &comm {
+            self.shared.workers[comm.peer.home].ask(Task::Accept(comm.clone()));
+        }
+        Ok(comm)
+    }
+
+    /// Posts a message (on a sending comm) or a buffer (on a receiving one). `None`: no slot is
+    /// free, try again.
+    ///
+    /// # Errors
+    /// [`Error::Comm`], [`Error::Stopped`].
+    ///
+    /// # Safety
+    /// The memory may be read (sending) or written (receiving) by other threads until
+    /// [`Slot::test`] says that the request is finished, or [`Callers::release`] or
+    /// [`Callers::withdraw`] has returned. One thread at a time posts to a comm.
+    #[allow(
+        unsafe_code,
+        reason = "the contract is the caller's; nothing is dereferenced here"
+    )]
+    pub unsafe fn post<'a>(
+        &self,
+        comm: &'a Comm,
+        memory: Memory,
+    ) -> Result<Option<&'a Slot>, Error> {
+        if let Some(why) = comm.failure() {
+            return Err(Error::Comm(why));
+        }
+        if self.shared.is_broken() {
+            return Err(Error::Stopped);
+        }
+        let Some(number) = comm.slots.vacant() else {
+            return Ok(None);
+        };
+        let slot = comm.slots.post(number, memory);
+        self.shared.workers[comm.peer.home].ring(comm.bit.load(Ordering::Relaxed));
+        Ok(Some(slot))
+    }
+
+    /// Ends a comm. When this returns, no memory of its requests is used any more.
+    pub fn release(&self, comm: &Arc<Comm>) {
+        self.shared.workers[comm.peer.home].ask(Task::Release(comm.clone()));
+        let mut patience = 0;
+        while !comm.released.load(Ordering::Acquire) && !self.shared.is_broken() {
+            // A worker's turn is a few microseconds; asleep, it has just been woken.
+            patience += 1;
+            if patience < 100 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+    }
+
+    /// Makes sure that no unfinished request of a comm uses this memory: where one does, the comm
+    /// ends. When this returns, the memory is not used any more.
+    pub fn withdraw(&self, comm: &Arc<Comm>, memory: Memory) {
+        let start = memory.start as usize;
+        if comm.slots.uses(start, start.saturating_add(memory.length)) {
+            comm.fail(Why::PeerClosed);
+            self.release(comm);
+        }
+    }
+}
