@@ -74,7 +74,7 @@ def test_auto_measures_once_and_both_take_the_same() -> None:
         lab.fault("path0", "loss 1%")
         rows = exchange(lab, 1.0, env={ENGINE: "auto", "EVENER_DRIVE_LOG": "1"}, log=log)
     assert rows[0]["messages"] >= 4
-    said = [line.partition("auto: ")[2] for line in log if "auto: " in line]
+    said = [line.partition(" : auto: ")[2] for line in log if " : auto: " in line]
     assert len({line.split()[0] for line in said}) == 1, log
     assert sum("MB/s" in line for line in said) == 1, log
 
