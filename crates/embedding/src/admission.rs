@@ -245,12 +245,13 @@ mod tests {
 
     #[test]
     fn a_bloom_filter_is_never_late_and_seldom_early() {
+        let capacity = if cfg!(miri) { 1_000 } else { 40_000 };
         let mut filter = filter(Admission::Bloom {
             count: 2,
-            capacity: 40_000,
+            capacity,
             false_positives: 0.01,
         });
-        let keys: Vec<i64> = (0..40_000i64)
+        let keys: Vec<i64> = (0..capacity as i64)
             .filter(|&key| hash::shard(hash::mix(key), 2) == 1)
             .collect();
         let early = keys
@@ -265,6 +266,10 @@ mod tests {
     #[test]
     fn a_draw_has_its_probability() {
         let mut filter = filter(Admission::Probability { p: 0.25 });
+        if cfg!(miri) {
+            assert!((5..45).contains(&admits(&mut filter, -9, 100).iter().filter(|&&b| b).count()));
+            return;
+        }
         let n = admits(&mut filter, -9, 4000).iter().filter(|&&b| b).count();
         assert!((900..1100).contains(&n), "{n}");
         assert_eq!(admits(&mut filter, -9, 50), admits(&mut filter, -9, 50));

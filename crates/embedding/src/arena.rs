@@ -6,10 +6,11 @@
 //! holds that shard's lock may read it, and may write it with the lock held for writing. That is the
 //! contract of every unsafe function here.
 
-use crate::error::{Error, Result, io};
+use crate::error::{Error, Result};
+use crate::huge;
 #[cfg(loom)]
 use loom::sync::atomic::AtomicPtr;
-use memmap2::{Advice, MmapMut};
+use memmap2::MmapMut;
 #[cfg(not(loom))]
 use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering;
@@ -23,7 +24,6 @@ const FIRST: u32 = RUN;
 pub const LAST: u32 = (1 << 31) - 1;
 const CHUNK_BYTES: usize = 32 << 20;
 const CHUNKS: usize = if cfg!(loom) { 1 } else { 65_536 };
-const HUGE: usize = 2 << 20;
 
 /// What is known of a row beside its values.
 ///
@@ -108,15 +108,9 @@ impl Arena {
         if self.chunks[chunk].load(Ordering::Acquire).is_null() {
             let rows = 1usize << self.shift;
             let bytes = rows * (self.stride + size_of::<Meta>());
-            let mut map = MmapMut::map_anon(bytes + HUGE)
-                .map_err(io(format!("{bytes} bytes for rows of an embedding")))?;
-            let skip = map.as_ptr().align_offset(HUGE);
-            if chunk > 0 {
-                // A wish: where huge pages are off, small ones do. The first chunk stays with small
-                // pages, for models with many small tables.
-                let _ = map.advise(Advice::HugePage);
-            }
-            self.chunks[chunk].store(map[skip..].as_mut_ptr(), Ordering::Release);
+            // The first chunk stays with small pages, for models with many small tables.
+            let (map, start) = huge::map(bytes, "rows of an embedding", chunk > 0)?;
+            self.chunks[chunk].store(start, Ordering::Release);
             taken.maps.push(map);
         }
         taken.next += RUN;

@@ -1,5 +1,6 @@
 //! What threads share of a batch.
 
+use crate::arena::prefetch;
 use std::marker::PhantomData;
 
 /// The rows of an output that several threads write, each its own.
@@ -39,6 +40,12 @@ impl<'a, T> Rows<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at * self.width), self.width) }
     }
 
+    /// Asks the processor for the first line of row `at`, which will be written.
+    #[inline(always)]
+    pub fn prefetch(&self, at: usize) {
+        prefetch(self.start.wrapping_add(at * self.width).cast());
+    }
+
     /// Rows `at` and the next, `rows` of them.
     ///
     /// # Safety
@@ -53,20 +60,36 @@ impl<'a, T> Rows<'a, T> {
     }
 }
 
-/// Positions of a batch by shard: in each shard in their order.
+/// The keys of a batch by shard: in each shard in their order. They are copied, so that a shard reads
+/// its own one after another.
 #[derive(Debug)]
 pub struct Parts {
+    keys: Vec<i64>,
     positions: Vec<u32>,
     ends: Vec<u32>,
 }
 
+/// What a shard has of a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct Part<'a> {
+    /// Keys, in the order of the batch.
+    pub keys: &'a [i64],
+    /// Where in the batch each is.
+    pub positions: &'a [u32],
+}
+
 impl Parts {
-    /// Sorts positions `0..n` by `shard(position)`, which is below `shards`.
-    pub fn new(n: usize, shards: usize, shard: impl Fn(usize) -> usize) -> Parts {
+    /// Sorts keys, each with its position, by `shard(key)`, which is below `shards`.
+    pub fn new(
+        batch: impl Iterator<Item = (u32, i64)> + Clone,
+        shards: usize,
+        shard: impl Fn(i64) -> usize,
+    ) -> Parts {
         let mut ends = vec![0u32; shards];
-        let homes: Vec<u16> = (0..n)
-            .map(|i| {
-                let home = shard(i);
+        let homes: Vec<u16> = batch
+            .clone()
+            .map(|(_, key)| {
+                let home = shard(key);
                 ends[home] += 1;
                 home as u16
             })
@@ -77,21 +100,31 @@ impl Parts {
             *end = sum;
             sum += count;
         }
-        let mut positions = vec![0u32; n];
-        for (i, &home) in homes.iter().enumerate() {
+        let mut positions = vec![0u32; homes.len()];
+        let mut keys = vec![0; homes.len()];
+        for ((position, key), &home) in batch.zip(&homes) {
             let at = &mut ends[usize::from(home)];
-            positions[*at as usize] = i as u32;
+            positions[*at as usize] = position;
+            keys[*at as usize] = key;
             *at += 1;
         }
-        Parts { positions, ends }
+        Parts {
+            keys,
+            positions,
+            ends,
+        }
     }
 
-    /// The positions of a shard.
-    pub fn of(&self, shard: usize) -> &[u32] {
+    /// What a shard has.
+    pub fn of(&self, shard: usize) -> Part<'_> {
         let start = match shard {
             0 => 0,
             _ => self.ends[shard - 1],
         };
-        &self.positions[start as usize..self.ends[shard] as usize]
+        let part = start as usize..self.ends[shard] as usize;
+        Part {
+            keys: &self.keys[part.clone()],
+            positions: &self.positions[part],
+        }
     }
 }

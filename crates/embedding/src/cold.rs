@@ -315,7 +315,18 @@ impl Cold {
         disk.owned()?;
         let mut bytes = vec![0u8; disk.record];
         let mut late = Vec::new();
+        let mut held = None;
         for (i, &id) in ids.iter().enumerate() {
+            if let Some((at, segment)) = held
+                && at == id
+            {
+                // A batch may name a row many times.
+                if let Some(found) = self.parse(segment, &bytes) {
+                    each(i, found)?;
+                }
+                continue;
+            }
+            held = None;
             let segment = self.at((id & !COLD) / disk.records)?;
             let start = ((id & !COLD) % disk.records) as usize * disk.record;
             if !segment.buffer.is_empty() {
@@ -329,6 +340,7 @@ impl Cold {
             let mut into = [IoSliceMut::new(&mut bytes)];
             match rustix::io::preadv2(&disk.file, &mut into, offset, ReadWriteFlags::NOWAIT) {
                 Ok(n) if n == disk.record => {
+                    held = Some((id, segment));
                     if let Some(found) = self.parse(segment, &bytes) {
                         each(i, found)?;
                     }

@@ -9,9 +9,10 @@
 //! segments back as it goes, so that the two together take little more than one.
 
 use crate::arena::prefetch;
-use crate::error::{Result, io};
-use crate::hash;
-use memmap2::{Advice, MmapMut};
+use crate::error::Result;
+use crate::{hash, huge};
+use memmap2::MmapMut;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 const WIDTH: usize = 5;
@@ -20,7 +21,6 @@ const SEGMENT: usize = 1 << 10;
 const SEGMENT_BYTES: usize = SEGMENT * size_of::<Bucket>();
 const FIRST_CHUNK: usize = 4 << 20;
 const CHUNK: usize = 32 << 20;
-const HUGE: usize = 2 << 20;
 
 /// Five entries and the count of those that went on.
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +59,7 @@ pub struct Pool(Mutex<Chunks>);
 #[derive(Debug, Default)]
 struct Chunks {
     maps: Vec<MmapMut>,
-    /// The last map: its address is taken once, because to take it again would be to claim all of it.
+    /// Where the last map begins.
     last: Segment,
     /// Offset and end of what was not handed out of it.
     rest: (usize, usize),
@@ -97,14 +97,8 @@ impl Pool {
             } else {
                 CHUNK
             };
-            let mut map = MmapMut::map_anon(bytes + HUGE)
-                .map_err(io(format!("{bytes} bytes for the index of an embedding")))?;
-            if bytes == CHUNK {
-                // A wish: where huge pages are off, small ones do.
-                let _ = map.advise(Advice::HugePage);
-            }
-            let skip = map.as_ptr().align_offset(HUGE);
-            chunks.last = Segment(map[skip..].as_mut_ptr().cast());
+            let (map, start) = huge::map(bytes, "the index of an embedding", bytes == CHUNK)?;
+            chunks.last = Segment(start.cast());
             chunks.rest = (0, bytes);
             chunks.maps.push(map);
         }
@@ -247,6 +241,30 @@ impl Index {
         let home = self.home(hash);
         if home < self.buckets {
             prefetch(self.at(self.after(home)).cast());
+        }
+    }
+
+    /// [`Index::prefetch_next`] where the first bucket does not say what a search for this key finds.
+    #[inline(always)]
+    pub fn prefetch_second(&self, hash: u64, key: i64) {
+        let home = self.home(hash);
+        if home < self.buckets && self.bucket(home).look(key) == (0, true) {
+            prefetch(self.at(self.after(home)).cast());
+        }
+    }
+
+    /// Asks the processor for buckets that [`Index::drain`] comes to later, and for those of the larger
+    /// index to which their entries go.
+    #[inline(always)]
+    pub fn prefetch_drain(&self, later: Range<usize>, larger: &Index) {
+        let part = self.gone + later.start..(self.gone + later.end).min(self.buckets);
+        // Both indexes are in the order of the hash.
+        let there = |bucket: usize| bucket * larger.buckets / self.buckets;
+        for bucket in there(part.start)..there(part.end).min(larger.buckets) {
+            prefetch(larger.at(bucket).cast());
+        }
+        for bucket in part {
+            prefetch(self.at(bucket).cast());
         }
     }
 

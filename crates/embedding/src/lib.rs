@@ -32,6 +32,7 @@ mod batch;
 mod cold;
 mod error;
 mod hash;
+mod huge;
 mod index;
 mod map;
 mod optimizer;

@@ -59,6 +59,16 @@ impl Map {
         }
     }
 
+    /// After [`Map::prefetch`], once those lines have come: asks for the lines after them where the key
+    /// may be there.
+    #[inline(always)]
+    pub fn prefetch_second(&self, hash: u64, key: i64) {
+        self.index.prefetch_second(hash, key);
+        if let Some(old) = &self.old {
+            old.prefetch_second(hash, key);
+        }
+    }
+
     /// The bucket in which a search begins, after [`Map::prefetch`].
     #[inline(always)]
     pub fn line(&self, hash: u64) -> Option<&Bucket> {
@@ -129,6 +139,9 @@ impl Map {
         let Some(old) = &mut self.old else {
             return;
         };
+        if buckets == MOVED {
+            old.prefetch_drain(2 * MOVED..3 * MOVED, &self.index);
+        }
         for _ in 0..buckets {
             let index = &mut self.index;
             if !old.drain(|key, id| index.insert(hash::mix(key), key, id)) {
@@ -192,7 +205,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 60 }))]
         #[test]
-        fn it_is_a_map(actions in prop::collection::vec(action(), 1..600), bits in 0u32..7) {
+        fn it_is_a_map(actions in prop::collection::vec(action(), 1..if cfg!(miri) { 80 } else { 600 }), bits in 0u32..7) {
             let mut map = Map::new(2, bits, &Arc::default()).unwrap();
             let mut model = HashMap::new();
             for action in actions {

@@ -7,20 +7,23 @@
 //! Where a store has a second tier, numbers of the map may also be those of cold rows (`cold`). What
 //! changes a row first brings it back to memory; `warm.rs` says when rows go.
 //!
-//! While a snapshot is being written, a row that belongs to it and is about to change is copied aside
-//! first ([`Saving`]): the snapshot is of one instant, and training does not wait for it.
+//! `step.rs` is the optimizer's step; `passes.rs` is what looks at all rows: snapshots, export, eviction.
 
+mod passes;
+mod step;
 mod warm;
+
+pub use passes::{Record, Saving};
+pub use step::Counts;
 
 use crate::admission::Filter;
 use crate::arena::{Arena, Meta, RUN};
-use crate::cold::{COLD, Cold, Disk, Wanted};
-use crate::error::{Error, Result, invalid};
+use crate::cold::{COLD, Cold, Disk};
+use crate::error::Result;
 use crate::hash;
 use crate::index::Pool;
 use crate::map::Map;
-use crate::optimizer::Step;
-use crate::options::{Eviction, Missing, Options};
+use crate::options::{Missing, Options};
 use crate::philox;
 use crate::row::Layout;
 use std::sync::Arc;
@@ -76,36 +79,6 @@ impl Core {
     }
 }
 
-/// A snapshot that has not come to this shard yet.
-#[derive(Debug)]
-pub struct Saving {
-    /// Rows with a mark above this changed since the snapshot before; -1 for all rows.
-    pub since: i16,
-    /// Rows with a mark above this changed after the snapshot's instant.
-    pub cut: u8,
-    /// Records of rows as they were at that instant.
-    pub before: Vec<u8>,
-    /// A cold row that went could not be read: the snapshot cannot be whole.
-    pub failed: Option<Error>,
-}
-
-impl Saving {
-    fn has(&self, meta: Meta) -> bool {
-        i16::from(meta.mark()) > self.since && meta.mark() <= self.cut
-    }
-}
-
-/// What became of a batch.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Counts {
-    /// Rows that were updated.
-    pub updated: u64,
-    /// Rows that were made.
-    pub inserted: u64,
-    /// Keys whose gradient was dropped, because they have no row.
-    pub dropped: u64,
-}
-
 /// See the head of this file.
 #[derive(Debug)]
 pub struct Shard {
@@ -125,16 +98,6 @@ pub struct Shard {
     /// Set while a snapshot waits to read this shard.
     pub saving: Option<Saving>,
 }
-
-/// A key of a batch whose gradients are added up.
-struct Unique {
-    id: u32,
-    first: u32,
-    count: u32,
-    sum: u32,
-}
-
-const NONE: u32 = u32::MAX;
 
 impl Shard {
     /// Shard `number`. The first indexes differ in size between shards, so that they do not all grow
@@ -190,10 +153,16 @@ impl Shard {
         self.map.grows()
     }
 
-    /// Asks the processor for the index line of a key.
+    /// Asks the processor for what the keys after `keys[i]` need of the index: for the first line of one,
+    /// and for the second of another whose first has come.
     #[inline(always)]
-    pub fn prefetch(&self, hash: u64) {
-        self.map.prefetch(hash);
+    pub fn prefetch_two(&self, keys: &[i64], i: usize) {
+        if let Some(&key) = keys.get(i + AHEAD) {
+            self.map.prefetch(hash::mix(key));
+        }
+        if let Some(&key) = keys.get(i + AHEAD / 2) {
+            self.map.prefetch_second(hash::mix(key), key);
+        }
     }
 
     /// Its index.
@@ -289,31 +258,6 @@ impl Shard {
         }
         self.insert(core, hash, key, step)
             .map(|id| (Some(id), true))
-    }
-
-    /// Before a row changes or goes: a copy for the snapshot that is being written, if it is in it.
-    fn keep(&mut self, core: &Core, id: u32, key: i64) {
-        if let Some(saving) = &mut self.saving {
-            if let (Some(disk), true) = (&core.disk, id & COLD != 0) {
-                let read = self.cold.read(disk, &[id], |_, found| {
-                    if saving.has(found.meta) {
-                        push(&mut saving.before, key, found.meta, found.row);
-                    }
-                    Ok(())
-                });
-                if let Err(error) = read {
-                    saving.failed = Some(error);
-                }
-                return;
-            }
-            // SAFETY: see the head of this file.
-            let meta = unsafe { core.arena.meta(id) };
-            if saving.has(meta) {
-                // SAFETY: as above.
-                let row = unsafe { core.arena.row(id) };
-                push(&mut saving.before, key, meta, &row[..core.layout.bytes()]);
-            }
-        }
     }
 
     /// Takes a key's row away.
@@ -421,187 +365,6 @@ impl Shard {
         Ok(())
     }
 
-    /// One optimizer step for the positions of a batch that are this shard's.
-    ///
-    /// # Errors
-    /// As [`Shard::insert`]; rows of a part of the keys may have been made then, none updated.
-    pub fn apply(
-        &mut self,
-        core: &Core,
-        step: &Step,
-        number: u32,
-        batch: (&[i64], &[f32]),
-        positions: &[u32],
-        admits: bool,
-    ) -> Result<Counts> {
-        let (keys, gradients) = batch;
-        let dim = core.layout.dim;
-        let gradient = |at: u32| &gradients[at as usize * dim..(at as usize + 1) * dim];
-        let mut counts = Counts::default();
-        // What the lookup of this batch brought back stays, even where that is more than the share.
-        if self.len() - self.cold.rows() > positions.len().saturating_add(core.share()) {
-            self.cool(core, 0)?;
-        }
-
-        // The keys of the batch once each, in the order in which they first come, and the sums of
-        // what comes more than once, added in the order of the batch.
-        let room = (positions.len() * 2).next_power_of_two();
-        let mut places = vec![NONE; room];
-        let mut uniques: Vec<Unique> = Vec::with_capacity(positions.len());
-        let mut sums: Vec<f32> = Vec::new();
-        for (i, &position) in positions.iter().enumerate() {
-            if let Some(&next) = positions.get(i + AHEAD) {
-                self.prefetch(hash::mix(keys[next as usize]));
-            }
-            let key = keys[position as usize];
-            let hash = hash::mix(key);
-            let id = match self.find_warm(core, hash, key)? {
-                Some(id) => id,
-                None if admits => {
-                    counts.inserted += 1;
-                    self.insert(core, hash, key, number)?
-                }
-                None => {
-                    counts.dropped += 1;
-                    continue;
-                }
-            };
-            let mut place = (id.wrapping_mul(0x9e37_79b1) >> 7) as usize & (room - 1);
-            loop {
-                match places[place] {
-                    NONE => {
-                        places[place] = uniques.len() as u32;
-                        uniques.push(Unique {
-                            id,
-                            first: position,
-                            count: 1,
-                            sum: NONE,
-                        });
-                        break;
-                    }
-                    at if uniques[at as usize].id == id => {
-                        let unique = &mut uniques[at as usize];
-                        if unique.sum == NONE {
-                            unique.sum = (sums.len() / dim) as u32;
-                            sums.extend_from_slice(gradient(unique.first));
-                        }
-                        unique.count += 1;
-                        let start = unique.sum as usize * dim;
-                        for (sum, g) in sums[start..start + dim].iter_mut().zip(gradient(position))
-                        {
-                            *sum += g;
-                        }
-                        break;
-                    }
-                    _ => place = (place + 1) & (room - 1),
-                }
-            }
-        }
-
-        let bytes = core.layout.bytes();
-        let mut wide = vec![0.0; dim];
-        let epoch = core.epoch();
-        for (i, unique) in uniques.iter().enumerate() {
-            if let Some(next) = uniques.get(i + AHEAD / 2) {
-                core.arena.prefetch(next.id, bytes.min(512));
-                core.arena.prefetch_meta(next.id);
-            }
-            if self.saving.is_some() {
-                self.keep(core, unique.id, keys[unique.first as usize]);
-            }
-            // SAFETY: see the head of this file.
-            let (row, meta) =
-                unsafe { (core.arena.row_mut(unique.id), core.arena.meta(unique.id)) };
-            let g = match unique.sum {
-                NONE => gradient(unique.first),
-                sum => &sums[sum as usize * dim..(sum as usize + 1) * dim],
-            };
-            let absent = number.saturating_sub(meta.version).saturating_sub(1);
-            core.layout.change(row, &mut wide, |values, slots| {
-                step.update(values, slots, g, u64::from(absent));
-            });
-            let frequency = meta.frequency().saturating_add(unique.count);
-            // SAFETY: as above.
-            unsafe {
-                core.arena
-                    .set_meta(unique.id, Meta::new(number, frequency, epoch));
-            };
-        }
-        counts.updated = uniques.len() as u64;
-        Ok(counts)
-    }
-
-    /// Each row once: key, metadata, values and slots. Cold rows that are not `wanted` may be left out.
-    ///
-    /// # Errors
-    /// Where cold rows cannot be read.
-    pub fn scan(
-        &self,
-        core: &Core,
-        wanted: Wanted,
-        mut each: impl FnMut(i64, Meta, &[u8]),
-    ) -> Result<()> {
-        let warm = |&(_, id): &(i64, u32)| id & COLD == 0;
-        let all: Vec<(i64, u32)> = self.map.iter().filter(warm).collect();
-        for (i, &(key, id)) in all.iter().enumerate() {
-            if let Some(&(_, next)) = all.get(i + AHEAD) {
-                core.arena.prefetch_meta(next);
-            }
-            // SAFETY: see the head of this file.
-            let row = unsafe { core.arena.row(id) };
-            each(key, self.meta(core, id), &row[..core.layout.bytes()]);
-        }
-        let Some(disk) = &core.disk else {
-            return Ok(());
-        };
-        self.cold.each(disk, wanted, |id, found| {
-            if self.find(hash::mix(found.key), found.key) == Some(id) {
-                each(found.key, found.meta, found.row);
-            }
-        })
-    }
-
-    /// Each row once, with its values.
-    ///
-    /// # Errors
-    /// As [`Shard::scan`].
-    pub fn export(&self, core: &Core, mut each: impl FnMut(i64, &[f32], Meta)) -> Result<()> {
-        let mut values = vec![0.0; core.layout.dim];
-        self.scan(core, Wanted::All, |key, meta, row| {
-            core.layout.read(row, &mut values);
-            each(key, &values, meta);
-        })
-    }
-
-    /// Takes away the rows that a policy of one row at a time names.
-    ///
-    /// # Errors
-    /// As [`Shard::scan`]; nothing has gone then.
-    pub fn evict(&mut self, core: &Core, policy: Eviction, step: u32) -> Result<Vec<i64>> {
-        let mut gone = Vec::new();
-        match policy {
-            Eviction::Ttl { steps } => {
-                let until = step.saturating_sub(steps).saturating_sub(1);
-                self.scan(core, Wanted::Until(until), |key, meta, _| {
-                    if step.saturating_sub(meta.version) > steps {
-                        gone.push(key);
-                    }
-                })?;
-            }
-            Eviction::L2 { norm } => self.export(core, |key, values, _| {
-                let square: f64 = values.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
-                if square < f64::from(norm) * f64::from(norm) {
-                    gone.push(key);
-                }
-            })?,
-            Eviction::None | Eviction::Lru { .. } | Eviction::Lfu { .. } => {}
-        }
-        for &key in &gone {
-            self.remove(core, hash::mix(key), key);
-        }
-        Ok(gone)
-    }
-
     /// After many rows went; `ages`: counts of admission that rested go too.
     ///
     /// # Errors
@@ -612,74 +375,4 @@ impl Shard {
         }
         self.map.shrink()
     }
-
-    /// Sets every mark: 0 for rows that `saved` has, 1 for the others.
-    pub fn remark(&mut self, core: &Core, saved: u8) {
-        let all: Vec<u32> = self.map.iter().map(|(_, id)| id).collect();
-        self.cold.remark(saved);
-        for id in all.into_iter().filter(|id| id & COLD == 0) {
-            // SAFETY: see the head of this file.
-            unsafe {
-                let meta = core.arena.meta(id);
-                let mark = u8::from(meta.mark() > saved);
-                core.arena
-                    .set_meta(id, Meta::new(meta.version, meta.frequency(), mark));
-            }
-        }
-    }
-
-    /// Records of the rows of the snapshot that is being written: what was kept aside and what has not
-    /// changed since its instant.
-    ///
-    /// # Errors
-    /// Where cold rows cannot be read.
-    pub fn save(&self, core: &Core, out: &mut Vec<u8>) -> Result<()> {
-        let Some(saving) = &self.saving else {
-            return Ok(());
-        };
-        if let Some(error) = &saving.failed {
-            return invalid(error.to_string());
-        }
-        out.extend_from_slice(&saving.before);
-        self.scan(core, Wanted::Above(saving.since), |key, meta, row| {
-            if saving.has(meta) {
-                push(out, key, meta, row);
-            }
-        })
-    }
-}
-
-/// A row as snapshots have it.
-#[derive(Debug, Clone, Copy)]
-pub struct Record<'a> {
-    /// Whose.
-    pub key: i64,
-    /// Step of the last update.
-    pub version: u32,
-    /// How many updates.
-    pub frequency: u32,
-    /// Values and slots.
-    pub row: &'a [u8],
-}
-
-impl<'a> Record<'a> {
-    /// Of the bytes of a record.
-    pub fn parse(bytes: &'a [u8]) -> Option<Record<'a>> {
-        let (key, rest) = bytes.split_first_chunk()?;
-        let (version, rest) = rest.split_first_chunk()?;
-        let (frequency, row) = rest.split_first_chunk()?;
-        Some(Record {
-            key: i64::from_le_bytes(*key),
-            version: u32::from_le_bytes(*version),
-            frequency: u32::from_le_bytes(*frequency),
-            row,
-        })
-    }
-}
-
-fn push(out: &mut Vec<u8>, key: i64, meta: Meta, row: &[u8]) {
-    out.extend_from_slice(&key.to_le_bytes());
-    out.extend_from_slice(&meta.version.to_le_bytes());
-    out.extend_from_slice(&meta.frequency().to_le_bytes());
-    out.extend_from_slice(row);
 }

@@ -15,7 +15,7 @@ pub use stats::Stats;
 pub use whole::Exported;
 
 use crate::arena::Arena;
-use crate::batch::Parts;
+use crate::batch::{Part, Parts};
 use crate::cold::{COLD, Disk, Wanted};
 use crate::error::{Result, invalid};
 use crate::hash;
@@ -28,8 +28,6 @@ use crate::strings::Strings;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// How many keys a batch is ahead with what it asks the processor for.
-const AHEAD: usize = 16;
 /// Keys of a batch that one thread takes at a time, at least.
 const TASK: usize = 2048;
 /// Batches up to this size lock only the shards that they need.
@@ -132,7 +130,8 @@ impl Table {
     }
 
     fn parts(&self, keys: &[i64]) -> Parts {
-        Parts::new(keys.len(), self.shards.len(), |i| self.home(keys[i]))
+        let batch = keys.iter().enumerate().map(|(i, &key)| (i as u32, key));
+        Parts::new(batch, self.shards.len(), |key| self.home(key))
     }
 
     fn fits(&self, what: &str, keys: &[i64], values: usize) -> Result<()> {
@@ -255,13 +254,12 @@ impl Table {
         let total: Mutex<Counts> = Mutex::default();
         self.threads.run(self.tasks(keys.len()), |task| {
             for number in self.share(task, keys.len()) {
-                let positions = parts.of(number);
-                if positions.is_empty() {
+                let part = parts.of(number);
+                if part.keys.is_empty() {
                     continue;
                 }
                 let mut shard = writing(&self.shards[number]);
-                let batch = (keys, gradients);
-                let counts = shard.apply(&self.core, &plan, step, batch, positions, admits)?;
+                let counts = shard.apply(&self.core, &plan, step, part, gradients, admits)?;
                 drop(shard);
                 let mut total = lock(&total);
                 total.updated += counts.updated;
@@ -309,19 +307,17 @@ impl Table {
         let (parts, dim) = (self.parts(keys), self.dim());
         self.threads.run(self.tasks(keys.len()), |task| {
             for number in self.share(task, keys.len()) {
-                let positions = parts.of(number);
-                if positions.is_empty() {
+                let Part { keys, positions } = parts.of(number);
+                if keys.is_empty() {
                     continue;
                 }
                 let mut shard = writing(&self.shards[number]);
                 let mut inserted = 0;
-                for (i, &at) in positions.iter().enumerate() {
-                    if let Some(&next) = positions.get(i + AHEAD) {
-                        shard.prefetch(hash::mix(keys[next as usize]));
-                    }
+                for (i, (&key, &at)) in keys.iter().zip(positions).enumerate() {
+                    shard.prefetch_two(keys, i);
                     let at = at as usize;
                     let values = &values[at * dim..(at + 1) * dim];
-                    inserted += usize::from(shard.set(&self.core, keys[at], values, step)?);
+                    inserted += usize::from(shard.set(&self.core, key, values, step)?);
                 }
                 add(&self.counters.inserted, inserted);
             }
@@ -334,13 +330,12 @@ impl Table {
         let parts = self.parts(keys);
         let mut gone = 0;
         for (number, shard) in self.shards.iter().enumerate() {
-            let positions = parts.of(number);
-            if positions.is_empty() {
+            let keys = parts.of(number).keys;
+            if keys.is_empty() {
                 continue;
             }
             let mut shard = writing(shard);
-            for &at in positions {
-                let key = keys[at as usize];
+            for &key in keys {
                 gone += u64::from(shard.remove(&self.core, hash::mix(key), key));
             }
         }

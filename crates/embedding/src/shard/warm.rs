@@ -24,7 +24,7 @@ impl Shard {
     pub fn find_warm(&mut self, core: &Core, hash: u64, key: i64) -> Result<Option<u32>> {
         match self.find(hash, key) {
             Some(id) if id & COLD != 0 => {
-                self.fetch(core, &[id])?;
+                self.fetch(core, &[(id, key)])?;
                 Ok(self.find(hash, key))
             }
             found => Ok(found),
@@ -36,7 +36,7 @@ impl Shard {
     /// # Errors
     /// Where rows cannot be written or read, or there is no memory; each row is where it was, or in its
     /// new place.
-    pub fn warm(&mut self, core: &Core, keys: impl ExactSizeIterator<Item = i64>) -> Result<()> {
+    pub fn warm(&mut self, core: &Core, keys: &[i64]) -> Result<()> {
         if core.disk.is_none() {
             return Ok(());
         }
@@ -44,25 +44,36 @@ impl Shard {
         if self.cold.rows() == 0 {
             return Ok(());
         }
-        let mut ids: Vec<u32> = keys
-            .filter_map(|key| self.find(hash::mix(key), key))
-            .filter(|id| id & COLD != 0)
-            .collect();
+        let mut wanted: Vec<(u32, i64)> = Vec::new();
+        for (i, &key) in keys.iter().enumerate() {
+            self.prefetch_two(keys, i);
+            match self.find(hash::mix(key), key) {
+                Some(id) if id & COLD != 0 => wanted.push((id, key)),
+                _ => {}
+            }
+        }
         // In the order of the file, and each once.
-        ids.sort_unstable();
-        ids.dedup();
-        self.fetch(core, &ids)
+        wanted.sort_unstable();
+        wanted.dedup();
+        self.fetch(core, &wanted)
     }
 
-    fn fetch(&mut self, core: &Core, ids: &[u32]) -> Result<()> {
-        let (Some(disk), false) = (&core.disk, ids.is_empty()) else {
+    /// Brings cold rows back, each with its key.
+    fn fetch(&mut self, core: &Core, wanted: &[(u32, i64)]) -> Result<()> {
+        let (Some(disk), false) = (&core.disk, wanted.is_empty()) else {
             return Ok(());
         };
+        let ids: Vec<u32> = wanted.iter().map(|&(id, _)| id).collect();
         let cold = std::mem::take(&mut self.cold);
-        let read = cold.read(disk, ids, |i, found| {
-            let hash = hash::mix(found.key);
-            if self.find(hash, found.key) != Some(ids[i]) {
+        let read = cold.read(disk, &ids, |i, found| {
+            if found.key != wanted[i].1 {
                 return disk.broken();
+            }
+            if let Some(&(_, key)) = wanted.get(i + super::AHEAD / 2) {
+                self.map.prefetch(hash::mix(key));
+            }
+            if let Some(&id) = self.free.iter().nth_back(super::AHEAD / 2) {
+                core.arena.prefetch(id, core.layout.bytes().min(512));
             }
             let id = self.take(core)?;
             // SAFETY: see the head of `shard`; the row is new.
@@ -70,7 +81,7 @@ impl Shard {
                 core.arena.row_mut(id)[..found.row.len()].copy_from_slice(found.row);
                 core.arena.set_meta(id, found.meta);
             }
-            self.map.replace(hash, found.key, id);
+            self.map.replace(hash::mix(found.key), found.key, id);
             Ok(())
         });
         self.cold = cold;

@@ -2,7 +2,7 @@
 //! keys go through in blocks, so that the memory of the next block is on its way while one is read.
 
 use super::{SMALL, TASK, Table, add, lock, reading, writing};
-use crate::batch::{Parts, Rows};
+use crate::batch::{Part, Parts, Rows};
 use crate::cold::COLD;
 use crate::error::{Result, invalid};
 use crate::hash;
@@ -11,14 +11,18 @@ use crate::map::OPEN;
 use crate::shard::Shard;
 use std::sync::{Mutex, PoisonError, RwLockReadGuard};
 
-/// How many keys a lookup is ahead with each of its stages.
-const AHEAD: usize = 32;
+/// Keys that go through a stage of a lookup together.
+const BLOCK: usize = 8;
+/// Blocks from one stage to the next: so many keys' lines are on their way.
+const LAG: usize = 3;
+/// Blocks on their way, rounded up to a power of two.
+const RING: usize = (3 * LAG + 1).next_power_of_two();
 
 /// Keys of a lookup on their way.
 struct Block<'a> {
-    hashes: [u64; AHEAD],
-    lines: [Option<&'a Bucket>; AHEAD],
-    ids: [u32; AHEAD],
+    hashes: [u64; BLOCK],
+    lines: [Option<&'a Bucket>; BLOCK],
+    ids: [u32; BLOCK],
     /// A bit for each key whose first line did not say.
     open: u32,
 }
@@ -36,27 +40,27 @@ impl Table {
         let core = &self.core;
         let (dim, bits) = (core.layout.dim, core.bits);
         let bytes = core.layout.value_bytes();
-        // Four stages, a block of keys apart: the line of the index, the row that it names, the rows
+        // Four stages, some blocks of keys apart: the line of the index, the row that it names, the rows
         // of which a second line had to say where they are, the copy.
-        let mut ring = [(); 4].map(|()| Block {
-            hashes: [0; AHEAD],
-            lines: [None; AHEAD],
-            ids: [0; AHEAD],
+        let mut ring = [(); RING].map(|()| Block {
+            hashes: [0; BLOCK],
+            lines: [None; BLOCK],
+            ids: [0; BLOCK],
             open: 0,
         });
-        let blocks = keys.len().div_ceil(AHEAD);
-        let part = |turn: usize| turn * AHEAD..keys.len().min((turn + 1) * AHEAD);
-        for turn in 0..blocks + 3 {
+        let blocks = keys.len().div_ceil(BLOCK);
+        let part = |turn: usize| turn * BLOCK..keys.len().min((turn + 1) * BLOCK);
+        for turn in 0..blocks + 3 * LAG {
             if turn < blocks {
-                let block = &mut ring[turn % 4];
+                let block = &mut ring[turn % RING];
                 for (i, &key) in keys[part(turn)].iter().enumerate() {
                     let hash = hash::mix(key);
                     block.hashes[i] = hash;
                     block.lines[i] = shards[hash::shard(hash, bits)].map().line(hash);
                 }
             }
-            if let Some(turn) = turn.checked_sub(1).filter(|&turn| turn < blocks) {
-                let block = &mut ring[turn % 4];
+            if let Some(turn) = turn.checked_sub(LAG).filter(|&turn| turn < blocks) {
+                let block = &mut ring[turn % RING];
                 let mut open = 0u32;
                 for (i, &key) in keys[part(turn)].iter().enumerate() {
                     let hash = block.hashes[i];
@@ -72,22 +76,22 @@ impl Table {
                 }
                 block.open = open;
             }
-            if let Some(turn) = turn.checked_sub(2).filter(|&turn| turn < blocks) {
-                let block = &mut ring[turn % 4];
+            if let Some(turn) = turn.checked_sub(2 * LAG).filter(|&turn| turn < blocks) {
+                let block = &mut ring[turn % RING];
                 while block.open != 0 {
                     let i = block.open.trailing_zeros() as usize;
                     block.open &= block.open - 1;
                     let hash = block.hashes[i];
                     let shard = shards[hash::shard(hash, bits)];
-                    let id = shard.find(hash, keys[turn * AHEAD + i]).unwrap_or(0);
+                    let id = shard.find(hash, keys[turn * BLOCK + i]).unwrap_or(0);
                     if id != 0 && id & COLD == 0 {
                         core.arena.prefetch(id, bytes.min(1024));
                     }
                     block.ids[i] = id;
                 }
             }
-            if let Some(turn) = turn.checked_sub(3) {
-                let block = &ring[turn % 4];
+            if let Some(turn) = turn.checked_sub(3 * LAG) {
+                let block = &ring[turn % RING];
                 for (i, at) in part(turn).enumerate() {
                     let row = &mut out[at * dim..(at + 1) * dim];
                     match block.ids[i] {
@@ -174,28 +178,25 @@ impl Table {
     /// The second half of [`crate::Store::lookup`]: what had no row.
     fn admit(&self, keys: &[i64], step: u32, out: &mut [f32], missing: &[u32]) -> Result<()> {
         let core = &self.core;
-        let parts = Parts::new(missing.len(), self.shards.len(), |i| {
-            self.home(keys[missing[i] as usize])
-        });
+        let batch = missing.iter().map(|&at| (at, keys[at as usize]));
+        let parts = Parts::new(batch, self.shards.len(), |key| self.home(key));
         let rows = Rows::new(out, self.dim());
         self.threads.run(self.tasks(missing.len()), |task| {
             for number in self.share(task, missing.len()) {
-                let part = parts.of(number);
-                if part.is_empty() {
+                let Part { keys, positions } = parts.of(number);
+                if keys.is_empty() {
                     continue;
                 }
                 let (mut inserted, mut refused) = (0, 0);
                 let mut shard = writing(&self.shards[number]);
-                let wanted = part.iter().map(|&at| keys[missing[at as usize] as usize]);
-                shard.warm(core, wanted)?;
-                for (i, &at) in part.iter().enumerate() {
-                    if let Some(&next) = part.get(i + AHEAD / 2) {
-                        shard.prefetch(hash::mix(keys[missing[next as usize] as usize]));
+                shard.warm(core, keys)?;
+                for (i, (&key, &position)) in keys.iter().zip(positions).enumerate() {
+                    shard.prefetch_two(keys, i);
+                    if let Some(&next) = positions.get(i + 8) {
+                        rows.prefetch(next as usize);
                     }
-                    let position = missing[at as usize] as usize;
-                    let key = keys[position];
                     // SAFETY: each position is in one part once.
-                    let row = unsafe { rows.row(position) };
+                    let row = unsafe { rows.row(position as usize) };
                     match shard.find_or_admit(core, hash::mix(key), key, step)? {
                         (Some(id), fresh) => {
                             inserted += usize::from(fresh);

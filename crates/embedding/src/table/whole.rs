@@ -1,11 +1,14 @@
 //! Whole rows, values and slots: for caches that lend rows, and for exports.
 
-use super::{AHEAD, Table, add, reading, writing};
-use crate::batch::Rows;
+use super::{Table, add, reading, writing};
+use crate::batch::{Part, Rows};
 use crate::cold::{COLD, Wanted};
 use crate::error::{Result, invalid};
 use crate::hash;
 use crate::shard::{Record, Shard};
+
+/// How many keys a batch is ahead of itself with rows.
+const AHEAD: usize = 8;
 
 /// Whole rows of a shard.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -24,19 +27,15 @@ impl Table {
     /// Asks the processor for what a loop over a shard's positions reads soon: the line of the index,
     /// and nearer the row with its metadata.
     #[inline(always)]
-    fn ahead(&self, shard: &Shard, keys: &[i64], positions: &[u32], i: usize) {
-        if let Some(&next) = positions.get(i + AHEAD) {
-            shard.prefetch(hash::mix(keys[next as usize]));
-        }
-        if let Some(&next) = positions.get(i + AHEAD / 2) {
-            let key = keys[next as usize];
-            if let Some(id) = shard.find(hash::mix(key), key)
-                && id & COLD == 0
-            {
-                let arena = &self.core.arena;
-                arena.prefetch(id, self.core.layout.bytes().min(512));
-                arena.prefetch_meta(id);
-            }
+    fn ahead(&self, shard: &Shard, keys: &[i64], i: usize) {
+        shard.prefetch_two(keys, i);
+        if let Some(&key) = keys.get(i + AHEAD)
+            && let Some(id) = shard.find(hash::mix(key), key)
+            && id & COLD == 0
+        {
+            let arena = &self.core.arena;
+            arena.prefetch(id, self.core.layout.bytes().min(512));
+            arena.prefetch_meta(id);
         }
     }
 
@@ -77,17 +76,16 @@ impl Table {
         let (versions, admitted) = (Rows::new(versions, 1), Rows::new(admitted, 1));
         self.threads.run(self.tasks(n), |task| {
             for number in self.share(task, n) {
-                let positions = parts.of(number);
-                if positions.is_empty() {
+                let Part { keys, positions } = parts.of(number);
+                if keys.is_empty() {
                     continue;
                 }
                 let mut shard = writing(&self.shards[number]);
-                shard.warm(core, positions.iter().map(|&at| keys[at as usize]))?;
+                shard.warm(core, keys)?;
                 let (mut inserted, mut refused) = (0, 0);
-                for (i, &at) in positions.iter().enumerate() {
-                    self.ahead(&shard, keys, positions, i);
+                for (i, (&key, &at)) in keys.iter().zip(positions).enumerate() {
+                    self.ahead(&shard, keys, i);
                     let at = at as usize;
-                    let key = keys[at];
                     // SAFETY: each position is in one part once.
                     let (row, f, v, a) = unsafe {
                         (
@@ -154,20 +152,20 @@ impl Table {
         self.threads.run(self.tasks(n), |task| {
             let mut bytes = vec![0u8; core.layout.bytes()];
             for number in self.share(task, n) {
-                let positions = parts.of(number);
-                if positions.is_empty() {
+                let Part { keys, positions } = parts.of(number);
+                if keys.is_empty() {
                     continue;
                 }
                 let mut shard = writing(&self.shards[number]);
-                for (i, &at) in positions.iter().enumerate() {
-                    self.ahead(&shard, keys, positions, i);
+                for (i, (&key, &at)) in keys.iter().zip(positions).enumerate() {
+                    self.ahead(&shard, keys, i);
                     let at = at as usize;
                     core.layout
                         .pack(&rows[at * width..(at + 1) * width], &mut bytes);
                     shard.put(
                         core,
                         &Record {
-                            key: keys[at],
+                            key,
                             version: versions[at],
                             frequency: frequencies[at],
                             row: &bytes,
