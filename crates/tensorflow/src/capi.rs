@@ -90,6 +90,9 @@ pub type Compute = unsafe extern "C" fn(*mut c_void, *mut Context);
 pub type ComputeAsync = unsafe extern "C" fn(*mut c_void, *mut Context, *mut AsyncDone);
 /// Frees a kernel's state.
 pub type Delete = unsafe extern "C" fn(*mut c_void);
+/// Reads an attribute of a fixed size.
+pub type GetAttribute<T> =
+    unsafe extern "C" fn(*mut Construction, *const c_char, *mut T, *mut Status);
 /// Says the shapes of an op's outputs.
 pub type Shape = unsafe extern "C" fn(*mut ShapeContext, *mut Status);
 

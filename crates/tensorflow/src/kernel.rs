@@ -246,34 +246,32 @@ impl Node {
 
     /// An attribute of type int.
     pub fn integer(&self, name: &CStr) -> Result<i64> {
-        let status = Status::new();
-        let mut value = 0;
-        // SAFETY: TensorFlow's pointer; the integer is written.
-        unsafe {
-            (api().TF_OpKernelConstruction_GetAttrInt64)(
-                self.0,
-                name.as_ptr(),
-                &raw mut value,
-                status.0,
-            );
-        }
-        status.checked()?;
-        Ok(value)
+        // SAFETY: the function writes an int64.
+        unsafe { self.attribute(api().TF_OpKernelConstruction_GetAttrInt64, name) }
     }
 
     /// An attribute of type float.
     pub fn number(&self, name: &CStr) -> Result<f32> {
+        // SAFETY: the function writes a float.
+        unsafe { self.attribute(api().TF_OpKernelConstruction_GetAttrFloat, name) }
+    }
+
+    /// An attribute of type bool.
+    pub fn flag(&self, name: &CStr) -> Result<bool> {
+        // SAFETY: the function writes a byte.
+        let value: u8 = unsafe { self.attribute(api().TF_OpKernelConstruction_GetAttrBool, name) }?;
+        Ok(value != 0)
+    }
+
+    /// An attribute of a fixed size.
+    ///
+    /// # Safety
+    /// `get` is one of TensorFlow's functions, and writes one `T`.
+    unsafe fn attribute<T: Default>(&self, get: capi::GetAttribute<T>, name: &CStr) -> Result<T> {
         let status = Status::new();
-        let mut value = 0.0;
-        // SAFETY: TensorFlow's pointer; the number is written.
-        unsafe {
-            (api().TF_OpKernelConstruction_GetAttrFloat)(
-                self.0,
-                name.as_ptr(),
-                &raw mut value,
-                status.0,
-            );
-        }
+        let mut value = T::default();
+        // SAFETY: TensorFlow's pointer; the value is written.
+        unsafe { get(self.0, name.as_ptr(), &raw mut value, status.0) };
         status.checked()?;
         Ok(value)
     }
@@ -289,23 +287,6 @@ impl Node {
             let bytes = std::slice::from_raw_parts(view.data.cast::<u8>(), view.len);
             String::from_utf8_lossy(bytes).into_owned()
         }
-    }
-
-    /// An attribute of type bool.
-    pub fn flag(&self, name: &CStr) -> Result<bool> {
-        let status = Status::new();
-        let mut value = 0;
-        // SAFETY: TensorFlow's pointer; the byte is written.
-        unsafe {
-            (api().TF_OpKernelConstruction_GetAttrBool)(
-                self.0,
-                name.as_ptr(),
-                &raw mut value,
-                status.0,
-            );
-        }
-        status.checked()?;
-        Ok(value != 0)
     }
 }
 
