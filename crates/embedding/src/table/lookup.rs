@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError, RwLockReadGuard};
 
 /// Keys that go through a stage of a lookup together.
 const BLOCK: usize = 8;
-/// Blocks from one stage to the next: so many keys' lines are on their way.
+/// Blocks from one stage to the next. The lines of 24 keys are on their way.
 const LAG: usize = 3;
 /// Blocks on their way, rounded up to a power of two.
 const RING: usize = (3 * LAG + 1).next_power_of_two();
