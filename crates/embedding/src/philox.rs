@@ -93,12 +93,14 @@ fn tail(p: f64) -> f32 {
 #[inline(always)]
 fn sixteen(seed: u64, key: i64, block: u32) -> [u32; 16] {
     let mut bump = [seed as u32, (seed >> 32) as u32];
-    let mut counter = [[0u32; 4]; 4];
-    for i in 0..4 {
-        counter[0][i] = block * 4 + i as u32;
-        counter[2][i] = key as u32;
-        counter[3][i] = (key as u64 >> 32) as u32;
-    }
+    let first = block * 4;
+    let first = [first, first + 1, first + 2, first + 3];
+    let mut counter = [
+        first,
+        [0; 4],
+        [key as u32; 4],
+        [(key as u64 >> 32) as u32; 4],
+    ];
     for _ in 0..10 {
         let before = counter;
         for i in 0..4 {
