@@ -85,7 +85,16 @@ ENVIRONMENTS = {
         "datasets",
     ),
     "composer": ("mosaicml>=0.30",),
-    "recommend": ("deepctr-torch", "torch-rechub", "pandas"),
+    # deepctr-torch imports requests and packaging, and does not ask for them.
+    "recommend": (
+        "deepctr-torch",
+        "requests",
+        "packaging",
+        "torch-rechub",
+        "pandas",
+        "torchfm",
+        "pytorch-widedeep",
+    ),
     # The last releases that know Horovod.
     "horovod": (
         "pytorch-lightning<2",
