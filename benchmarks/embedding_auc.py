@@ -5,9 +5,11 @@
 The model and the data are those of examples/recommend. Every batch is predicted before it is
 learned; AUC is over the last half of that. Exact: a row for each id (`nn.Embedding` and torch's
 Adagrad), with the initial values that the store would give. Hashed: ids modulo 10% of the ids.
-Drift: ten days with new ids every day; a table that keeps all against one that admits a key when
-it has come twice, one that evicts what no step updated for three days, one that does both, and one
-that admits and holds at most this many rows (`--drift-json` writes these figures alone).
+Drift: ten days with new ids every day. A table that keeps all against one that admits a key when
+it has come twice, one that evicts what no step updated for three days, one that does both, the
+same with zeros in place of first values until a key is let in, the same with five days, and one
+that admits and holds at most this many rows. `--drift-json` writes these figures alone; `--add`
+keeps the seeds that are in it, so that one seed can be run at a time.
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ def static(seed: int, samples: int) -> dict[str, float]:
     return found
 
 
-def drift(seed: int, samples: int, days: int, rows: int) -> dict[str, Any]:
+def drift(seed: int, samples: int, days: int, rows: int, only: list[str]) -> dict[str, Any]:
     """Keep all against admission and eviction."""
     found: dict[str, Any] = {}
     steps = samples // BATCH
@@ -127,9 +129,13 @@ def drift(seed: int, samples: int, days: int, rows: int) -> dict[str, Any]:
         "admits": {"admission": Counter(2)},
         "evicts": stale,
         "admits and evicts": {"admission": Counter(2), **stale},
+        "both, zeros before": {"admission": Counter(2), "missing": "zeros", **stale},
+        "both, five days": {"admission": Counter(2), **stale, "eviction": Ttl(5 * steps)},
         "bounded": {"admission": Counter(2), "eviction": Lru(rows), "evict_every": often},
     }
     for name, how in ways.items():
+        if only and name not in only:
+            continue
         embedding = DynamicEmbedding(options(seed, **how), f"drift-{name}-{seed}")
         model, optimizer = built(embedding, seed)
         scores, labels, most = [], [], 0
@@ -143,6 +149,7 @@ def drift(seed: int, samples: int, days: int, rows: int) -> dict[str, Any]:
         stats = embedding.store.stats()
         found[name] = {
             "auc": auc,
+            "seed": seed,
             "rows": stats["rows"],
             "most_rows": most,
             "days": [clicks.auc(one, truth) for one, truth in zip(scores, labels, strict=True)],
@@ -150,6 +157,16 @@ def drift(seed: int, samples: int, days: int, rows: int) -> dict[str, Any]:
         }
         forget(embedding.table.name)
     return found
+
+
+# The 97.5% point of Student's t by degrees of freedom: half of a 95% interval, in standard errors.
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+def spread(losses: list[float]) -> float:
+    """Half of the 95% interval of their mean; 0 for one."""
+    n = len(losses)
+    return STUDENT[min(n - 1, 9)] * statistics.stdev(losses) / n**0.5 if n > 1 else 0.0
 
 
 def main() -> None:
@@ -160,11 +177,18 @@ def main() -> None:
     parser.add_argument("--days", type=int, default=10)
     parser.add_argument("--per-day", type=int, default=30_000)
     parser.add_argument("--rows", type=int, default=40_000, help="the bound in drift")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--ways", nargs="+", default=[], help="of drift, beside 'keeps all'")
+    parser.add_argument("--add", action="store_true", help="to the drift that is in --drift-json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--drift-json", type=Path, help="drift alone")
     given = parser.parse_args()
     began = time.perf_counter()
-    runs, drifts = [], []
+    runs: list[dict[str, float]] = []
+    drifts: list[dict[str, Any]] = []
+    if given.add and given.drift_json.exists():
+        drifts = json.loads(given.drift_json.read_text(encoding="utf-8"))["drift"]
+    only = ["keeps all", *given.ways] if given.ways else []
     for seed in range(0 if given.drift_json else given.seeds):
         runs.append(static(seed, given.samples))
         one = runs[-1]
@@ -174,8 +198,8 @@ def main() -> None:
             f"({one['dynamic'] - one['exact']:+.6f}), hashed to 10% {one['hashed to 10%']:.5f}",
             flush=True,
         )
-    for seed in range(given.seeds):
-        drifts.append(drift(seed, given.per_day, given.days, given.rows))
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
+        drifts.append(drift(seed, given.per_day, given.days, given.rows, only))
         one = drifts[-1]
         all_kept = one["keeps all"]["auc"]
         for name, found in one.items():
@@ -186,17 +210,21 @@ def main() -> None:
                 flush=True,
             )
     gaps = [one["dynamic"] - one["exact"] for one in runs]
-    losses = {
-        name: statistics.mean(one["keeps all"]["auc"] - one[name]["auc"] for one in drifts)
-        for name in drifts[0]
+    lost = {
+        name: [one["keeps all"]["auc"] - one[name]["auc"] for one in drifts] for name in drifts[0]
     }
+    losses = {name: statistics.mean(each) for name, each in lost.items()}
+    spreads = {name: spread(each) for name, each in lost.items()}
     if gaps:
         print(f"largest difference of dynamic and exact: {max(map(abs, gaps)):.1e} (at most 1e-4)")
     for name, loss in losses.items():
-        print(f"mean loss of AUC, {name}: {loss:+.5f} (at most 0.001)")
-    arguments = {name: value for name, value in vars(given).items() if not name.endswith("json")}
+        print(f"mean loss of AUC, {name}: {loss:+.5f} +- {spreads[name]:.5f} (at most 0.001)")
+    left = ("json", "drift_json", "add", "ways", "first_seed")
+    arguments = {name: value for name, value in vars(given).items() if name not in left}
+    arguments["seeds"] = len(drifts)
     if given.drift_json:
-        result = {"arguments": arguments, "drift": drifts, "mean_loss": losses}
+        result: dict[str, Any] = {"arguments": arguments, "drift": drifts, "mean_loss": losses}
+        result["half_of_95_percent_interval"] = spreads
         given.drift_json.write_text(json.dumps(result, indent=1) + "\n")
     if given.json:
         result = {
@@ -206,7 +234,7 @@ def main() -> None:
             "static": runs,
             "drift": drifts,
             "largest_difference": max(map(abs, gaps), default=None),
-            "mean_loss": statistics.mean(losses),
+            "mean_loss": losses,
             "seconds": time.perf_counter() - began,
         }
         given.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -152,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["4000000x16", "16000000x32"])
     parser.add_argument("--zipf", nargs="+", type=float, default=[0.0, 1.05])
+    parser.add_argument("--grow", default="", help="as 8000000x16: only inserts are timed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hash-rows", type=int, default=4_000_000)
     parser.add_argument("--add", action="store_true", help="add to the JSON that is there")
@@ -167,6 +168,11 @@ def main() -> None:
     }
     if given.add and given.json and given.json.exists():
         result = json.loads(given.json.read_text(encoding="utf-8"))
+    if given.grow:
+        rows, dim = (int(part) for part in given.grow.split("x"))
+        _, grown = fill(rows, dim)
+        result["grown"] = {"rows": rows, "dim": dim, **grown}
+        print("grown", given.grow, {name: round(value, 1) for name, value in grown.items()})
     for size in given.sizes:
         rows, dim = (int(part) for part in size.split("x"))
         store, filled = fill(rows, dim)
