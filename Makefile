@@ -76,14 +76,18 @@ loom: $(STAMPS)/deps ## every interleaving of the engine's rings and of an embed
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-embedding --lib --target-dir target/loom loom
 
-tsan: $(STAMPS)/deps ## the engine's tests under ThreadSanitizer (nightly Rust; several minutes)
+tsan: $(STAMPS)/deps ## the engine's and the embedding store's tests under ThreadSanitizer (nightly Rust; several minutes)
 	$(BIN)/python scripts/tsan.py
 
-miri: $(STAMPS)/deps ## the engine's rings and parsers under Miri (nightly Rust)
+# With rayon's crossbeam-epoch no pool of threads keeps to Stacked Borrows, so the store's tests run by
+# Tree Borrows.
+miri: $(STAMPS)/deps ## the engine's rings and parsers and the embedding store under Miri (nightly Rust)
 	@cargo +nightly miri --version >/dev/null 2>&1 || { echo "skipped: cargo +nightly miri does not run here"; \
 		echo "  fix: rustup toolchain install nightly --component rust-src,miri"; exit 0; }; \
 	MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4 cargo +nightly miri test --locked \
-		--target-dir target/miri -p evener-engine --lib
+		--target-dir target/miri -p evener-engine --lib && \
+	MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-tree-borrows" cargo +nightly miri test --locked \
+		--target-dir target/miri -p evener-embedding --lib
 
 fuzz: ## libFuzzer on what hears packets (nightly Rust): make fuzz SECONDS=60, for each of three targets
 	scripts/fuzz.sh $(or $(SECONDS),60) $(TARGETS)
@@ -100,6 +104,7 @@ test-python: $(STAMPS)/native $(STAMPS)/plugin
 
 wild: $(STAMPS)/native ## programs of others, plain and under Evener: make wild ARGS="--only trainer"
 	$(BIN)/python -m tests.wild $(ARGS)
+	@test -n "$(ARGS)" || $(BIN)/python -m tests.wild.embedding_models
 
 # What some of upstream's tests import. Those of Ray want an older one, and say so.
 $(STAMPS)/upstream: $(STAMPS)/native

@@ -1,8 +1,10 @@
-"""The engine's tests under ThreadSanitizer: `make tsan`. Needs nightly Rust with rust-src.
+"""The engine's and the feature store's tests under ThreadSanitizer: `make tsan`. Needs nightly Rust
+with rust-src.
 
-One kind of report is expected and counted, not failed: a piece that went over two paths (one was
-cut, or it was late) is placed twice, by two workers at once, with the same bytes at the same place.
-ThreadSanitizer cannot know that the bytes are the same. All others fail.
+One kind of report of the engine is expected and counted, not failed: a piece that went over two
+paths (one was cut, or it was late) is placed twice, by two workers at once, with the same bytes at
+the same place. ThreadSanitizer cannot know that the bytes are the same. All others fail. With -p
+the packages are the caller's.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ def main() -> int:
         return 0
     about = subprocess.run(["rustc", "-vV"], capture_output=True, text=True, check=True).stdout
     host = next(line.split()[1] for line in about.splitlines() if line.startswith("host:"))
+    packages = [f"-p=evener-{name}" for name in ("engine", "embedding")]
+    packages = [] if any(arg.startswith("-p") for arg in sys.argv[1:]) else packages
     command = ["cargo", "+nightly", "test", "--locked", "-Zbuild-std", "--target", host]
-    command += ["--target-dir", "target/tsan", "-p", "evener-engine", "--tests", *sys.argv[1:]]
+    command += ["--target-dir", "target/tsan", *packages, "--tests", *sys.argv[1:]]
     env = {**os.environ, "RUSTFLAGS": "-Zsanitizer=thread", "TSAN_OPTIONS": "exitcode=0"}
     run = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
