@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from evener import pipeline
 from evener.errors import UsageError
@@ -23,7 +24,14 @@ RATES = pipeline.Rates(1e11, 1e10, 1e-6)
 def fail(rank: int, size: int, how: str) -> Any:
     torch.manual_seed(3)
     inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
-    pipe = pipeline.auto(models.GPT(tied=False), inputs, rates=RATES, microbatches=4, timeout=60)
+    given: dict[str, Any] = {}
+    if how == "dead replica":
+        names = ("data", "pipeline")
+        given = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=names), "gradients": "int8"}
+        how = "dead"
+    pipe = pipeline.auto(
+        models.GPT(tied=False), inputs, rates=RATES, microbatches=4, timeout=60, **given
+    )
     pipe.step(**inputs)
     stage = next(iter(pipe.modules.values()))
     forward = stage.graph_module.forward
@@ -76,6 +84,7 @@ def linger(rank: int, ranks: list[int]) -> None:
     ("how", "ranks", "said"),
     [
         ("dead", 4, "rank 1 of the pipeline is gone"),
+        ("dead replica", 4, "rank 1 of the pipeline is gone"),
         ("memory", 4, "stage 1 on rank 1 is out of memory"),
         ("bug", 4, "stage 1 on rank 1 failed: ValueError: the data is of the wrong kind"),
         ("nan", 2, "stage 1 on rank 1 "),
@@ -84,7 +93,7 @@ def linger(rank: int, ranks: list[int]) -> None:
 def test_every_rank_says_what_failed(how: str, ranks: int, said: str) -> None:
     found = worlds.outcomes([ranks], fail, how, timeout=60)
     for rank, outcome in enumerate(found):
-        if how == "dead" and rank == 1:
+        if how.startswith("dead") and rank == 1:
             assert outcome.error == "the process died"
             continue
         assert not outcome.error, outcome.error

@@ -74,7 +74,54 @@ def test_gradients_are_those_of_all_replicas(tmp_path: Path) -> None:
         assert torch.equal(saved[name], parameter), name
 
 
+def in_a_form(rank: int, size: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    replica, found = mesh.get_local_rank("data"), {}
+    for form in ("exact", "int8"):
+        pipe = pipeline.auto(model(), batch(0), mesh=mesh, rates=RATES, timeout=30, microbatches=4,
+                             gradients=form)  # fmt: skip
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        losses = []
+        for at in range(8):
+            losses.append(float(pipe.step(**batch(replica + 2 * (at % 2)))))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[form] = losses, {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        pipe.close()
+    # What a step adds to gradients that are there already is what it gives where there are none.
+    sums = []
+    for zero in (False, True):
+        pipe = pipeline.auto(model(), batch(0), mesh=mesh, rates=RATES, timeout=30, microbatches=4,
+                             gradients="int8")  # fmt: skip
+        pipe.step(**batch(replica))
+        first = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+        if zero:
+            for parameter in pipe.parameters():
+                parameter.grad = None
+        pipe.step(**batch(replica + 2))
+        sums.append({
+            name: p.grad + first[name] if zero else p.grad for name, p in pipe.named_parameters()
+        })  # fmt: skip
+        pipe.close()
+    apart = [name for name in sums[0] if not torch.equal(sums[0][name], sums[1][name])]
+    return found, apart, mesh.get_local_rank("pipeline")
+
+
+def test_gradients_cross_in_a_form() -> None:
+    found = worlds.run([2, 2], in_a_form)
+    weights: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for results, apart, stage in found:
+        assert apart == []
+        exact, coded = (results[form][0] for form in ("exact", "int8"))
+        assert coded != exact and coded == pytest.approx(exact, rel=0.01)
+        for form, (_, own) in results.items():
+            other = weights.setdefault((stage, form), own)
+            assert all(torch.equal(own[name], other[name]) for name in own), (stage, form)
+
+
 def refused(rank: int, size: int) -> None:
+    with pytest.raises(UsageError, match="gradients='int7'"):
+        pipeline.auto(model(), batch(0), rates=RATES, gradients="int7")
     for shape, names, said in (
         ((2,), ("data",), "a mesh with the dimensions ['data']"),
         ((1, 2), ("data", "stage"), "a mesh with the dimensions"),

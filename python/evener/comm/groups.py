@@ -325,6 +325,11 @@ class Communicators:
         seconds = f"{self.timeout.total_seconds():g} s"
         return f"{seconds} (EVENER_TIMEOUT)" if self.options.timeout else f"{seconds} (its group's)"
 
+    @property
+    def handles(self) -> list[dist.ProcessGroup]:
+        """The process groups that it has now, for who ends waits after an error."""
+        return [handle for _, handle in self._lent]
+
     def flat(self) -> Route:
         """The one-level route, for buckets over LIGHT_HIERARCHICAL_THRESHOLD. Collective."""
         if self._flat is None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from evener.comm import forms
 from evener.comm.world.topology import host_identity
 from evener.errors import UsageError
 from evener.log import logger
@@ -32,6 +33,7 @@ from evener.pipeline import checkpoint, links, report, schedules
 from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, Example, capture
 from evener.pipeline.faults import PipelineError, Watch
+from evener.pipeline.means import Means
 from evener.pipeline.plan import Plan, Planned, digest, planned
 from evener.pipeline.replicas import Replicas
 from evener.pipeline.split import Draw, Split, check_split_backward
@@ -53,6 +55,7 @@ def auto(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     tensor: Mapping[str, Any] | None = None,
+    gradients: str = "exact",
     device: torch.device | str | None = None,
     weights: Weights | None = None,
     plan: Plan | None = None,
@@ -68,7 +71,8 @@ def auto(
     replica (`data`) is given a batch of its own, and gradients are those of the mean of the
     replicas' losses; the parameters of a stage are divided over `tensor` (torch's DTensors).
     tensor: how, as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; default: the plan that
-    models of transformers bring. device:
+    models of transformers bring. gradients: the form in which they cross between replicas, one of
+    comm's (`fp16`, `int8`, ...). device:
     this rank's; default: its GPU, or the CPU. weights: for a model on the meta device, a function
     from a parameter's name and shape (a meta tensor) to its values. plan: one that was made before;
     else rank 0 measures and makes one with the remaining arguments (`memory`, `schedule`,
@@ -84,6 +88,7 @@ def auto(
             "start the script with torchrun or evener launch, and call "
             "torch.distributed.init_process_group() first",
         )
+    forms.require(gradients, "gradients")
     replicas = Replicas.of(mesh, group)
     group = replicas.pipeline
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -137,7 +142,7 @@ def auto(
     if replicas.tensor is not None:
         sharding = divided.Sharding(replicas.tensor, divided.plan_of(model, tensor))
     return Pipeline(captured, plan, model, replicas, place, weights, int(seed or 0), timeout, hosts,
-                    sharding)  # fmt: skip
+                    sharding, gradients)  # fmt: skip
 
 
 def _own_device() -> torch.device:
@@ -163,7 +168,7 @@ class Pipeline:
     def __init__(
         self, captured: Captured, plan: Plan, model: nn.Module, replicas: Replicas,
         device: torch.device, weights: Weights | None, seed: int, timeout: float,
-        hosts: list[str], sharding: divided.Sharding | None = None,
+        hosts: list[str], sharding: divided.Sharding | None = None, gradients: str = "exact",
     ) -> None:  # fmt: skip
         self.plan, self.device = plan, device
         self.replicas, group = replicas, replicas.pipeline
@@ -181,12 +186,12 @@ class Pipeline:
                                        group_desc=f"evener pipeline control {name}")  # fmt: skip
         everyone = list(replicas.members or members)
         # What replicas tell each other, and the sums of their gradients.
-        self._all, self._data = self._control, None
+        self._all, data = self._control, None
         if len(everyone) > len(members):
             self._all = dist.new_group(everyone, limit, "gloo", use_local_synchronization=True,
                                        group_desc=f"evener pipeline all {name}")  # fmt: skip
         if replicas.data is not None:
-            self._data = dist.new_group(
+            data = dist.new_group(
                 dist.get_process_group_ranks(replicas.data), limit, use_local_synchronization=True,
                 group_desc=f"evener pipeline data {name}",
             )  # fmt: skip
@@ -220,7 +225,14 @@ class Pipeline:
         self.aliases = dict(captured.aliases)
         self.steps = 0
         self.seconds = 0.0
-        groups = {self._group, self._control, self._all} | ({self._data} if self._data else set())
+        groups = {self._group, self._control, self._all}
+        self._means: Means | None = None
+        if data is not None:
+            trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+            self._means = Means(trained, data, device, gradients)
+            groups |= {data, *self._means.groups}
+        elif gradients != "exact" and self.rank == 0:
+            logger.info("gradients=%s: there is one replica, and no gradient is sent", gradients)
         self._watch = Watch(f"{name}/{everyone[0]}", everyone.index(dist.get_rank()),
                             len(everyone), list(groups))  # fmt: skip
         self._record: Path | None = None
@@ -365,7 +377,9 @@ class Pipeline:
                 for parameter in self.parameters():
                     divided.settle(parameter)
                 self._sum_tied()
-                self._average()
+                if self._means is not None:
+                    self._means.take()
+                self._bring_back()
             value = self._agree(losses, train)
         self.seconds = time.perf_counter() - begin
         if train:
@@ -491,26 +505,6 @@ class Pipeline:
                 if wire.cut == cut:
                     wire.form = "exact"
 
-    def _average(self) -> None:
-        """Gradients over the replicas; those of earlier steps are equal there already."""
-        if self._data is None:
-            return
-        count = dist.get_world_size(self._data)
-        found: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradient = divided.own(parameter.grad)
-                found.setdefault(gradient.dtype, []).append(gradient)
-        for gradients in found.values():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=self._data)
-            flat /= count
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
-
     # --- Parameters on several stages ----------------------------------------------------------
 
     def _tied_groups(
@@ -535,20 +529,28 @@ class Pipeline:
         own = dict(self.named_parameters())
         for name, group in self._tied:
             parameter = own[name]
-            added = parameter.grad
-            if added is None:
-                added = torch.zeros_like(parameter)
-            dist.all_reduce(divided.own(added), group=group)
-            before = self._before.pop(name, None)
-            parameter.grad = added if before is None else before.add_(added)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(divided.own(parameter.grad), group=group)
 
     def _put_aside(self) -> None:
-        """Gradients of an earlier step that were summed then: this step's are summed alone."""
+        """Gradients of an earlier step that were summed then, where this step's are summed alone.
+
+        An exact mean over replicas leaves them as they are: they are equal there already.
+        """
         own = dict(self.named_parameters())
+        alone = own if self._means is not None and self._means.lossy else [n for n, _ in self._tied]
         self._before = {}
-        for name, _ in self._tied:
+        for name in alone:
             if (gradient := own[name].grad) is not None:
                 self._before[name], own[name].grad = gradient, None
+
+    def _bring_back(self) -> None:
+        own = dict(self.named_parameters())
+        for name, before in self._before.items():
+            added = own[name].grad
+            own[name].grad = before if added is None else before.add_(added)
+        self._before = {}
 
     # --- What was measured ---------------------------------------------------------------------
 
@@ -568,8 +570,10 @@ class Pipeline:
             report.write(self.plan, everyone, path)
 
     def close(self) -> None:
-        """End the thread that listens for errors."""
+        """End the thread that listens for errors, and give groups back. On all ranks."""
         self._watch.close()
+        if self._means is not None and self._watch.heard is None:
+            self._means.close()
 
 
 def _flat(mark: Any) -> tuple[Any, ...]:
