@@ -16,8 +16,8 @@ pub(crate) fn listen() -> io::Result<TcpListener> {
     TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))
 }
 
-/// Rank 0's side of the first words.
-pub(crate) fn greet(mut stream: TcpStream, token: &str) -> io::Result<(u32, TcpStream)> {
+/// Rank 0's side of the first words: who is there, before it is answered.
+pub(crate) fn hear(mut stream: TcpStream, token: &str) -> io::Result<(u32, TcpStream)> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -33,9 +33,14 @@ pub(crate) fn greet(mut stream: TcpStream, token: &str) -> io::Result<(u32, TcpS
     }
     let mut number = [0; 4];
     number.copy_from_slice(rank);
+    Ok((u32::from_le_bytes(number), stream))
+}
+
+/// Tells a rank that it is taken.
+pub(crate) fn answer(mut stream: TcpStream) -> io::Result<TcpStream> {
     stream.write_all(&MAGIC)?;
     stream.set_read_timeout(None)?;
-    Ok((u32::from_le_bytes(number), stream))
+    Ok(stream)
 }
 
 /// Another rank's side.

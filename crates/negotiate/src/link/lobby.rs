@@ -3,13 +3,16 @@
 //! Anybody who reaches the port may connect, and the first words are waited for by a thread of their
 //! own, so that one who says nothing holds nobody up. The number of those threads has a limit. Beyond
 //! it the one who has been silent for longest is shown out: a rank says its words at once, and one
-//! that is shown out all the same tries again.
+//! that is shown out all the same tries again. A rank that has been answered believes that it is
+//! taken, so either it is answered or it is shown out: whoever is first decides.
 
 use super::spawn;
-use crate::stream::greet;
+use crate::stream::{answer, hear};
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
@@ -18,11 +21,19 @@ pub(crate) const STRANGERS: usize = 64;
 
 type Greeted = Option<(u32, TcpStream)>;
 
+struct Visitor {
+    /// Tells it apart.
+    number: u64,
+    stream: TcpStream,
+    /// That it is answered, or shown out.
+    decided: Arc<AtomicBool>,
+}
+
 pub(crate) struct Lobby {
     token: String,
     most: usize,
-    /// Who waits, the oldest first, with a number that tells it apart.
-    waiting: VecDeque<(u64, TcpStream)>,
+    /// Who waits, the oldest first.
+    waiting: VecDeque<Visitor>,
     entered: u64,
     /// Ranks that nobody has asked for yet.
     ranks: VecDeque<(u32, TcpStream)>,
@@ -51,17 +62,35 @@ impl Lobby {
     /// Where there is no thread for it.
     pub(crate) fn enter(&mut self, stream: TcpStream) -> io::Result<()> {
         self.forget_gone();
-        if self.waiting.len() >= self.most
-            && let Some((_, oldest)) = self.waiting.pop_front()
-        {
-            let _ = oldest.shutdown(Shutdown::Both);
+        if self.waiting.len() >= self.most {
+            self.show_out();
         }
         self.entered += 1;
         let (number, send, token) = (self.entered, self.send.clone(), self.token.clone());
-        self.waiting.push_back((number, stream.try_clone()?));
+        let decided = Arc::new(AtomicBool::new(false));
+        self.waiting.push_back(Visitor {
+            number,
+            stream: stream.try_clone()?,
+            decided: decided.clone(),
+        });
         spawn("greet", move || {
-            let _ = send.send((number, greet(stream, &token).ok()));
+            let found = hear(stream, &token)
+                .ok()
+                .filter(|_| !decided.swap(true, Ordering::SeqCst))
+                .and_then(|(rank, stream)| Some((rank, answer(stream).ok()?)));
+            let _ = send.send((number, found));
         })
+    }
+
+    /// The oldest that is not a rank leaves. Ranks that are answered in this moment may be more than
+    /// `most`, and no more than the job has.
+    fn show_out(&mut self) {
+        let silent = |one: &Visitor| !one.decided.swap(true, Ordering::SeqCst);
+        if let Some(oldest) = self.waiting.iter().position(silent)
+            && let Some(one) = self.waiting.remove(oldest)
+        {
+            let _ = one.stream.shutdown(Shutdown::Both);
+        }
     }
 
     /// The next one that has proved to be a rank, with its number; none within `limit`.
@@ -82,19 +111,15 @@ impl Lobby {
     }
 
     fn sort(&mut self, number: u64, found: Greeted) {
-        let before = self.waiting.len();
-        self.waiting.retain(|(waits, _)| *waits != number);
-        // One that spoke in the moment in which it was shown out has a closed connection.
-        if self.waiting.len() < before {
-            self.ranks.extend(found);
-        }
+        self.waiting.retain(|one| one.number != number);
+        self.ranks.extend(found);
     }
 }
 
 impl Drop for Lobby {
     fn drop(&mut self) {
-        for (_, stranger) in &self.waiting {
-            let _ = stranger.shutdown(Shutdown::Both);
+        for one in &self.waiting {
+            let _ = one.stream.shutdown(Shutdown::Both);
         }
     }
 }
