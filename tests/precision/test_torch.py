@@ -118,7 +118,7 @@ def test_the_probe_leaves_the_model_as_it_is() -> None:
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENER_STATS_DIR", str(tmp_path))
     policy = made()
-    policy._stats.write(policy.report())
+    policy._journal.close()
     (file,) = tmp_path.glob("precision-*.json")
     record = json.loads(file.read_text())["precision"]
     assert record["state"] == "HALF"

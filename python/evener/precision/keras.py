@@ -18,9 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import UsageError
-from evener.log import info0
+from evener.precision.journal import Journal
 from evener.precision.rules import Event, Facts, Limits, Machine
-from evener.records import StatsFile
 
 _Callback: Any = keras.callbacks.Callback
 
@@ -46,7 +45,7 @@ class FollowPrecision(_Callback):
         if dtype != "bfloat16":
             raise UsageError(f"dtype={dtype!r} has no loss scale here", 'give dtype="bfloat16"')
         self.machine = Machine(limits or Limits())
-        self.events: list[Event] = []
+        self._journal = Journal(self.machine)
         self._policy = keras.dtype_policies.get(f"mixed_{dtype}")
         self._agree, self._rank = agree, rank
 
@@ -82,7 +81,7 @@ class FollowPrecision(_Callback):
         self._look = tf.Variable(False, trainable=False)
         self._tracing_half = False
         self._functions: dict[bool, Any] = {}
-        self._stats = StatsFile.open("precision", self._rank)
+        self._journal.open(self._rank)
         self._step, self._apply = model.train_step, model.optimizer.apply
         object.__setattr__(model, "train_step", self._watched)
         object.__setattr__(model.optimizer, "apply", self._finite)
@@ -98,8 +97,7 @@ class FollowPrecision(_Callback):
         object.__delattr__(model.optimizer, "apply")
         self._policies(False)
         model.train_function = None
-        if self._stats is not None:
-            self._stats.write(self.report())
+        self._journal.close()
 
     def _policies(self, half: bool) -> None:
         for layer in self._layers:
@@ -175,36 +173,20 @@ class FollowPrecision(_Callback):
             row = np.asarray(self._agree(row))
         loss, gap = float(row[:, 0].mean()), float(row[:, 1].max())
         before = self.machine.half
-        for event in self.machine.observe(Facts(loss), lambda: gap):
-            self.events.append(event)
-            info0(
-                "precision, step %d: %s > %s (%s: %s)",
-                event.step,
-                event.before.value,
-                event.after.value,
-                event.cause,
-                event.text,
-            )
+        self._journal.observe(Facts(loss), lambda: gap)
         if self.machine.half != before:
             self._use(self.machine.half)
         if bool(self._look.numpy()) != self.machine.suspects:
             self._look.assign(self.machine.suspects)
-        if self._stats is not None and self._stats.due:
-            self._stats.write(self.report())
+
+    @property
+    def events(self) -> list[Event]:
+        """All that was worth a line."""
+        return self._journal.events
 
     def report(self) -> dict[str, Any]:
         """The state, the share of half steps, and the last events."""
-        machine = self.machine
-        return {
-            "state": machine.state.name,
-            "steps": machine.step,
-            "half_steps": machine.half_steps,
-            "switches": machine.switches,
-            "events": [
-                {"step": e.step, "cause": e.cause, "to": e.after.name, "text": e.text}
-                for e in self.events[-20:]
-            ],
-        }
+        return self._journal.report()
 
 
 def _zero_unless(fine: Any, gradient: Any) -> Any:

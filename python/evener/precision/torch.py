@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from evener.errors import UsageError
-from evener.log import info0
 from evener.precision.hooks import Hooks
+from evener.precision.journal import Journal
 from evener.precision.rules import Event, Facts, Limits, Machine
-from evener.records import StatsFile
 
 # Steps between two looks at the gradients' zeros, and how many elements of each are looked at.
 _LOOK, _SAMPLE = 10, 4096
@@ -66,12 +65,12 @@ class Policy:
         self.dtype = dtype
         self.machine = Machine(limits or Limits())
         self.scaler = torch.amp.grad_scaler.GradScaler(self.device, enabled=dtype == torch.float16)
-        self.events: list[Event] = []
+        self._journal = Journal(self.machine)
         self._group = group
         self._halved = False  # the scale, by the step before
         self._zeros = math.nan  # share of zeros among the gradients, in full precision
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._stats = StatsFile.open("precision", rank)
+        self._journal.open(rank)
         self._hooks: Hooks | None = None
         self.attach()
 
@@ -149,18 +148,7 @@ class Policy:
         self, facts: Facts, probe: Callable[[], float], zeros: Callable[[], float] | None
     ) -> None:
         """What follows from a step is logged, and kept in `events`."""
-        for event in self.machine.observe(facts, probe, zeros):
-            self.events.append(event)
-            info0(
-                "precision, step %d: %s > %s (%s: %s)",
-                event.step,
-                event.before.value,
-                event.after.value,
-                event.cause,
-                event.text,
-            )
-        if self._stats is not None and self._stats.due:
-            self._stats.write(self.report())
+        self._journal.observe(facts, probe, zeros)
 
     def agreed(self, loss: float, halved: bool = False, underflow: float | None = None) -> Facts:
         """The facts of all ranks: the mean loss, the worst of the others."""
@@ -233,19 +221,14 @@ class Policy:
 
     # --- what is kept ---
 
+    @property
+    def events(self) -> list[Event]:
+        """All that was worth a line."""
+        return self._journal.events
+
     def report(self) -> dict[str, Any]:
         """The state, the share of half steps, and the last events."""
-        machine = self.machine
-        return {
-            "state": machine.state.name,
-            "steps": machine.step,
-            "half_steps": machine.half_steps,
-            "switches": machine.switches,
-            "events": [
-                {"step": e.step, "cause": e.cause, "to": e.after.name, "text": e.text}
-                for e in self.events[-20:]
-            ],
-        }
+        return self._journal.report()
 
     def __str__(self) -> str:
         return json.dumps(self.report(), indent=1)
