@@ -17,12 +17,13 @@ CHECK = Path(__file__).parent / "check_tensorflow.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(CHECK)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=380,
         env={
             **os.environ,
             "EVENER_COMPILE_DIR": str(tmp_path),

@@ -17,12 +17,13 @@ CHECK = Path(__file__).parent / "check_keras.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_in_a_process_of_its_own() -> None:
     done = subprocess.run(
         [sys.executable, str(CHECK)],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=380,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
