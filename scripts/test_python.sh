@@ -9,7 +9,7 @@ second=(tests/guide tests/horovod tests/launch tests/moe tests/net)
 mkdir -p .build
 part() { # FOLDER-OR-OPTION...: a part; its seconds are the last line
     local began=$SECONDS status
-    .venv/bin/python -m pytest "$@"
+    .venv/bin/python -m pytest --durations=8 "$@"
     status=$?
     echo "$((SECONDS - began)) s: pytest $*"
     return $status
