@@ -51,17 +51,14 @@ pub mod udp;
 mod worker;
 pub mod zerocopy;
 
-use std::collections::HashMap;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
 use evener_proto::{PathId, Why};
 
 pub use callers::{Callers, Listener};
-use choosing::Choosing;
 pub use config::{Choice, Config};
 use control::Control;
 use crew::Crew;
@@ -70,8 +67,6 @@ use lock::lock;
 pub use log::{Level, Log};
 use news::News;
 use nics::Nic;
-use packets::Packets;
-use peers::Peers;
 use shared::Shared;
 pub use slots::{Slot, Status};
 pub use sys::Memory;
@@ -171,6 +166,7 @@ impl Engine {
         let inboxes: Result<Vec<_>, _> = (0..streams + instances).map(|_| Inbox::new()).collect();
         let inboxes = inboxes.map_err(|e| Error::System("eventfd", e))?;
         let (congestion, why) = congestion(&socket, config.congestion.as_deref());
+        let waker = sys::Waker::new().map_err(|e| Error::System("eventfd", e))?;
         let shared = Arc::new(Shared {
             config,
             process,
@@ -181,20 +177,8 @@ impl Engine {
             workers: inboxes,
             streams,
             crew: Mutex::new(Crew::new(streams)),
-            waker: sys::Waker::new().map_err(|e| Error::System("eventfd", e))?,
-            news: Mutex::new(Vec::new()),
-            peers: Peers::default(),
-            listeners: Mutex::new(HashMap::new()),
-            pending: Mutex::new(HashMap::new()),
-            paths: Mutex::default(),
-            next: AtomicU64::new(1),
-            next_home: AtomicUsize::new(0),
-            started: Instant::now(),
-            silences: Arc::default(),
-            broken: AtomicBool::new(false),
-            choosing: Choosing::default(),
-            packets: Packets::default(),
             log,
+            ..Shared::bare(waker)
         });
         let callers = Callers {
             shared: shared.clone(),

@@ -64,9 +64,8 @@ pub(crate) struct Mailbox {
 }
 
 impl Shared {
-    /// Of an engine without threads, interfaces and words.
-    #[cfg(any(test, fuzzing))]
-    pub(crate) fn for_tests() -> Shared {
+    /// Of an engine without threads, interfaces and words. `waker`: of the control thread.
+    pub(crate) fn bare(waker: sys::Waker) -> Shared {
         Shared {
             config: Config::default(),
             process: [0; 16],
@@ -77,7 +76,7 @@ impl Shared {
             workers: Vec::new(),
             streams: 0,
             crew: Mutex::new(Crew::new(0)),
-            waker: sys::Waker::new().expect("the system has an eventfd"),
+            waker,
             news: Mutex::new(Vec::new()),
             peers: Peers::default(),
             listeners: Mutex::default(),
@@ -92,6 +91,12 @@ impl Shared {
             packets: Packets::default(),
             log: Box::new(|_, _| {}),
         }
+    }
+
+    /// `bare`, for tests.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn for_tests() -> Shared {
+        Self::bare(sys::Waker::new().expect("the system has an eventfd"))
     }
 
     pub(crate) fn log(&self, level: Level, text: &str) {

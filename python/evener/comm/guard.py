@@ -96,6 +96,14 @@ class Figures:
         )
         return self.finite and not within
 
+    def beside(self, limits: Limits) -> str:
+        """In words, for a form that has to go."""
+        return (
+            f"residual {self.residual_ratio:.3g} of the gradient (limit {limits.residual:.3g}), "
+            f"cosine against dense {self.cosine:.3g} (limit {limits.cosine:.3g}), of one parameter "
+            f"{self.least_cosine:.3g} (limit {limits.each:.3g})"
+        )
+
 
 def _cosine(product: float, result: float, dense: float) -> float:
     """1 where there was nothing to send; 0 where nothing came of it, or what is not finite."""
@@ -234,18 +242,12 @@ def judge(
         )
         if falls and communicators.rank == 0:
             logger.warning(
-                "step %d: %s falls back from %s to %s: residual %.3g of the gradient (limit %.3g), "
-                "cosine against dense %.3g (limit %.3g), of one parameter %.3g (limit %.3g)%s",
+                "step %d: %s falls back from %s to %s: %s%s",
                 step,
                 exchange.title,
                 wire.name,
                 wire.milder,
-                figures.residual_ratio,
-                bound.residual,
-                figures.cosine,
-                bound.cosine,
-                figures.least_cosine,
-                bound.each,
+                figures.beside(bound),
                 _why(wire, optimizers) if nonlinear else "",
             )
     return verdicts

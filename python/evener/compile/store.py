@@ -7,6 +7,7 @@ they compiled in folders beside them (`inductor`, `xla`).
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def save(name: str, maker: str, signatures: dict[str, Any]) -> None:
     """Replace the record."""
     path = _path(name)
     record = {"version": VERSION, "name": name, "maker": maker, "signatures": signatures}
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{os.getpid()}.part")  # several ranks have one record
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(record) + "\n", encoding="utf-8")

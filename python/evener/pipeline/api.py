@@ -33,7 +33,7 @@ from evener.pipeline import checkpoint, links, report, schedules
 from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, Example, capture
 from evener.pipeline.faults import PipelineError, Watch
-from evener.pipeline.means import Means
+from evener.pipeline.gradients import Gradients
 from evener.pipeline.plan import Plan, Planned, digest, planned
 from evener.pipeline.replicas import Replicas
 from evener.pipeline.split import Draw, Split, check_split_backward
@@ -226,11 +226,11 @@ class Pipeline:
         self.steps = 0
         self.seconds = 0.0
         groups = {self._group, self._control, self._all}
-        self._means: Means | None = None
+        self._gradients: Gradients | None = None
         if data is not None:
             trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
-            self._means = Means(trained, data, device, gradients)
-            groups |= {data, *self._means.groups}
+            self._gradients = Gradients(trained, data, device, gradients)
+            groups |= {data, *self._gradients.groups}
         elif gradients != "exact" and self.rank == 0:
             logger.info("gradients=%s: there is one replica, and no gradient is sent", gradients)
         self._watch = Watch(f"{name}/{everyone[0]}", everyone.index(dist.get_rank()),
@@ -377,8 +377,8 @@ class Pipeline:
                 for parameter in self.parameters():
                     divided.settle(parameter)
                 self._sum_tied()
-                if self._means is not None:
-                    self._means.take()
+                if self._gradients is not None:
+                    self._gradients.average()
                 self._bring_back()
             value = self._agree(losses, train)
         self.seconds = time.perf_counter() - begin
@@ -539,7 +539,11 @@ class Pipeline:
         An exact mean over replicas leaves them as they are: they are equal there already.
         """
         own = dict(self.named_parameters())
-        alone = own if self._means is not None and self._means.lossy else [n for n, _ in self._tied]
+        alone = (
+            own
+            if self._gradients is not None and self._gradients.lossy
+            else [n for n, _ in self._tied]
+        )
         self._before = {}
         for name in alone:
             if (gradient := own[name].grad) is not None:
@@ -572,8 +576,8 @@ class Pipeline:
     def close(self) -> None:
         """End the thread that listens for errors, and give groups back. On all ranks."""
         self._watch.close()
-        if self._means is not None and self._watch.heard is None:
-            self._means.close()
+        if self._gradients is not None and self._watch.heard is None:
+            self._gradients.close()
 
 
 def _flat(mark: Any) -> tuple[Any, ...]:

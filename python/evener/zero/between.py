@@ -263,19 +263,12 @@ class Between:
             self._form[chunk.index] = Form(get(wire.name).milder)
             if self._ranks.number == 0:
                 logger.warning(
-                    "step %d: %s falls back from %s to %s between nodes: owed %.3g of the gradient "
-                    "(limit %.3g), cosine against exact %.3g (limit %.3g), of one parameter %.3g "
-                    "(limit %.3g)",
+                    "step %d: %s falls back from %s to %s between nodes: %s",
                     self._step - 1,
                     chunk.group.name,
                     wire.name,
                     wire.milder,
-                    figures.residual_ratio,
-                    bound.residual,
-                    figures.cosine,
-                    bound.cosine,
-                    figures.least_cosine,
-                    bound.each,
+                    figures.beside(bound),
                 )
 
 

@@ -53,8 +53,8 @@ impl Done {
     }
 }
 
-/// Addresses that were found to be code. To ask takes 0.4 ms in a library of TensorFlow's size, and
-/// there are few: two for each kind of callback.
+/// Addresses that were found to be code. To ask is slow in a library of TensorFlow's size, and there
+/// are few: two for each kind of callback.
 static KNOWN: [AtomicUsize; 16] = [const { AtomicUsize::new(0) }; 16];
 
 /// Whether `address` is in a library of this process, as a function's is.

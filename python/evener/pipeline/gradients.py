@@ -27,7 +27,7 @@ UNIT_BYTES = 64 << 20
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-class Means:
+class Gradients:
     """Of one rank's stages. `form`: what was asked for, a name of `evener.comm.wires`."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Means:
         """Process groups of its own, for who ends waits."""
         return [] if self._replicas is None else self._replicas.communicators.handles
 
-    def take(self) -> None:
+    def average(self) -> None:
         """Gradients become the mean of all replicas'; a parameter without one gets zeros."""
         for parameter in self._parameters:
             if parameter.grad is None:
