@@ -13,7 +13,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -89,6 +89,45 @@ def run(shape: Sequence[int], function: Callable[..., Any], *args: Any, **kwargs
         if outcome.error:
             raise RankFailedError(f"rank {rank} of {shape}:\n{outcome.error}")
     return [outcome.value for outcome in found]
+
+
+class Several:
+    """What became of the cases of one world: `found[name]` is what `run` would have returned."""
+
+    def __init__(self, ranks: list[Outcome]) -> None:
+        self._ranks = ranks
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """The ranks' values; raises RankFailedError with the first traceback of this case."""
+        values = []
+        for rank, outcome in enumerate(self._ranks):
+            done = outcome.value or {}
+            if name not in done:
+                why = outcome.error or f"not begun: case {list(done)[-1]!r} failed before"
+                raise RankFailedError(f"rank {rank}, case {name!r}: {why}")
+            if done[name].error:
+                raise RankFailedError(f"rank {rank}, case {name!r}:\n{done[name].error}")
+            values.append(done[name].value)
+        return values
+
+
+def several(shape: Sequence[int], cases: Mapping[str, tuple[Any, ...]], **kwargs: Any) -> Several:
+    """Run cases one after the other in one world: name to (function, arguments after rank, size).
+
+    After a case that failed on a rank, this rank begins no other: its peers may be anywhere.
+    """
+    return Several(outcomes(shape, _several, dict(cases), **kwargs))
+
+
+def _several(rank: int, size: int, cases: dict[str, tuple[Any, ...]]) -> dict[str, Outcome]:
+    done: dict[str, Outcome] = {}
+    for name, (function, *args) in cases.items():
+        try:
+            done[name] = Outcome(value=function(rank, size, *args))
+        except BaseException as error:  # noqa: BLE001 - reported by the parent
+            done[name] = Outcome(error=traceback.format_exc(), exception=_picklable(error))
+            break
+    return done
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[Outcome]:

@@ -1,7 +1,11 @@
-"""A dead rank, values that are not finite, a stage without memory: each rank says which."""
+"""A dead rank, values that are not finite, a stage without memory: each rank says which.
+
+What ends no process goes through one world of three ranks, the middle one at fault.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -21,17 +25,21 @@ from tests.pipeline import models
 RATES = pipeline.Rates(1e11, 1e10, 1e-6)
 
 
-def fail(rank: int, size: int, how: str) -> Any:
+@functools.cache
+def gpt() -> models.GPT:
     torch.manual_seed(3)
+    return models.GPT(2, tied=False)
+
+
+def fail(rank: int, size: int, how: str) -> Any:
     inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
     given: dict[str, Any] = {}
     if how == "dead replica":
         names = ("data", "pipeline")
         given = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=names), "gradients": "int8"}
         how = "dead"
-    pipe = pipeline.auto(
-        models.GPT(tied=False), inputs, rates=RATES, microbatches=4, timeout=60, **given
-    )
+    with models.trace_once:
+        pipe = pipeline.auto(gpt(), inputs, rates=RATES, microbatches=4, timeout=60, **given)
     pipe.step(**inputs)
     stage = next(iter(pipe.modules.values()))
     forward = stage.graph_module.forward
@@ -66,64 +74,78 @@ def fail(rank: int, size: int, how: str) -> Any:
         else:
             with pytest.raises(PipelineError):
                 pipe.step(**inputs)
-        linger(rank, [r for r in range(size) if how != "dead" or r != 1])
+        linger(how, rank, [r for r in range(size) if how != "dead" or r != 1])
         return str(error), error.rank, took
     return "no error", -1, 0.0
 
 
-def linger(rank: int, ranks: list[int]) -> None:
+def linger(how: str, rank: int, ranks: list[int]) -> None:
     """Stay until all have their error: a process that ends would end the others' waits."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"told/{rank}", "")
+    store.set(f"told/{how}/{rank}", "")
     until = time.monotonic() + 25
-    while not store.check([f"told/{r}" for r in ranks]) and time.monotonic() < until:
+    while not store.check([f"told/{how}/{r}" for r in ranks]) and time.monotonic() < until:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks", "said"),
-    [
-        ("dead", 4, "rank 1 of the pipeline is gone"),
-        ("dead replica", 4, "rank 1 of the pipeline is gone"),
-        ("memory", 4, "stage 1 on rank 1 is out of memory"),
-        ("bug", 4, "stage 1 on rank 1 failed: ValueError: the data is of the wrong kind"),
-        ("nan", 2, "stage 1 on rank 1 "),
-    ],
-)
-def test_every_rank_says_what_failed(how: str, ranks: int, said: str) -> None:
+@pytest.mark.parametrize(("how", "ranks"), [("dead", 3), ("dead replica", 4)])
+def test_every_rank_says_who_is_gone(how: str, ranks: int) -> None:
     found = worlds.outcomes([ranks], fail, how, timeout=60)
     for rank, outcome in enumerate(found):
-        if how.startswith("dead") and rank == 1:
+        if rank == 1:
             assert outcome.error == "the process died"
             continue
         assert not outcome.error, outcome.error
-        text, where, took = outcome.value
-        assert said in text and "fix:" in text and where == 1, text
-        assert took < 20
+        check(outcome.value, "rank 1 of the pipeline is gone")
+
+
+@pytest.fixture(scope="module")
+def three() -> worlds.Several:
+    cases: dict[str, Any] = {how: (fail, how) for how in ("nan", "memory", "bug")}
+    return worlds.several([3], cases | {"models": (disagree,), "fit": (no_fit,)})
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("nan", "stage 1 on rank 1 "),
+        ("memory", "stage 1 on rank 1 is out of memory"),
+        ("bug", "stage 1 on rank 1 failed: ValueError: the data is of the wrong kind"),
+    ],
+)
+def test_every_rank_says_what_failed(how: str, said: str, three: worlds.Several) -> None:
+    for value in three[how]:
+        check(value, said)
         if how == "nan":
-            assert "not finite" in text and "in microbatch" in text
+            assert "not finite" in value[0] and "in microbatch" in value[0]
+
+
+def check(value: tuple[str, int, float], said: str) -> None:
+    text, where, took = value
+    assert said in text and "fix:" in text and where == 1, text
+    assert took < 20
 
 
 def disagree(rank: int, size: int) -> str:
     inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
     try:
-        pipeline.auto(models.GPT(layers=3 + rank), inputs, rates=RATES, microbatches=4)
+        pipeline.auto(models.GPT(layers=1 + rank // 2), inputs, rates=RATES, microbatches=4)
     except UsageError as error:
         return error.problem
     return ""
 
 
-def test_ranks_with_different_models_are_refused() -> None:
-    assert worlds.run([2], disagree) == ["the ranks captured different operations"] * 2
+def test_ranks_with_different_models_are_refused(three: worlds.Several) -> None:
+    assert three["models"] == ["the ranks captured different operations"] * 3
 
 
 def no_fit(rank: int, size: int) -> str:
     inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
-    with pytest.raises(pipeline.NoFitError) as caught:
-        pipeline.auto(models.GPT(), inputs, rates=RATES, microbatches=4, memory="1kB")
+    with models.trace_once, pytest.raises(pipeline.NoFitError) as caught:
+        pipeline.auto(gpt(), inputs, rates=RATES, microbatches=4, memory="1kB")
     return caught.value.problem
 
 
-def test_what_does_not_fit_is_said_by_all() -> None:
-    first, second = worlds.run([2], no_fit)
-    assert first == second and "no cuts into 2 stages fit" in first
+def test_what_does_not_fit_is_said_by_all(three: worlds.Several) -> None:
+    first, *others = three["fit"]
+    assert others == [first] * 2 and "no cuts into 3 stages fit" in first

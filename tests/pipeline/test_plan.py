@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -34,8 +35,14 @@ def labelled(rows: int = 8) -> dict[str, torch.Tensor]:
     return {"tokens": models.tokens(rows), "labels": models.tokens(rows, 1)}
 
 
+@functools.cache
+def gpt() -> models.GPT:
+    return models.GPT()
+
+
 def gpt_plan(**options: object) -> Plan:
-    return pipeline.plan(models.GPT(), labelled(), rates=RATES, **options)  # type: ignore[arg-type]
+    with models.trace_once:
+        return pipeline.plan(gpt(), labelled(), rates=RATES, **options)  # type: ignore[arg-type]
 
 
 def test_what_is_captured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ RATES = pipeline.Rates(1e11, 1e10, 1e-6)
 
 def model() -> models.GPT:
     torch.manual_seed(3)
-    return models.GPT()
+    return models.GPT(2)
+
+
+traced_model = functools.cache(model)
 
 
 def batch(replica: int) -> dict[str, torch.Tensor]:
@@ -29,7 +33,9 @@ def batch(replica: int) -> dict[str, torch.Tensor]:
 def trained(rank: int, size: int, folder: str) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     replica = mesh.get_local_rank("data")
-    pipe = pipeline.auto(model(), batch(0), mesh=mesh, rates=RATES, timeout=30, microbatches=4)
+    with models.trace_once:
+        pipe = pipeline.auto(traced_model(), batch(0), mesh=mesh, rates=RATES, timeout=30,
+                             microbatches=4)  # fmt: skip
     # In two steps, as gradients are accumulated.
     values = [float(pipe.step(**batch(replica + 2 * at))) for at in range(2)]
     gradients = {name: p.grad.clone() for name, p in pipe.named_parameters()}
@@ -46,7 +52,18 @@ def trained(rank: int, size: int, folder: str) -> Any:
     return values, gradients, said, str(failed.value), failed.value.rank
 
 
-def test_gradients_are_those_of_all_replicas(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("replicas") / "run"
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> worlds.Several:
+    cases: dict[str, Any] = {"trained": (trained, str(folder)), "forms": (in_a_form,)}
+    return worlds.several([2, 2], cases)
+
+
+def test_gradients_are_those_of_all_replicas(four: worlds.Several, folder: Path) -> None:
     whole = model()
     losses = []
     for at in range(2):
@@ -60,8 +77,7 @@ def test_gradients_are_those_of_all_replicas(tmp_path: Path) -> None:
         losses.append(total)
     wanted = {name: p.grad for name, p in whole.named_parameters()}
     seen = set()
-    found = worlds.run([2, 2], trained, str(tmp_path / "run"))
-    for values, gradients, said, error, rank in found:
+    for values, gradients, said, error, rank in four["trained"]:
         assert values == pytest.approx(losses, rel=1e-5)
         assert "2 replica(s) x 2 stages, 1F1B, 4 microbatches of 2 row(s)" in said
         assert "of replica 1 on rank" in error and "not finite" in error and rank in (2, 3)
@@ -69,17 +85,22 @@ def test_gradients_are_those_of_all_replicas(tmp_path: Path) -> None:
             torch.testing.assert_close(gradient, wanted[name], msg=name)
             seen.add(name)
     assert seen == set(wanted)
-    saved = pipeline.weights(tmp_path / "run")
+    saved = pipeline.weights(folder)
     for name, parameter in whole.named_parameters():
         assert torch.equal(saved[name], parameter), name
 
 
 def in_a_form(rank: int, size: int) -> Any:
+    with models.trace_once:
+        return forms()
+
+
+def forms() -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     replica, found = mesh.get_local_rank("data"), {}
     for form in ("exact", "int8"):
-        pipe = pipeline.auto(model(), batch(0), mesh=mesh, rates=RATES, timeout=30, microbatches=4,
-                             gradients=form)  # fmt: skip
+        pipe = pipeline.auto(traced_model(), batch(0), mesh=mesh, rates=RATES, timeout=30,
+                             microbatches=4, gradients=form)  # fmt: skip
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         losses = []
         for at in range(8):
@@ -91,8 +112,8 @@ def in_a_form(rank: int, size: int) -> Any:
     # What a step adds to gradients that are there already is what it gives where there are none.
     sums = []
     for zero in (False, True):
-        pipe = pipeline.auto(model(), batch(0), mesh=mesh, rates=RATES, timeout=30, microbatches=4,
-                             gradients="int8")  # fmt: skip
+        pipe = pipeline.auto(traced_model(), batch(0), mesh=mesh, rates=RATES, timeout=30,
+                             microbatches=4, gradients="int8")  # fmt: skip
         pipe.step(**batch(replica))
         first = {name: p.grad.clone() for name, p in pipe.named_parameters()}
         if zero:
@@ -107,10 +128,9 @@ def in_a_form(rank: int, size: int) -> Any:
     return found, apart, mesh.get_local_rank("pipeline")
 
 
-def test_gradients_cross_in_a_form() -> None:
-    found = worlds.run([2, 2], in_a_form)
+def test_gradients_cross_in_a_form(four: worlds.Several) -> None:
     weights: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
-    for results, apart, stage in found:
+    for results, apart, stage in four["forms"]:
         assert apart == []
         exact, coded = (results[form][0] for form in ("exact", "int8"))
         assert coded != exact and coded == pytest.approx(exact, rel=0.01)

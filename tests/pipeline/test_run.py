@@ -1,7 +1,11 @@
-"""Pipelines of real processes on Gloo: gradients, tied weights, dropout, checkpoints."""
+"""Pipelines of real processes on Gloo: gradients, tied weights, dropout, checkpoints.
+
+The cases of two processes share one world, and trace a model once.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,18 +28,21 @@ def case(name: str) -> tuple[nn.Module, dict[str, Any], Any, Any]:
     torch.manual_seed(3)
     given = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
     if name == "tied":
-        return models.GPT(), given, None, None
+        return models.GPT(2), given, None, None
     if name == "untied":
-        return models.GPT(tied=False), given, None, None
+        return models.GPT(2, tied=False), given, None, None
     if name == "encoder-decoder":
         two = {"source": models.tokens(8), "answer": models.tokens(8, 1)}
-        return models.EncoderDecoder(), two, models.tokens(8, 2), models.cross_entropy
+        return models.EncoderDecoder(2), two, models.tokens(8, 2), models.cross_entropy
     if name == "experts":
         one = {"tokens": models.tokens(8)}
         return models.Experts(), one, models.tokens(8, 2), models.cross_entropy
     images = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     wanted = torch.arange(8) % 10
-    return models.ResNet(), {"images": images}, wanted, models.cross_entropy
+    return models.ResNet(2), {"images": images}, wanted, models.cross_entropy
+
+
+traced_case = functools.cache(case)
 
 
 def unsplit(name: str, microbatches: int) -> tuple[float, dict[str, torch.Tensor], dict[str, Any]]:
@@ -54,10 +61,11 @@ def unsplit(name: str, microbatches: int) -> tuple[float, dict[str, torch.Tensor
 
 
 def step(rank: int, size: int, name: str, options: dict[str, Any]) -> Any:
-    model, inputs, target, loss = case(name)
-    pipe = pipeline.auto(
-        model, inputs, target=target, loss=loss, rates=RATES, timeout=30, **options
-    )
+    model, inputs, target, loss = traced_case(name)
+    with models.trace_once:
+        pipe = pipeline.auto(
+            model, inputs, target=target, loss=loss, rates=RATES, timeout=30, **options
+        )
     value = pipe.step(**inputs, target=target)
     gradients = {n: p.grad for n, p in pipe.named_parameters()}
     state = {n: t.clone() for n, t in pipe.state_dict().items()}
@@ -89,10 +97,39 @@ def compare(name: str, found: list[Any], exact: bool, microbatches: int) -> None
     assert set().union(*(after for _, _, after, _ in found)) == set(state)
 
 
-@pytest.mark.parametrize("name", ["tied", "untied", "encoder-decoder", "experts", "images"])
-def test_gradients_are_those_of_the_whole_model(name: str) -> None:
+NAMES = ("tied", "untied", "encoder-decoder", "experts", "images")
+
+
+def of_schedule(schedule: str) -> str:
+    """The model that a schedule is tried with."""
+    # Split backward computes gradients of parameters from other sums.
+    return "tied" if schedules.kind_of(schedule).split else "encoder-decoder"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> worlds.Several:
+    cases: dict[str, Any] = {name: (step, name, {"microbatches": 4}) for name in NAMES}
+    for schedule in schedules.KINDS:
+        options = {"schedule": schedule, "microbatches": 4}
+        cases[schedule] = step, of_schedule(schedule), options
+    cases["recompute"] = step, "tied", {"microbatches": 4, "recompute": True}
+    cases["dropout"] = (dropped,)
+    cases["train"] = train, f"{folder}/here", 4, False, {}
+    cases["resume"] = train, f"{folder}/here", 2, True, {}
+    cases["meta"] = (on_meta,)
+    cases["record"] = record, f"{folder}/deep/step.json"
+    return worlds.several([2], cases)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_whole_model(name: str, two: worlds.Several) -> None:
     """Bit for bit, but for parameters of several stages: their sums have another order."""
-    found = worlds.run([2], step, name, {"microbatches": 4})
+    found = two[name]
     compare(name, found, exact=True, microbatches=4)
     if name == "tied":
         for (_, a, _, _), (_, b, _, _) in [found]:
@@ -100,13 +137,10 @@ def test_gradients_are_those_of_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", schedules.KINDS)
-def test_every_schedule_gives_the_same_gradients(schedule: str) -> None:
-    options = {"schedule": schedule, "microbatches": 4}
-    # Split backward computes gradients of parameters from other sums.
-    split = schedules.kind_of(schedule).split
-    name = "tied" if split else "encoder-decoder"
-    found = worlds.run([2], step, name, options)
-    compare(name, found, exact=schedule in ("GPipe", "1F1B"), microbatches=4)
+def test_every_schedule_gives_the_same_gradients(schedule: str, two: worlds.Several) -> None:
+    compare(
+        of_schedule(schedule), two[schedule], exact=schedule in ("GPipe", "1F1B"), microbatches=4
+    )
 
 
 def test_split_backward_is_refused_where_it_loses_gradients() -> None:
@@ -121,21 +155,21 @@ def test_four_stages_and_an_encoders_output_through_all_of_them() -> None:
     compare("encoder-decoder", found, exact=True, microbatches=4)
 
 
-def test_recomputed_forward() -> None:
-    found = worlds.run([2], step, "tied", {"microbatches": 4, "recompute": True})
-    compare("tied", found, exact=True, microbatches=4)
+def test_recomputed_forward(two: worlds.Several) -> None:
+    compare("tied", two["recompute"], exact=True, microbatches=4)
 
 
 def dropped(rank: int, size: int) -> Any:
     torch.manual_seed(rank)  # chance of the ranks' own generators must not matter
     inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
     found = []
+    torch.manual_seed(3)
+    model = models.GPT(2, dropout=0.3)
     for options in ({}, {"recompute": True}):
-        torch.manual_seed(3)
-        model = models.GPT(dropout=0.3)
         torch.manual_seed(rank)
         before = torch.get_rng_state()
-        pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4, seed=7, **options)
+        with models.trace_once:
+            pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4, seed=7, **options)
         first = pipe.step(**inputs).item()
         gradients = {n: p.grad.clone() for n, p in pipe.named_parameters()}
         second = pipe.step(**inputs).item()
@@ -146,19 +180,16 @@ def dropped(rank: int, size: int) -> Any:
     return found
 
 
-def test_dropout_does_not_depend_on_the_cuts() -> None:
-    one = worlds.run([1], dropped)[0]
-    two = worlds.run([2], dropped)
-    plain, again = one
+def test_dropout_does_not_depend_on_the_cuts(two: worlds.Several) -> None:
+    (plain, again), *_ = worlds.run([1], dropped)
     assert plain[0] != plain[1], "two steps drew the same"
     assert plain[2][0] == plain[2][1] not in (plain[0], plain[1])
     assert plain[:3] == again[:3]
-    model = case("tied")[0].eval()
     inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
     torch.manual_seed(3)
-    model = models.GPT(dropout=0.3).eval()
+    model = models.GPT(2, dropout=0.3).eval()
     assert plain[2][0] == pytest.approx(model(**inputs)["loss"].item(), rel=1e-6)
-    for rank in two:
+    for rank in two["dropout"]:
         for kind in (0, 1):
             assert rank[kind][:2] == pytest.approx(plain[:2], rel=1e-7)
             for name, gradient in rank[kind][3].items():
@@ -168,7 +199,7 @@ def test_dropout_does_not_depend_on_the_cuts() -> None:
 
 def train(rank: int, size: int, folder: str, steps: int, resume: bool, options: Any) -> Any:
     torch.manual_seed(5 if resume else 3)  # a resumed run's own values must not matter
-    model = models.GPT(dropout=0.1)
+    model = models.GPT(2, dropout=0.1)
     inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
     pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4, seed=7, **options)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
@@ -190,17 +221,17 @@ def train(rank: int, size: int, folder: str, steps: int, resume: bool, options: 
     return losses
 
 
-def test_a_checkpoint_goes_on_with_other_stages_and_without(tmp_path: Path) -> None:
-    folder = tmp_path / "here"
-    through = worlds.run([2], train, str(folder), 4, False, {})
-    assert through[0] == through[1]
+def test_a_checkpoint_goes_on_with_other_stages_and_without(
+    two: worlds.Several, folder: Path, tmp_path: Path
+) -> None:
+    through, same = two["train"], two["resume"]
+    assert through[0] == through[1] and same[0] == through[0][2:]
+    folder = folder / "here"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    model = models.GPT()
+    model = models.GPT(2)
     assert set(index["weight_map"]) == set(model.state_dict())
     model.load_state_dict(pipeline.weights(folder))
     assert model.head.weight is model.embed.weight
-    same = worlds.run([2], train, str(folder), 2, True, {})
-    assert same[0] == through[0][2:]
     one = worlds.run([1], train, str(folder), 2, True, {"schedule": "GPipe"})
     assert one[0] == pytest.approx(through[0][2:], rel=1e-5)
     with pytest.raises(UsageError, match="no checkpoint"):
@@ -209,7 +240,7 @@ def test_a_checkpoint_goes_on_with_other_stages_and_without(tmp_path: Path) -> N
 
 def on_meta(rank: int, size: int) -> Any:
     with torch.device("meta"):
-        model = models.GPT()
+        model = models.GPT(2)
         given = {"tokens": torch.zeros(8, 8, dtype=torch.long),
                  "labels": torch.zeros(8, 8, dtype=torch.long)}  # fmt: skip
 
@@ -217,34 +248,35 @@ def on_meta(rank: int, size: int) -> Any:
         generator = torch.Generator().manual_seed(len(name))
         return torch.randn(tensor.shape, generator=generator) * 0.05
 
-    with pytest.raises(UsageError, match="has no values"):
-        pipeline.auto(model, given, rates=RATES, microbatches=4)
-    pipe = pipeline.auto(model, given, rates=RATES, microbatches=4, weights=weights)
+    with models.trace_once:
+        with pytest.raises(UsageError, match="has no values"):
+            pipeline.auto(model, given, rates=RATES, microbatches=4)
+        pipe = pipeline.auto(model, given, rates=RATES, microbatches=4, weights=weights)
     losses = [pipe.step(tokens=models.tokens(8), labels=models.tokens(8)).item()]
     held = sum(p.numel() for p in pipe.parameters())
     pipe.close()
     return losses, held, sum(p.numel() for p in model.parameters())
 
 
-def test_a_model_without_memory() -> None:
-    found = worlds.run([2], on_meta)
+def test_a_model_without_memory(two: worlds.Several) -> None:
+    found = two["meta"]
     assert found[0][0] == found[1][0] and found[0][0][0] < 10
     assert all(held < whole for _, held, whole in found)
 
 
 def record(rank: int, size: int, path: str) -> Any:
-    model, inputs, *_ = case("tied")
-    pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4)
+    model, inputs, *_ = traced_case("tied")
+    with models.trace_once:
+        pipe = pipeline.auto(model, inputs, rates=RATES, microbatches=4)
     pipe.step(**inputs)
     pipe.record(path)
     pipe.step(**inputs)
     pipe.close()
 
 
-def test_a_step_is_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "step.json"
-    worlds.run([2], record, str(path))
-    found = pipeline.report.read(path)
+def test_a_step_is_recorded(two: worlds.Several, folder: Path) -> None:
+    assert two["record"] == [None, None]
+    found = pipeline.report.read(folder / "deep" / "step.json")
     assert len(found["measured"]["marks"]) == 2 * 2 * 4
     assert "ms were predicted" in pipeline.report.headline(found)
     assert "rank 1, measured" in pipeline.report.page(found)

@@ -1,10 +1,13 @@
-"""Stages whose parameters are divided over ranks, in a pipeline and with replicas: four processes.
+"""Stages whose parameters are divided over ranks, in a pipeline and with replicas: four processes,
+the same for all cases.
 
 Llama needs transformers 5, which Evener does not depend on: `make wild` has it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,16 +41,20 @@ def made(name: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
     if name == "Llama":
         return *case("Llama, tied"), None
     torch.manual_seed(3)
-    return models.GPT(), {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}, WAYS
+    return models.GPT(2), {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}, WAYS
+
+
+traced = functools.cache(made)
 
 
 def train(rank: int, size: int, name: str, kind: str, folder: str) -> Any:
     shape, names = MESHES[kind]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model, inputs, ways = made(name)
-    pipe = pipeline.auto(
-        model, inputs, mesh=mesh, tensor=ways, rates=RATES, microbatches=4, timeout=60
-    )
+    model, inputs, ways = traced(name)
+    with models.trace_once:
+        pipe = pipeline.auto(
+            model, inputs, mesh=mesh, tensor=ways, rates=RATES, microbatches=4, timeout=60
+        )
     said = pipe.replicas.said(pipe.plan)
     value = pipe.step(**inputs).item()
     gradients = {n: p.grad.full_tensor() for n, p in pipe.named_parameters()}
@@ -72,11 +79,31 @@ def train(rank: int, size: int, name: str, kind: str, folder: str) -> Any:
     return value, gradients, divided, said, after, again
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("GPT", "pipeline x tensor"), ("GPT", "data x tensor"), ("Llama", "tensor x pipeline")],
-)
-def test_divided_stages_train_as_the_whole_model(name: str, kind: str, tmp_path: Path) -> None:
+CASES = {
+    "pipeline x tensor": "GPT", "data x tensor": "GPT", "tensor x pipeline": "Llama",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> worlds.Several:
+    there = importlib.util.find_spec("transformers") is not None
+    return worlds.several([4], {
+        kind: (train, name, kind, str(folder / kind))
+        for kind, name in CASES.items()
+        if there or name != "Llama"
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(CASES))
+def test_divided_stages_train_as_the_whole_model(
+    kind: str, four: worlds.Several, folder: Path
+) -> None:
+    name = CASES[kind]
     model, inputs, _ = made(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, wanted = [], {}
@@ -93,9 +120,8 @@ def test_divided_stages_train_as_the_whole_model(name: str, kind: str, tmp_path:
         optimizer.zero_grad()
         if step == 0:
             state = {n: t.clone() for n, t in model.state_dict().items()}
-    found = worlds.run([4], train, name, kind, str(tmp_path / "run"))
     seen = set()
-    for value, gradients, divided, said, after, again in found:
+    for value, gradients, divided, said, after, again in four[kind]:
         assert value == pytest.approx(losses[0], rel=1e-5) and divided > 5
         assert "2 tensor-parallel ranks" in said
         assert [value, *after] == pytest.approx(losses, rel=1e-4) and after == again
@@ -103,7 +129,7 @@ def test_divided_stages_train_as_the_whole_model(name: str, kind: str, tmp_path:
             seen.add(parameter)
             torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-4, atol=1e-6)
     assert seen == set(wanted)
-    saved = pipeline.weights(tmp_path / "run")
+    saved = pipeline.weights(folder / kind)
     for parameter in wanted:
         torch.testing.assert_close(saved[parameter], state[parameter], rtol=1e-4, atol=1e-6)
 

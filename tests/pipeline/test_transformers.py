@@ -9,6 +9,7 @@ Those of transformers need transformers 5, which Evener does not depend on: `mak
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -116,11 +117,19 @@ def unsplit(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.fixture(scope="module")
+def two() -> worlds.Several:
+    names = ["ViT", "ResNet"]
+    if importlib.util.find_spec("transformers") is not None:
+        names += KINDS
+    return worlds.several([2], {name: (step, name) for name in names})
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "ViT", "ResNet"])
-def test_gradients_are_those_of_the_unsplit_model(kind: str) -> None:
+def test_gradients_are_those_of_the_unsplit_model(kind: str, two: worlds.Several) -> None:
     total, wanted = unsplit(kind)
     seen, other = set(), set()
-    for value, gradients in worlds.run([2], step, kind):
+    for value, gradients in two[kind]:
         assert value == pytest.approx(total, rel=1e-6)
         for name, gradient in gradients.items():
             if gradient is None:

@@ -63,11 +63,13 @@ def test_what_goes_as_it_is() -> None:
 
 def test_the_plan_knows_that_links_are_faster() -> None:
     slow = pipeline.network(between="10mbit", per_node=1)
-    steps = [
-        pipeline.plan(models.GPT(), batch(0), rates=RATES, microbatches=4, network=slow,
-                      activations=form).step_seconds
-        for form in ("exact", "bf16", "int8")
-    ]  # fmt: skip
+    model = models.GPT(2)
+    with models.trace_once:
+        steps = [
+            pipeline.plan(model, batch(0), rates=RATES, microbatches=4, network=slow,
+                          activations=form).step_seconds
+            for form in ("exact", "bf16", "int8")
+        ]  # fmt: skip
     assert steps[0] > 1.5 * steps[1] > 2.2 * steps[2]
 
 
@@ -78,14 +80,17 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def train(rank: int, size: int) -> Any:
     found = {}
+    torch.manual_seed(3)
+    model = models.GPT(2, tied=False)
     for form in ("exact", "bf16", "int8", "outlier"):
-        torch.manual_seed(3)
-        model = models.GPT(tied=False)
+        with models.trace_once:
+            pipe = pipeline.auto(model, batch(0), rates=RATES, microbatches=4, timeout=30,
+                                 activations="int8" if form == "outlier" else form)  # fmt: skip
         if form == "outlier":
             with torch.no_grad():
-                model.embed.weight[7, 0] = 100.0
-        pipe = pipeline.auto(model, batch(0), rates=RATES, microbatches=4, timeout=30,
-                             activations="int8" if form == "outlier" else form)  # fmt: skip
+                for name, parameter in pipe.named_parameters():
+                    if name == "embed.weight":
+                        parameter[7, 0] = 100.0
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         losses, cuts = [], [set(pipe.lossy_cuts)]
         for step in range(STEPS):
@@ -114,10 +119,12 @@ def test_training_between_two_nodes() -> None:
 
 def inside(rank: int, size: int) -> Any:
     found = []
+    torch.manual_seed(3)
+    model = models.GPT(1, tied=False)
     for form in ("exact", "int8"):
-        torch.manual_seed(3)
-        pipe = pipeline.auto(models.GPT(tied=False), batch(0), rates=RATES, microbatches=4,
-                             timeout=30, activations=form)  # fmt: skip
+        with models.trace_once:
+            pipe = pipeline.auto(model, batch(0), rates=RATES, microbatches=4, timeout=30,
+                                 activations=form)  # fmt: skip
         found.append((pipe.step(**batch(0)).item(), set(pipe.lossy_cuts)))
         pipe.close()
     return found
