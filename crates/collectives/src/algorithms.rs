@@ -101,7 +101,7 @@ impl Members<'_> {
     }
 
     /// After it this member's part (number `place` of `parts`) is reduced.
-    fn ring_reduce(
+    pub(crate) fn ring_reduce(
         &self,
         data: &mut [u8],
         parts: &[(usize, usize)],
@@ -130,7 +130,11 @@ impl Members<'_> {
     }
 
     /// Each member has its own part; after it all have all.
-    fn ring_gather(&self, data: &mut [u8], parts: &[(usize, usize)]) -> Result<(), Lost> {
+    pub(crate) fn ring_gather(
+        &self,
+        data: &mut [u8],
+        parts: &[(usize, usize)],
+    ) -> Result<(), Lost> {
         let size = self.size();
         for step in 0..size - 1 {
             let (out, into) = (
@@ -268,7 +272,7 @@ impl Members<'_> {
 }
 
 /// `count` elements in `size` parts of nearly the same length: where each begins and ends, in bytes.
-fn even(count: usize, size: usize, element: usize) -> Vec<(usize, usize)> {
+pub(crate) fn even(count: usize, size: usize, element: usize) -> Vec<(usize, usize)> {
     let at = |index: usize| count * index / size * element;
     (0..size).map(|index| (at(index), at(index + 1))).collect()
 }

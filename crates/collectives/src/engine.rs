@@ -9,12 +9,13 @@
 //! that the error spreads and nobody waits for a rank that does not come any more.
 
 use crate::algorithms::Members;
+use crate::light::{Light, Reducer};
 use crate::mesh::{Lost, Mesh, Place};
 use evener_negotiate::link::{LinkError, Node};
 use evener_negotiate::{Action, Answer, Kind, Policy, Request};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -94,6 +95,8 @@ struct Shared {
     closing: AtomicBool,
     /// Times at which all ranks had joined.
     joins: AtomicI64,
+    /// How sums of all ranks go, where they do not go as they are.
+    light: OnceLock<Reducer>,
 }
 
 /// From a job's `init` to its `shutdown`.
@@ -134,6 +137,7 @@ impl Engine {
                 gated: AtomicBool::new(false),
                 closing: AtomicBool::new(false),
                 joins: AtomicI64::new(0),
+                light: OnceLock::new(),
             }),
             thread: Mutex::default(),
         })
@@ -176,6 +180,18 @@ impl Engine {
             .map_err(|error| error.to_string())?;
         *lock(&self.thread) = Some(thread);
         Ok(())
+    }
+
+    /// Sends less between nodes from now on, in sums of all ranks. Once, before [`Engine::connect`].
+    pub fn lighten(&self, light: Light) {
+        let reducer = Reducer::new(light, self.shared.rank, self.shared.size);
+        let _ = self.shared.light.set(reducer);
+    }
+
+    /// How many sums went in two levels, and how many gradients in part.
+    #[must_use]
+    pub fn lightened(&self) -> (u64, u64) {
+        self.shared.light.get().map_or((0, 0), Reducer::counts)
     }
 
     /// All ranks have opened the gate ([`Node::open_gate`]): use it.

@@ -8,6 +8,7 @@
 //!   limit of time and errors that name the peer.
 //! - [`algorithms`]: all-reduce, all-gather, broadcast, all-to-all and reduce-scatter on a mesh.
 //! - [`adasum`]: the Adasum rule.
+//! - [`light`]: all-reduces in two levels, and gradients of which the largest entries are sent.
 //! - [`engine`]: takes requests with their data, has them agreed on (`evener-negotiate`), and runs
 //!   them in the agreed order on a thread of its own.
 //!
@@ -17,6 +18,7 @@
 pub mod adasum;
 pub mod algorithms;
 pub mod engine;
+pub mod light;
 pub mod mesh;
 pub mod number;
 mod sys;

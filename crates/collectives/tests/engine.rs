@@ -1,6 +1,7 @@
 //! Engines of ranks in one process: orders that differ, mismatches, joins, the end.
 
 use evener_collectives::engine::{Engine, Failure, Job, Options, Outcome};
+use evener_collectives::light::{Light, TopK};
 use evener_negotiate::{Kind, Meta, Policy, Request};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
@@ -90,7 +91,16 @@ fn reduced(engine: &Engine, name: &str, values: &[f32]) -> Receiver<Ended> {
 }
 
 fn world(repeats: usize, run: impl Fn(usize, &Engine) + Sync) {
-    let engines: Vec<Engine> = (0..SIZE)
+    world_with(SIZE, repeats, |_| None, run);
+}
+
+fn world_with(
+    size: u32,
+    repeats: usize,
+    light: impl Fn(usize) -> Option<Light>,
+    run: impl Fn(usize, &Engine) + Sync,
+) {
+    let engines: Vec<Engine> = (0..size)
         .map(|rank| {
             let policy = Policy {
                 fusion: 1 << 20,
@@ -104,7 +114,7 @@ fn world(repeats: usize, run: impl Fn(usize, &Engine) + Sync) {
             let (cycle, timeout) = (0.001, 20.0);
             Engine::new(Options {
                 rank,
-                size: SIZE,
+                size,
                 sets: vec![vec![0, 2]],
                 policy,
                 cycle,
@@ -119,6 +129,9 @@ fn world(repeats: usize, run: impl Fn(usize, &Engine) + Sync) {
     thread::scope(|scope| {
         for (rank, engine) in engines.iter().enumerate() {
             let (places, run) = (&places, &run);
+            if let Some(light) = light(rank) {
+                engine.lighten(light);
+            }
             scope.spawn(move || {
                 engine.connect(places, control, "secret").expect("connects");
                 run(rank, engine);
@@ -250,4 +263,83 @@ fn an_end_reaches_all() {
         let (_, again) = reduced(engine, "b", &[1.0]).recv().expect("an end");
         assert!(matches!(again, Err(Failure::Broken(_))), "{again:?}");
     });
+}
+
+/// Two nodes of two ranks.
+fn two_by_two(rank: usize, topk: Option<TopK>) -> Light {
+    let (node, place) = (rank / 2, rank % 2);
+    Light {
+        inner: vec![2 * node, 2 * node + 1],
+        outer: vec![place, place + 2],
+        two_level_max: 1 << 30,
+        topk,
+    }
+}
+
+/// In two levels, where the length is no multiple of the ranks; and small ones beside it.
+#[test]
+fn two_levels_give_the_sum() {
+    let light = |rank| Some(two_by_two(rank, None));
+    world_with(4, 0, light, |rank, engine| {
+        for count in [5, 10_001] {
+            let mine: Vec<f32> = (0..count)
+                .map(|i| ((i * 7 + rank * 3) % 5) as f32)
+                .collect();
+            let want: Vec<f32> = (0..count)
+                .map(|i| (0..4).map(|rank| ((i * 7 + rank * 3) % 5) as f32).sum())
+                .collect();
+            let name = format!("sum {count}");
+            let (got, outcome) = reduced(engine, &name, &mine).recv().expect("an end");
+            assert_eq!(outcome, Ok(Outcome::default()));
+            assert_eq!(got, want);
+        }
+        assert_eq!(engine.lightened(), (1, 0));
+    });
+}
+
+/// What is not sent in one step is sent in the next ones: nothing is lost, and all ranks get the same.
+/// Rank 3 has joined after the first step: it brings no gradient, and still pays what it owes.
+#[test]
+fn entries_that_wait_arrive() {
+    const COUNT: usize = 4096;
+    const STEPS: usize = 6;
+    for halves in [false, true] {
+        let topk = TopK {
+            ratio: 0.25,
+            least: 1024,
+            halves: false,
+            warmup: 0,
+        };
+        let light = |rank| Some(two_by_two(rank, Some(topk)));
+        let value = |i: usize, rank: usize| ((i * 7 + rank * 3) % 11) as f32 - 5.0;
+        world_with(4, 2, light, |rank, engine| {
+            let mut total = vec![0.0; COUNT];
+            let steps = if rank == 3 { 1 } else { STEPS };
+            for step in 0..steps {
+                let mine: Vec<f32> = (0..COUNT)
+                    .map(|i| if step == 0 { value(i, rank) } else { 0.0 })
+                    .collect();
+                let asked = Request {
+                    root: 2 + u32::from(halves),
+                    ..request("w", Kind::Allreduce, &[64, 64])
+                };
+                let (got, outcome) = submit(engine, asked, &mine).recv().expect("an end");
+                assert_eq!(outcome, Ok(Outcome::default()));
+                let sent = got.iter().filter(|value| **value != 0.0).count();
+                assert!(sent <= COUNT / 2, "{sent} of {COUNT} in step {step}");
+                for (total, got) in total.iter_mut().zip(&got) {
+                    *total += got;
+                }
+            }
+            let join = request("join", Kind::Join, &[]);
+            engine.wait(join).expect("joins");
+            assert_eq!(engine.lightened(), (0, STEPS as u64));
+            if rank != 3 {
+                for (i, total) in total.iter().enumerate() {
+                    let want: f32 = (0..4).map(|rank| value(i, rank)).sum();
+                    assert_eq!(*total, want, "entry {i} on rank {rank}");
+                }
+            }
+        });
+    }
 }

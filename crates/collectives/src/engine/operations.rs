@@ -3,12 +3,27 @@
 use super::{Entry, Failure, Outcome, Shared, lock};
 use crate::adasum::adasum;
 use crate::algorithms::Members;
+use crate::light::Key;
 use crate::mesh::Lost;
 use crate::number;
 use evener_negotiate::{Answer, Kind, Meta};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// Tensors that are reduced as one: (answer, tensor) of each. `key`: of a gradient that is sent in part.
+struct Part {
+    dtype: u8,
+    key: Option<Key>,
+    list: Vec<(usize, usize)>,
+}
+
+impl Part {
+    fn new(dtype: u8, key: Option<Key>, first: (usize, usize)) -> Self {
+        let list = vec![first];
+        Self { dtype, key, list }
+    }
+}
 
 impl Shared {
     /// Runs what was agreed. Entries of refused answers get the error.
@@ -65,18 +80,25 @@ impl Shared {
         let first = &answers[0].request;
         let (op, factors, set) = (first.op, first.factors, first.set);
         let size = lock(&self.sets).get(&set).map_or(1, Vec::len);
-        // (answer, tensor) of each type, in the agreed order.
-        let mut types: Vec<(u8, Vec<(usize, usize)>)> = Vec::new();
+        let light = self.light.get().filter(|_| set == 0);
+        // (answer, tensor) of each type, in the agreed order. What is sent in part goes alone.
+        let mut types: Vec<Part> = Vec::new();
         for (index, answer) in answers.iter().enumerate() {
+            let mark = answer.request.root;
             for (tensor, meta) in answer.request.tensors.iter().enumerate() {
-                match types.iter_mut().find(|(dtype, _)| *dtype == meta.dtype) {
-                    Some((_, list)) => list.push((index, tensor)),
-                    None => types.push((meta.dtype, vec![(index, tensor)])),
+                if light.is_some_and(|it| it.takes_part(mark, meta.dtype, op, &meta.shape)) {
+                    types.push(Part::new(meta.dtype, Some((mark, tensor)), (index, tensor)));
+                    continue;
+                }
+                let alike = |part: &&mut Part| part.dtype == meta.dtype && part.key.is_none();
+                match types.iter_mut().find(alike) {
+                    Some(part) => part.list.push((index, tensor)),
+                    None => types.push(Part::new(meta.dtype, None, (index, tensor))),
                 }
             }
         }
         let mut failed: HashMap<usize, String> = HashMap::new();
-        for (dtype, list) in types {
+        for Part { dtype, key, list } in types {
             let shape = |(index, tensor): (usize, usize)| {
                 let meta: &Meta = &answers[index].request.tensors[tensor];
                 (
@@ -86,7 +108,11 @@ impl Shared {
             };
             let reduce = |data: &mut [u8]| {
                 number::scale(dtype, data, factors.0);
-                self.with(set, |members| members.all_reduce(data, dtype, op))?;
+                match (light, key) {
+                    (Some(light), Some(key)) => light.sparse(&self.mesh(), data, key)?,
+                    (Some(light), None) => light.all_reduce(&self.mesh(), data, dtype, op)?,
+                    _ => self.with(set, |members| members.all_reduce(data, dtype, op))?,
+                }
                 number::finish(dtype, op, data, factors.1, size);
                 Ok(())
             };

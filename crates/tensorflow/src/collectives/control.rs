@@ -5,6 +5,7 @@
 
 use super::{WORLD, World, world};
 use evener_collectives::engine::{Engine, Failure, Options};
+use evener_collectives::light::{Light, TopK};
 use evener_negotiate::coordinator::Moment;
 use evener_negotiate::{Kind, Policy, Request};
 use serde::Deserialize;
@@ -32,6 +33,7 @@ enum Ask {
         control: u16,
         token: String,
         seat: Seat,
+        light: Option<Ease>,
     },
     OpenGate {
         path: String,
@@ -48,6 +50,8 @@ enum Ask {
     Sets,
     Ended,
     Frozen,
+    /// How many sums went in two levels, and how many gradients in part.
+    Lightened,
     Joins,
     Now,
     Record {
@@ -81,6 +85,39 @@ struct Open {
     stall_abort: f64,
     cycle: f64,
     timeout: f64,
+}
+
+/// See [`Light`]. Absent where all goes as it is.
+#[derive(Deserialize)]
+struct Ease {
+    inner: Vec<usize>,
+    outer: Vec<usize>,
+    two_level_max: usize,
+    topk: Option<Part>,
+}
+
+#[derive(Deserialize)]
+struct Part {
+    ratio: f64,
+    least: usize,
+    halves: bool,
+    warmup: u64,
+}
+
+impl From<Ease> for Light {
+    fn from(ease: Ease) -> Self {
+        Self {
+            inner: ease.inner,
+            outer: ease.outer,
+            two_level_max: ease.two_level_max,
+            topk: ease.topk.map(|part| TopK {
+                ratio: part.ratio,
+                least: part.least,
+                halves: part.halves,
+                warmup: part.warmup,
+            }),
+        }
+    }
 }
 
 /// Opened and not connected yet; and closed, but with others that need the negotiation of rank 0.
@@ -159,9 +196,13 @@ fn answer(ask: Ask) -> Result<Value, Value> {
             control,
             token,
             seat,
+            light,
         } => {
             let opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner).take();
             let engine = opened.ok_or_else(|| problem("call", "open comes first"))?;
+            if let Some(light) = light {
+                engine.lighten(light.into());
+            }
             engine
                 .connect(&places, control, &token)
                 .map_err(|error| problem("broken", error))?;
@@ -213,6 +254,7 @@ fn answer(ask: Ask) -> Result<Value, Value> {
         Ask::Sets => Ok(json!({"sets": current()?.engine.sets()})),
         Ask::Ended => Ok(json!({"ended": current()?.engine.node().ended()})),
         Ask::Frozen => Ok(json!({"frozen": current()?.engine.node().frozen()})),
+        Ask::Lightened => Ok(json!({"lightened": current()?.engine.lightened()})),
         Ask::Joins => Ok(json!({"joins": current()?.engine.joins()})),
         Ask::Now => Ok(json!({"now": current()?.engine.node().now() as f64 / 1e6})),
         Ask::Record { on } => {

@@ -47,6 +47,8 @@ const COUNT: &CStr = c"num_tensors: int >= 1";
 const OP: &CStr = c"reduce_op: int";
 const BEFORE: &CStr = c"prescale_factor: float = 1.0";
 const AFTER: &CStr = c"postscale_factor: float = 1.0";
+/// Which gradient it is, for what is kept of it from step to step; 0: it is none.
+const MARK: &CStr = c"gradient: int = 0";
 
 macro_rules! collective {
     ($type:ident, $name:literal, $kind:ident, $shapes:ident, [$($attribute:expr),*],
@@ -63,10 +65,10 @@ macro_rules! collective {
     };
 }
 
-collective!(Allreduce, c"EvenerAllreduce", Allreduce, Same, [TYPE, OP, BEFORE, AFTER],
+collective!(Allreduce, c"EvenerAllreduce", Allreduce, Same, [TYPE, OP, BEFORE, AFTER, MARK],
     [c"tensor: T"] -> [c"sum: T"]);
 collective!(GroupedAllreduce, c"EvenerGroupedAllreduce", Allreduce, Same,
-    [TYPE, COUNT, OP, BEFORE, AFTER],
+    [TYPE, COUNT, OP, BEFORE, AFTER, MARK],
     [c"tensors: num_tensors * T"] -> [c"sums: num_tensors * T"]);
 collective!(Allgather, c"EvenerAllgather", Allgather, Rows, [TYPE],
     [c"tensor: T"] -> [c"output: T"]);
@@ -195,6 +197,8 @@ fn state<C: Collective>(node: &Node) -> Result<State> {
         },
         if C::KIND == Kind::Broadcast {
             node.integer(c"root_rank")?
+        } else if has(MARK) {
+            node.integer(c"gradient")?
         } else {
             0
         },
@@ -212,7 +216,7 @@ fn state<C: Collective>(node: &Node) -> Result<State> {
             .ok()
             .filter(|op| *op <= 5)
             .ok_or_else(|| wrong("no such reduction"))?,
-        root: u32::try_from(root).map_err(|_| wrong("no such root rank"))?,
+        root: u32::try_from(root).map_err(|_| wrong("no such root rank, or gradient"))?,
         set: u32::try_from(node.integer(c"process_set_id")?)
             .map_err(|_| wrong("no such process set"))?,
         // A factor that was written with few digits is meant, and not its float32.

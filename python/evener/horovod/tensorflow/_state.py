@@ -32,6 +32,7 @@ from evener.horovod.common.exceptions import (
     HorovodInternalError,
     NotInitializedError,
 )
+from evener.horovod.tensorflow import light
 from evener.horovod.tensorflow._library import call
 from evener.horovod.timeline import Timeline
 from evener.log import logger
@@ -82,7 +83,14 @@ class Engine:
             "local_rank": ranks.local_rank or 0,
             "local_size": ranks.local_size or 1,
         }
-        call("connect", places=places, control=first["control"], token=first["token"], seat=seat)
+        call(
+            "connect",
+            places=places,
+            control=first["control"],
+            token=first["token"],
+            seat=seat,
+            light=light.plan(ranks.rank, told),
+        )
         self.homogeneous = len({each["local_size"] for each in told}) == 1
         self._open_gate(store, timeout)
         self.timeline = Timeline(lambda: float(call("now")["now"]))
@@ -196,6 +204,11 @@ class Engine:
         holds, launches = call("frozen")["frozen"]
         return bool(holds), int(launches)
 
+    def lightened(self) -> tuple[int, int]:
+        """How many sums went in two levels, and how many gradients as top-k."""
+        two_level, sparse = call("lightened")["lightened"]
+        return int(two_level), int(sparse)
+
     def close(self) -> None:
         """Finish what is agreed. The others go on without this rank."""
         self._ends.set()
@@ -210,6 +223,7 @@ def _told(ranks: Ranks, store: Any, timeout: float, ports: dict[str, Any]) -> li
         "place": contact.own_place(),
         "token": secrets.token_hex(16) if ranks.rank == 0 else "",
         "local_size": ranks.local_size,
+        **light.said(),
         **ports,
     }
     return _gather(ranks, store, timeout, "engine", mine)

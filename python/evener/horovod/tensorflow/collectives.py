@@ -49,6 +49,8 @@ def allreduce(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
+    *,
+    _gradient: int = 0,
 ) -> Any:
     """The reduction of all ranks' tensors, of one shape and type; default: their average.
 
@@ -78,6 +80,7 @@ def allreduce(
             postscale_factor=postscale_factor,
             ignore_name_scope=ignore_name_scope,
             process_set=process_set,
+            gradient=_gradient,
         )
         return compression.decompress(reduced, ctx)
 
@@ -94,6 +97,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     name: str | None = None,
+    *,
+    _gradient: int = 0,
 ) -> Any:
     """`allreduce` of several, agreed on and done as one (one for each type, and the sparse)."""
     if not tensors:
@@ -125,6 +130,7 @@ def grouped_allreduce(
                 postscale_factor=postscale_factor,
                 ignore_name_scope=ignore_name_scope,
                 process_set=process_set,
+                gradient=_gradient,
             )
             for (index, _, ctx), result in zip(group, reduced, strict=True):
                 results[index] = compression.decompress(result, ctx)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.common.reductions import Adasum, Average
 from evener.horovod.common.util import split_list
-from evener.horovod.tensorflow import mpi_ops
+from evener.horovod.tensorflow import light, mpi_ops
 from evener.horovod.tensorflow.collectives import _members, allreduce, grouped_allreduce
 from evener.horovod.tensorflow.compression import Compression
 from evener.horovod.tensorflow.util import _executing_eagerly, plain
@@ -74,7 +74,8 @@ class Reduction:
             return results
         for number, group in enumerate(self._grouped(todo, variables)):
             name = f"grad_{number}" if generic_names else None
-            for (index, _), reduced in zip(group, self._reduced(group, name), strict=True):
+            of = [plain(variables[index]) for index, _ in group]
+            for (index, _), reduced in zip(group, self._reduced(group, of, name), strict=True):
                 results[index] = reduced
         return results
 
@@ -98,11 +99,14 @@ class Reduction:
             return [todo] if todo else []
         return [[each] for each in todo]
 
-    def _reduced(self, group: list[tuple[int, Any]], name: str | None) -> list[Any]:
+    def _reduced(self, group: list[tuple[int, Any]], of: list[Any], name: str | None) -> list[Any]:
+        everywhere = self.process_set is global_process_set
+        mark, compression = light.marked(of, self.compression, self.op, everywhere)
         options: dict[str, Any] = {
             "device_dense": self.device_dense,
             "device_sparse": self.device_sparse,
-            "compression": self.compression,
+            "compression": compression,
+            "_gradient": mark,
             "op": self.op,
             "name": name,
             "process_set": self.process_set,

@@ -225,8 +225,12 @@ def _allreduce(
     postscale_factor: float = 1.0,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
+    gradient: int = 0,
 ) -> Any:
-    """The reduction of all ranks' tensors of one shape and type. Differentiable."""
+    """The reduction of all ranks' tensors of one shape and type. Differentiable.
+
+    gradient: its mark, see `light`.
+    """
     tensor = tf.convert_to_tensor(tensor)
     return _op(
         "allreduce",
@@ -237,6 +241,7 @@ def _allreduce(
         postscale_factor=postscale_factor,
         ignore_name_scope=ignore_name_scope,
         process_set_id=_number(process_set),
+        gradient=gradient,
     )
 
 
@@ -253,6 +258,7 @@ def _grouped_allreduce(
     postscale_factor: float = 1.0,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
+    gradient: int = 0,
 ) -> list[Any]:
     """The reductions of several tensors of one type, which are done as one operation."""
     tensors = _tensors(tensors)
@@ -266,6 +272,7 @@ def _grouped_allreduce(
             postscale_factor=postscale_factor,
             ignore_name_scope=ignore_name_scope,
             process_set_id=_number(process_set),
+            gradient=gradient,
         )
     )
 

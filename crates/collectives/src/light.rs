@@ -1,0 +1,328 @@
+//! Fewer bytes between nodes: sums in two levels, and the largest entries alone.
+//!
+//! **Two levels.** The ranks of a node (the *inner* group) reduce and scatter, so that each has a shard
+//! of their sum. Ranks with the same place in their nodes (the *outer* group) reduce that shard across
+//! the network, and the node gathers. With m ranks per node a node sends 1/m of what a ring over all
+//! ranks would make it send per rank.
+//!
+//! **Top-k.** Of a gradient's shard each rank of the outer group sends the entries of largest magnitude
+//! to all others of it, and adds up what came in rank order, so that all have the same bits. What it
+//! does not send stays in the residual, and is added to the same gradient of the next step (Lin et
+//! al., "Deep Gradient Compression", arXiv 1712.01887). A residual belongs to a gradient and not to a
+//! place in a fused buffer: what is fused differs from step to step. Its key is in the agreed request
+//! (`root`, which an all-reduce has no other use for), so a rank that has joined, and brings zeros, takes part with what it still owes.
+
+use crate::algorithms::{Members, even};
+use crate::mesh::{Lost, Mesh};
+use crate::number;
+use evener_kernels::topk;
+use half::f16;
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The number of float32, the one type of which top-k sends a part.
+const FLOAT32: u8 = 7;
+/// DGC begins with a quarter of the entries and divides by four four times.
+const WARM: f64 = 0.25;
+const STAGES: u64 = 5;
+/// Up to this many bytes two levels cost more delay than they save bytes.
+const SMALL: usize = 16 << 10;
+
+/// What is asked for; the same on all ranks but for the groups.
+#[derive(Debug, Clone, Default)]
+pub struct Light {
+    /// Ranks of this node, this one among them; one for all in one level.
+    pub inner: Vec<usize>,
+    /// Ranks with the same place in their nodes, or all of them in one level.
+    pub outer: Vec<usize>,
+    /// Larger sums, in bytes, go in one level.
+    pub two_level_max: usize,
+    /// Gradients are sent in part.
+    pub topk: Option<TopK>,
+}
+
+/// Which part of a gradient is sent.
+#[derive(Debug, Clone, Copy)]
+pub struct TopK {
+    /// Share of the entries, above 0 and at most 1.
+    pub ratio: f64,
+    /// Smaller shards, in bytes, are sent whole.
+    pub least: usize,
+    /// Values are float16, for all gradients.
+    pub halves: bool,
+    /// Steps within which the share comes down from a quarter.
+    pub warmup: u64,
+}
+
+/// Which gradient a residual is of: the request's mark, and the tensor's number in it.
+pub type Key = (u32, usize);
+
+/// A mark's lowest bit: this gradient's values are sent as float16.
+const HALVES: u32 = 1;
+
+#[derive(Default)]
+struct Kept {
+    entries: Vec<f32>,
+    steps: u64,
+}
+
+/// [`Light`] with what it remembers.
+#[derive(Default)]
+pub struct Reducer {
+    light: Light,
+    every: Vec<usize>,
+    own: [usize; 1],
+    kept: Mutex<HashMap<Key, Kept>>,
+    two_level: AtomicU64,
+    sparse: AtomicU64,
+}
+
+impl Reducer {
+    /// For `rank` of `size` ranks. Groups that do not hold this rank are those of one level.
+    #[must_use]
+    pub fn new(mut light: Light, rank: usize, size: usize) -> Self {
+        let every: Vec<usize> = (0..size).collect();
+        if !light.inner.contains(&rank) || !light.outer.contains(&rank) {
+            light.inner = vec![rank];
+            light.outer.clone_from(&every);
+        }
+        Self {
+            light,
+            every,
+            own: [rank],
+            ..Self::default()
+        }
+    }
+
+    /// How many sums went in two levels, and how many gradients in part.
+    #[must_use]
+    pub fn counts(&self) -> (u64, u64) {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        (read(&self.two_level), read(&self.sparse))
+    }
+
+    /// The inner and the outer group for so many bytes.
+    fn groups(&self, bytes: usize) -> (&[usize], &[usize]) {
+        if bytes > self.light.two_level_max {
+            (&self.own, &self.every)
+        } else {
+            (&self.light.inner, &self.light.outer)
+        }
+    }
+
+    /// Whether only a part of this gradient is sent; the same on all ranks. Norms and biases, which
+    /// have one dimension, are sent whole: they are small, and errors in them cost most.
+    #[must_use]
+    pub fn takes_part(&self, mark: u32, dtype: u8, op: u8, shape: &[u64]) -> bool {
+        let Some(topk) = self.light.topk else {
+            return false;
+        };
+        let count: u64 = shape.iter().product();
+        let bytes = usize::try_from(count.saturating_mul(4)).unwrap_or(usize::MAX);
+        let (inner, outer) = self.groups(bytes);
+        mark != 0
+            && dtype == FLOAT32
+            && matches!(op, number::SUM | number::AVERAGE)
+            && shape.len() > 1
+            && i32::try_from(count).is_ok()
+            && outer.len() > 1
+            && bytes / 4 / inner.len() * 4 >= topk.least
+    }
+
+    /// `data` becomes the sum of all ranks', as `all_reduce` of [`Members`] does it.
+    ///
+    /// # Errors
+    /// See [`Lost`].
+    pub fn all_reduce(&self, mesh: &Mesh, data: &mut [u8], dtype: u8, op: u8) -> Result<(), Lost> {
+        let (inner, outer) = self.groups(data.len());
+        if inner.len() == 1 || data.len() <= SMALL {
+            return self.members(mesh, &self.every).all_reduce(data, dtype, op);
+        }
+        self.two_level.fetch_add(1, Ordering::Relaxed);
+        self.through(mesh, (inner, outer), data, dtype, op, |outer, shard| {
+            outer.all_reduce(shard, dtype, op)
+        })
+    }
+
+    /// The same for a float32 gradient that [`Reducer::takes_part`].
+    ///
+    /// # Errors
+    /// See [`Lost`].
+    pub fn sparse(&self, mesh: &Mesh, data: &mut [u8], key: Key) -> Result<(), Lost> {
+        let Some(topk) = self.light.topk else {
+            return self.all_reduce(mesh, data, FLOAT32, number::SUM);
+        };
+        self.sparse.fetch_add(1, Ordering::Relaxed);
+        let groups = self.groups(data.len());
+        let mut kept = self.kept.lock().unwrap_or_else(|held| held.into_inner());
+        let kept = kept.entry(key).or_default();
+        let halves = topk.halves || key.0 & HALVES != 0;
+        self.through(mesh, groups, data, FLOAT32, number::SUM, |outer, shard| {
+            exchange(&topk, halves, outer, shard, kept)
+        })
+    }
+
+    fn members<'a>(&self, mesh: &'a Mesh, ranks: &'a [usize]) -> Members<'a> {
+        let place = ranks.iter().position(|rank| *rank == self.own[0]);
+        Members {
+            mesh,
+            ranks,
+            place: place.unwrap_or(0), // `new` has looked
+        }
+    }
+
+    fn through(
+        &self,
+        mesh: &Mesh,
+        (inner, outer): (&[usize], &[usize]),
+        data: &mut [u8],
+        dtype: u8,
+        op: u8,
+        across: impl FnOnce(&Members, &mut [u8]) -> Result<(), Lost>,
+    ) -> Result<(), Lost> {
+        let (inner, outer) = (self.members(mesh, inner), self.members(mesh, outer));
+        let element = number::size(dtype);
+        let parts = even(data.len() / element, inner.ranks.len(), element);
+        inner.ring_reduce(data, &parts, dtype, op)?;
+        let (start, end) = parts[inner.place];
+        across(&outer, &mut data[start..end])?;
+        inner.ring_gather(data, &parts)
+    }
+}
+
+/// How many of `count` entries are sent in step `step` of a gradient.
+fn entries(count: usize, topk: &TopK, step: u64) -> usize {
+    let mut ratio = topk.ratio;
+    if step < topk.warmup && ratio < WARM {
+        let stage = (step * STAGES / topk.warmup) as f64 / STAGES as f64;
+        ratio = WARM * (ratio / WARM).powf(stage);
+    }
+    ((count as f64 * ratio) as usize)
+        .clamp(1, count.max(1))
+        .min(count)
+}
+
+/// `shard` becomes the sum of what all members of `outer` send of theirs and of what they owe.
+///
+/// A message is the places, int32, and then the values.
+fn exchange(
+    topk: &TopK,
+    halves: bool,
+    outer: &Members,
+    shard: &mut [u8],
+    kept: &mut Kept,
+) -> Result<(), Lost> {
+    let gradient: Vec<f32> = floats(shard);
+    if kept.entries.len() != gradient.len() {
+        kept.entries = vec![0.0; gradient.len()];
+    }
+    let count = entries(gradient.len(), topk, kept.steps);
+    kept.steps += 1;
+    let (mut values, mut places) = (vec![0.0f32; count], vec![0i32; count]);
+    topk::select_with_feedback(&gradient, &mut kept.entries, &mut values, &mut places)
+        .map_err(|error| Lost::Meeting(error.to_string()))?;
+    drop(gradient);
+    let width = if halves { 2 } else { 4 };
+    let size = count * (4 + width);
+    let mut all = vec![0; size * outer.ranks.len()];
+    let own = &mut all[outer.place * size..][..size];
+    let (head, tail) = own.split_at_mut(4 * count);
+    for (bytes, place) in head.as_chunks_mut::<4>().0.iter_mut().zip(&places) {
+        *bytes = place.to_ne_bytes();
+    }
+    if halves {
+        let rounded = values.iter().zip(&places).zip(tail.as_chunks_mut::<2>().0);
+        for ((value, place), bytes) in rounded {
+            let half = f16::from_f32(*value);
+            *bytes = half.to_ne_bytes();
+            let left = value - half.to_f32();
+            if left.is_finite() {
+                kept.entries[*place as usize] += left; // an overflow is sent, never kept
+            }
+        }
+    } else {
+        for (bytes, value) in tail.as_chunks_mut::<4>().0.iter_mut().zip(&values) {
+            *bytes = value.to_ne_bytes();
+        }
+    }
+    outer.all_gather(&mut all, &vec![size; outer.ranks.len()])?;
+    shard.fill(0);
+    let sums = shard.as_chunks_mut::<4>().0;
+    for (member, message) in all.chunks_exact(size.max(1)).enumerate() {
+        let (head, tail) = message.split_at(4 * count);
+        let halved = tail.as_chunks::<2>().0;
+        let whole = tail.as_chunks::<4>().0;
+        for (index, place) in head.as_chunks::<4>().0.iter().enumerate() {
+            let value = if halves {
+                f16::from_ne_bytes(halved[index]).to_f32()
+            } else {
+                f32::from_ne_bytes(whole[index])
+            };
+            let place = u32::from_ne_bytes(*place) as usize;
+            let Some(sum) = sums.get_mut(place) else {
+                let rank = outer.ranks[member];
+                return Err(Lost::Meeting(format!(
+                    "rank {rank} sent entry {place} of {}",
+                    sums.len()
+                )));
+            };
+            *sum = (f32::from_ne_bytes(*sum) + value).to_ne_bytes();
+        }
+    }
+    Ok(())
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let values = bytes.as_chunks::<4>().0.iter();
+    values.map(|value| f32::from_ne_bytes(*value)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_share_comes_down_from_a_quarter() {
+        let topk = TopK {
+            ratio: 0.01,
+            least: 0,
+            halves: false,
+            warmup: 10,
+        };
+        let sent: Vec<usize> = (0..12).map(|step| entries(10_000, &topk, step)).collect();
+        assert_eq!(sent[0], 2500);
+        assert!(sent.is_sorted_by(|a, b| a >= b), "{sent:?}");
+        assert_eq!(&sent[10..], &[100, 100]);
+        assert_eq!(entries(3, &topk, 99), 1);
+        assert_eq!(entries(0, &topk, 99), 0);
+    }
+
+    #[test]
+    fn what_is_sent_in_part() {
+        let light = Light {
+            inner: vec![0, 1],
+            outer: vec![0, 2],
+            two_level_max: 1 << 20,
+            topk: Some(TopK {
+                ratio: 0.1,
+                least: 4000,
+                halves: false,
+                warmup: 0,
+            }),
+        };
+        let reducer = Reducer::new(light, 0, 4);
+        let asked = |mark, dtype, op, shape: &[u64]| reducer.takes_part(mark, dtype, op, shape);
+        assert!(asked(1, 7, number::SUM, &[20, 100]));
+        assert!(!asked(1, 7, number::SUM, &[19, 100]), "its shard is small");
+        assert!(!asked(0, 7, number::SUM, &[20, 100]), "no gradient");
+        assert!(!asked(1, 8, number::SUM, &[20, 100]), "float64");
+        assert!(!asked(1, 7, number::MAX, &[20, 100]), "no sum");
+        assert!(!asked(1, 7, number::SUM, &[2000]), "a bias");
+        let alone = Reducer::new(Light::default(), 0, 4);
+        assert!(
+            !alone.takes_part(1, 7, number::SUM, &[2000, 100]),
+            "not asked for"
+        );
+    }
+}
