@@ -20,7 +20,7 @@ from torch import nn
 
 from evener.compile import Options
 from evener.compile.command import report
-from evener.compile.torch import bucketed
+from evener.compile.torch import Function, bucketed
 from evener.errors import UsageError
 
 QUICK = Options(plan_after=4, hits=1, judge=1000)
@@ -150,6 +150,7 @@ def test_the_next_process_knows_the_sizes(place: Path) -> None:
     for size in SIZES:
         first(torch.randn(size, 3))
     first.save()
+    del first  # a second one beside it would have a record of its own
     again = bucketed(lambda x: x * 2, options=QUICK, name="double", backend="eager")
     again(torch.randn(40, 3))
     again(torch.randn(40, 3))
@@ -161,6 +162,65 @@ def test_the_next_process_knows_the_sizes(place: Path) -> None:
     (record,) = json.loads(CliRunner().invoke(report, ["--json"]).output)
     (said,) = record["signatures"].values()
     assert said["calls"] == 12
+
+
+def test_what_passed_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next process with the same code. With other code it is."""
+
+    def run(function: Any) -> Any:
+        made = bucketed(function, options=QUICK, name="f", backend="eager")
+        for size in SIZES:
+            x = torch.randn(size, 3)
+            torch.testing.assert_close(made(x), function(x))
+        made.save()
+        return made
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    first = run(double)
+    del first  # its name is free again, as it is for the next process
+    checks: list[int] = []
+    check = Function._check
+
+    def counted(self: Any, *arguments: Any) -> None:
+        checks.append(1)
+        check(self, *arguments)
+
+    monkeypatch.setattr(Function, "_check", counted)
+    again = run(double)
+    assert ready(again) >= 6
+    assert not checks
+    del again
+    assert ready(run(lambda x: x * 3)) >= 6
+    assert checks
+
+
+def test_two_models_of_one_class_have_two_records(place: Path) -> None:
+    models = [tower(), tower()]
+    for model in models:
+        bucketed(model, options=QUICK, backend="eager")
+        for size in SIZES:
+            model(torch.randn(size, 8))
+        model.forward.save()
+    assert [model.forward.name for model in models] == ["Sequential", "Sequential-2"]
+    assert sorted(path.stem for path in place.glob("*.json")) == ["Sequential", "Sequential-2"]
+
+
+def test_a_text_is_made_per_signature_and_not_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bucketed(lambda x, k: x * k, options=QUICK, name="g", backend="eager", record=False)
+    texts: list[str] = []
+    signature = Function._signature
+
+    def counted(self: Any, *arguments: Any) -> str:
+        texts.append(signature(self, *arguments))
+        return texts[-1]
+
+    monkeypatch.setattr(Function, "_signature", counted)
+    for size in SIZES:
+        for k in (1, 1.0, True):
+            made(torch.ones(size, 3), k)
+    assert len(texts) == len(set(texts)) == 3
 
 
 def test_a_report_of_nothing(place: Path) -> None:

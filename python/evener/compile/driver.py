@@ -3,7 +3,8 @@
 A call is run plain (as the function is), or padded to its bucket's edge and run compiled, as
 `policy.Buckets` says. Before a compiled form is used it is compared with the plain one on the
 inputs of that call: where a row's result depends on the padding, nothing is compiled, and the
-reason is logged and recorded. So is an error of the compiler.
+reason is logged and recorded. So is an error of the compiler. What passed is in the record, with a
+digest of the code, and a later process with the same code does not compare again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -35,10 +37,12 @@ class Bucketed(ABC, Generic[Call]):
     """Calls one function; `Call` is what a framework makes of the arguments of a call."""
 
     def __init__(self, name: str, maker: str, options: Options, record: bool) -> None:
-        self.name, self.options = name, options
+        self.options = options
+        name = self.name = store.claim(name, self) if record else name
         self._maker, self._record = maker, record
         self._saved = store.load(name, maker) if record else {}
         self._buckets: dict[str, Buckets] = {}
+        self._by_key: dict[Hashable, Buckets] = {}
         self._told: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -46,15 +50,19 @@ class Bucketed(ABC, Generic[Call]):
         if record:
             atexit.register(_save, weakref.ref(self))
 
-    def _run(self, call: Call, size: int, signature: str) -> Any:
-        """One call."""
-        buckets = self._of(signature)
+    def _run(self, call: Call, size: int, key: Hashable, signature: Callable[[], str]) -> Any:
+        """One call. key: of its signature, whose text is made when the key is new."""
+        buckets = self._by_key.get(key)
+        if buckets is None:
+            buckets = self._of(signature())
+            if buckets is not None:
+                self._by_key[key] = buckets
         if buckets is None:
             return self._plain(call)
         turn = buckets.take(size)
         bucket = turn.bucket
         if turn.compile and bucket is not None:
-            if self._quiet(call) and self.options.background:
+            if self._quiet(call, size, bucket.edge) and self.options.background:
                 self._later(self._kept(call), buckets, bucket, size)
                 bucket = None
             else:
@@ -89,7 +97,7 @@ class Bucketed(ABC, Generic[Call]):
     def _make(self, call: Call, buckets: Buckets, bucket: Bucket, size: int) -> None:
         begun, wrong = time.perf_counter(), ""
         try:
-            self._prepare(call, size, bucket.edge)
+            bucket.check = self._prepare(call, size, bucket.edge, bucket.check)
         except WrongError as error:
             wrong = str(error)
         except Exception as error:  # noqa: BLE001 - of the compiler: the plain form is there
@@ -129,7 +137,7 @@ class Bucketed(ABC, Generic[Call]):
         return call
 
     @abstractmethod
-    def _quiet(self, call: Call) -> bool:
+    def _quiet(self, call: Call, size: int, edge: int) -> bool:
         """Whether the function may run once more in another thread, and nothing else notices.
 
         Called before `_prepare`, in the thread of the call.
@@ -144,10 +152,13 @@ class Bucketed(ABC, Generic[Call]):
         """Pad, run the compiled form, cut."""
 
     @abstractmethod
-    def _prepare(self, call: Call, size: int, edge: int) -> None:
+    def _prepare(
+        self, call: Call, size: int, edge: int, known: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """Compile for `edge` and compare with the plain form. Nothing is different afterwards.
 
-        Raises WrongError where the compiled form may not be used.
+        known: what it gave in an earlier process, for the record. Where that was for the same code,
+        nothing is compared. Raises WrongError where the compiled form may not be used.
         """
 
 

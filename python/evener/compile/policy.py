@@ -66,6 +66,7 @@ class Bucket:
     compile_seconds: float = 0.0
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     gain: float = math.nan  # seconds per call, as last judged
+    check: dict[str, Any] | None = None  # that it gives what the plain form does: `driver`'s
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Buckets:
                         row["reason"],
                         hits=options.hits,
                         compile_seconds=row["compile_seconds"],
+                        check=row.get("check"),
                     )
                 )
             self._planned = self.counts.total() if self.buckets else 0
@@ -228,6 +230,7 @@ class Buckets:
                         "rows": bucket.rows,
                         "compile_seconds": bucket.compile_seconds,
                         "gain": None if math.isnan(bucket.gain) else bucket.gain,
+                        "check": bucket.check,
                     }
                     for bucket in self.buckets
                 ],

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,28 @@ from evener.log import logger
 
 VERSION = 1
 
+_CLAIMED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_CLAIMING = threading.Lock()
+
 
 def folder() -> Path:
     """EVENER_COMPILE_DIR."""
     return Path(settings.EVENER_COMPILE_DIR.get()).expanduser()
+
+
+def claim(name: str, owner: Any) -> str:
+    """A name for the record of `owner`: its own while it lives.
+
+    Where another one has the name, it gets "-2", and so on: a program that makes its functions in
+    the same order finds the same records again.
+    """
+    with _CLAIMING:
+        found, number = name, 1
+        while str(_path(found)) in _CLAIMED:
+            number += 1
+            found = f"{name}-{number}"
+        _CLAIMED[str(_path(found))] = owner
+        return found
 
 
 def load(name: str, maker: str) -> dict[str, Any]:

@@ -16,10 +16,11 @@ collectives) is left as it is.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from evener.compile.policy import Options
 from evener.errors import UsageError
 from evener.log import logger
 
+_PLAIN = (bool, int, float, str, type(None))
 _TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}
 # Ops with a state that is a variable's, or that is none: by the beginning of their names.
 _ASSIGNS = ("Assign", "ResourceApply", "ResourceSparseApply", "ResourceScatter", "ResourceStrided")
@@ -148,7 +150,21 @@ class Function(Bucketed[_Call]):
         ]
         taped = bool(tape_record.could_possibly_record())
         call = _Call(leaves, (args, kwargs), padded, taped)
-        return self._run(call, int(size), self._signature(call))
+        return self._run(call, int(size), self._key(call), lambda: self._signature(call))
+
+    def _key(self, call: _Call) -> Hashable:
+        """As `_signature`, without making a text."""
+        parts: list[Any] = [call.taped, tuple(call.padded)]
+        for i, x in enumerate(call.leaves):
+            if tf.is_tensor(x):
+                shape = x.shape.as_list()
+                if i in call.padded:
+                    shape[self._dim] = -1
+                parts.append((x.dtype, *shape))
+            else:
+                parts.append(x if isinstance(x, _PLAIN) else repr(x)[:40])
+                parts.append(type(x))  # 1, 1.0 and True are equal
+        return tuple(parts)
 
     def _signature(self, call: _Call) -> str:
         parts = []
@@ -177,8 +193,8 @@ class Function(Bucketed[_Call]):
     def _plain(self, call: _Call) -> Any:
         return self._call(self._whole, call.leaves, call.structure, None)
 
-    def _padded(self, call: _Call, size: int, edge: int) -> Any:
-        """What the compiled form gives for the padded inputs, not cut."""
+    def _fill(self, call: _Call, size: int, edge: int) -> tuple[list[Any], tf.Tensor | None]:
+        """The padded inputs, and the mask."""
         leaves = list(call.leaves)
         if size < edge:
             for i in call.padded:
@@ -186,6 +202,11 @@ class Function(Bucketed[_Call]):
                 last = tf.gather(x, [size - 1] * (edge - size), axis=self._dim)
                 leaves[i] = tf.concat([x, last], self._dim)
         weights = tf.concat([tf.ones([size]), tf.zeros([edge - size])], 0) if self._mask else None
+        return leaves, weights
+
+    def _padded(self, call: _Call, size: int, edge: int) -> Any:
+        """What the compiled form gives for the padded inputs, not cut."""
+        leaves, weights = self._fill(call, size, edge)
         return self._call(self._made, leaves, call.structure, weights)
 
     def _compiled(self, call: _Call, size: int, edge: int) -> Any:
@@ -202,21 +223,21 @@ class Function(Bucketed[_Call]):
 
     # --- compiling ---
 
-    def _concrete(self, call: _Call) -> Any:
-        args, kwargs = tf.nest.pack_sequence_as(call.structure, call.leaves)
-        if self._mask:
-            size = call.leaves[call.padded[0]].shape[self._dim]
-            kwargs = {**kwargs, self._mask: tf.ones([size])}
-        return self._whole.get_concrete_function(*args, **kwargs)
+    def _traced(self, call: _Call, size: int, edge: int) -> Any:
+        """The compiled form for `edge`, traced: the same trace that a call takes."""
+        leaves, weights = self._fill(call, size, edge)
+        with _same_names(f"{self.name} {self._signature(call)} {edge}"):
+            return self._call(self._made.get_concrete_function, leaves, call.structure, weights)
 
-    def _quiet(self, call: _Call) -> bool:
+    def _quiet(self, call: _Call, size: int, edge: int) -> bool:
         if not self._kind:
-            self._kind = kind_of(self._concrete(call).graph.as_graph_def())
+            self._kind = kind_of(self._traced(call, size, edge).graph.as_graph_def())
         return self._kind == "pure"
 
-    def _prepare(self, call: _Call, size: int, edge: int) -> None:
-        if not self._kind:
-            self._quiet(call)
+    def _prepare(
+        self, call: _Call, size: int, edge: int, known: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        self._quiet(call, size, edge)
         if self._kind not in ("pure", "assigns", "random"):
             raise WrongError(f"the op {self._kind} acts outside of TensorFlow's variables")
         if size == edge and edge > 1:  # at least one padded row
@@ -225,21 +246,25 @@ class Function(Bucketed[_Call]):
             for i in call.padded:
                 leaves[i] = self._short(leaves[i], size)
             call = _Call(leaves, call.structure, call.padded, call.taped)
-        concrete = self._concrete(call)
+        concrete = self._traced(call, size, edge)
+        graph = concrete.graph.as_graph_def().SerializeToString(deterministic=True)
+        code = hashlib.sha256(graph).hexdigest()
+        known = known if known is not None and known["code"] == code else None
         variables = [v for v in concrete.variables if v.dtype not in (tf.resource, tf.variant)]
         watched = list(concrete.trainable_variables) if call.taped else []
         before = [tf.identity(v) for v in variables] if self._kind != "pure" else []
         try:
-            plain, first = self._taped(lambda: self._plain(call), watched, call, None)
-            changed = [tf.identity(v) for v in variables] if before else []
-            _put(variables, before)
-            with _same_names(f"{self.name} {self._signature(call)} {edge}"):
+            if known is None:
+                plain, first = self._taped(lambda: self._plain(call), watched, call, None)
+                changed = [tf.identity(v) for v in variables] if before else []
+                _put(variables, before)
+            with _same_names(f"{self.name} {self._signature(call)} {edge} run"):
                 made, second = self._taped(
                     lambda: self._padded(call, size, edge), watched, call, size
                 )
-            cut = self._cuts(plain, made, edge)
-            made = [self._short(m, size) if c else m for m, c in zip(made, cut, strict=True)]
-            if self._kind != "random":
+            cut = self._cuts(plain, made, edge) if known is None else known["cut"]
+            if known is None and self._kind != "random":
+                made = [self._short(m, size) if c else m for m, c in zip(made, cut, strict=True)]
                 self._compare("output", plain, made)
                 self._compare("gradient", first, second)
                 now = [tf.identity(v) for v in variables] if before else []
@@ -247,6 +272,7 @@ class Function(Bucketed[_Call]):
         finally:
             _put(variables, before)
         self._cut[edge] = cut
+        return {"code": code, "cut": cut}
 
     def _taped(
         self, run: Callable[[], Any], watched: list[Any], call: _Call, size: int | None

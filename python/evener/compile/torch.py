@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from evener.compile import store
+from evener.compile import code, store
 from evener.compile.driver import Bucketed, WrongError
 from evener.compile.policy import Options
 from evener.errors import UsageError
 
+_PLAIN = (bool, int, float, str, type(None))
 # Relative to the norm of what is compared.
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -107,6 +108,7 @@ class Function(Bucketed[_Call]):
         self._cut: dict[int, list[bool]] = {}  # of each edge: which outputs are cut
         self._looked: set[str] = set()
         self._changes = ""  # a buffer that a call changes
+        self._code = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         module = None if self._module is None else copy.deepcopy(self._module, memo)
@@ -134,7 +136,32 @@ class Function(Bucketed[_Call]):
             for i, x in enumerate(leaves)
             if isinstance(x, torch.Tensor) and x.dim() > dim and x.shape[dim] == size
         ]
-        return self._run(_Call(leaves, tree, padded), size, self._signature(leaves, padded))
+        return self._run(
+            _Call(leaves, tree, padded),
+            size,
+            self._key(leaves, padded),
+            lambda: self._signature(leaves, padded),
+        )
+
+    def _key(self, leaves: list[Any], padded: list[int]) -> Hashable:
+        """As `_signature`, without making a text."""
+        dim = self._dim
+        parts: list[Any] = [tuple(padded), torch.is_grad_enabled()]
+        for i, x in enumerate(leaves):
+            if isinstance(x, torch.Tensor):
+                shape = x.shape
+                if i in padded:
+                    shape = (*shape[:dim], -1, *shape[dim + 1 :])
+                parts.append((x.dtype, shape, x.requires_grad, x.device.type))
+            else:
+                parts.append(x if isinstance(x, _PLAIN) else repr(x)[:40])
+                parts.append(type(x))  # 1, 1.0 and True are equal
+        if self._module is not None:
+            parts.append(self._module.training)
+        device = _device(leaves)
+        if torch.is_autocast_enabled(device):
+            parts.append(torch.get_autocast_dtype(device))
+        return tuple(parts)
 
     def _signature(self, leaves: list[Any], padded: list[int]) -> str:
         parts = []
@@ -198,7 +225,7 @@ class Function(Bucketed[_Call]):
 
     # --- compiling ---
 
-    def _quiet(self, call: _Call) -> bool:
+    def _quiet(self, call: _Call, size: int, edge: int) -> bool:
         """Never: see the head of this file. Looks once per mode at what a call leaves behind."""
         mode = str(self._module.training) if self._module is not None else ""
         if mode not in self._looked:
@@ -218,7 +245,10 @@ class Function(Bucketed[_Call]):
         ]
         return _Call(leaves, call.tree, call.padded)
 
-    def _prepare(self, call: _Call, size: int, edge: int) -> None:
+    def _prepare(
+        self, call: _Call, size: int, edge: int, known: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        self._code = self._code or code.digest(self._function, self._module, self._maker)
         if self._changes:
             raise WrongError(f"a call changes {self._changes}: padded rows would count there")
         call = self._kept(call)
@@ -228,15 +258,28 @@ class Function(Bucketed[_Call]):
                 x = call.leaves[i]
                 short = x.detach().narrow(self._dim, 0, size)
                 call.leaves[i] = short.requires_grad_(x.requires_grad)
+        if (
+            known is not None
+            and known["code"] == self._code
+            and self._compile(call, size, edge) == len(known["cut"])
+        ):
+            self._cut[edge] = known["cut"]
+            return known
         with self._without_dropout() as dropout:
             # Random numbers differ with the shape. So where there is dropout, the plain form is
             # compared with itself, without it.
             self._check(self._function if dropout else self._made, call, size, edge)
         if dropout:
-            before = _random_state()
-            found, _ = pytree.tree_flatten(self._whole(self._made, call, size, edge))
-            _gradients(found, call.leaves)
-            _set_random_state(before)
+            self._compile(call, size, edge)
+        return {"code": self._code, "cut": self._cut[edge]}
+
+    def _compile(self, call: _Call, size: int, edge: int) -> int:
+        """Run it, backward too; gives the number of outputs."""
+        before = _random_state()
+        found, _ = pytree.tree_flatten(self._whole(self._made, call, size, edge))
+        _gradients(found, call.leaves)
+        _set_random_state(before)
+        return len(found)
 
     def _check(self, made_by: Callable[..., Any], call: _Call, size: int, edge: int) -> None:
         plain, tree = pytree.tree_flatten(self._plain(call))
