@@ -102,7 +102,7 @@ impl Reducer {
         (read(&self.two_level), read(&self.sparse))
     }
 
-    /// The inner and the outer group for so many bytes.
+    /// The inner and the outer group for a sum of `bytes` bytes.
     fn groups(&self, bytes: usize) -> (&[usize], &[usize]) {
         if bytes > self.light.two_level_max {
             (&self.own, &self.every)
