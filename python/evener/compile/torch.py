@@ -149,7 +149,7 @@ class Function(Bucketed[_Call]):
         parts: list[Any] = [tuple(padded), torch.is_grad_enabled()]
         for i, x in enumerate(leaves):
             if isinstance(x, torch.Tensor):
-                shape = x.shape
+                shape = tuple(x.shape)
                 if i in padded:
                     shape = (*shape[:dim], -1, *shape[dim + 1 :])
                 parts.append((x.dtype, shape, x.requires_grad, x.device.type))
