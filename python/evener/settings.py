@@ -588,6 +588,23 @@ EVENER_STATS_DIR = _text(
     "(docs/reference/records.md). Unset: none.",
     allowed="a directory",
 )
+EVENER_NET_TRACE_DIR = _text(
+    _NET,
+    "EVENER_NET_TRACE_DIR",
+    "",
+    "Directory in which every process writes what its UDP engine does, packet by packet "
+    "(docs/reference/network-trace.md); `evener net trace show` and Wireshark read it. Unset: "
+    "none.",
+    allowed="a directory",
+)
+EVENER_NET_TRACE_MB = _number(
+    _NET,
+    "EVENER_NET_TRACE_MB",
+    64,
+    "Most megabytes of trace per process: the last ones are kept.",
+    low=1,
+    high=1 << 20,
+)
 
 # --- embeddings ---
 

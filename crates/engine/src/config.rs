@@ -43,6 +43,10 @@ pub struct Config {
     pub eager_bytes: u64,
     /// Where statistics are written.
     pub stats_dir: Option<PathBuf>,
+    /// Where what the UDP engine does is written, packet by packet.
+    pub trace_dir: Option<PathBuf>,
+    /// Bytes of that for a process, at most.
+    pub trace_bytes: u64,
     /// When to send without the kernel's copy.
     pub zero_copy: zerocopy::Mode,
     /// Measure also what carries best to processes of this host: for tests.
@@ -65,6 +69,8 @@ impl Default for Config {
             eager_slots: 4,
             eager_bytes: 16 << 10,
             stats_dir: None,
+            trace_dir: None,
+            trace_bytes: 64_000_000,
             zero_copy: zerocopy::Mode::Auto,
             measure_here: false,
             label: "",

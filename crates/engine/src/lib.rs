@@ -47,6 +47,7 @@ pub mod stats;
 mod sync;
 pub mod sys;
 mod task;
+mod trace;
 pub mod udp;
 mod worker;
 pub mod zerocopy;
@@ -195,9 +196,9 @@ impl Engine {
             let worker = worker.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-net-{index}"), move || worker.run())?;
         }
-        let mut door = door;
+        let (mut door, mut rings) = (door, engine.trace()?.into_iter());
         for index in shared.instances() {
-            let instance = Instance::new(index, shared.clone(), door.take());
+            let instance = Instance::new(index, shared.clone(), door.take(), rings.next());
             let instance = instance.map_err(|e| Error::System("epoll", e))?;
             engine.spawn(format!("evener-udp-{index}"), move || instance.run())?;
         }
@@ -229,6 +230,38 @@ impl Engine {
             ),
         );
         Ok(engine)
+    }
+
+    /// Starts the trace, where one is wanted: a ring for each instance of UDP. One that cannot be
+    /// written is said in the log, and the engine goes on.
+    fn trace(&self) -> Result<Vec<trace::Ring>, Error> {
+        let shared = &self.shared;
+        let Some(directory) = &shared.config.trace_dir else {
+            return Ok(Vec::new());
+        };
+        let count = shared.instances().len();
+        let name = directory.display();
+        if count == 0 {
+            let text = format!("trace {name}: nothing is written, UDP alone is traced");
+            shared.log(Level::Warn, &text);
+            return Ok(Vec::new());
+        }
+        match trace::Writer::start(directory, &shared.config, count, shared.started) {
+            Ok((rings, writer)) => {
+                let text = format!("trace: {}", writer.path().display());
+                shared.log(Level::Info, &text);
+                let shared = shared.clone();
+                self.spawn("evener-trace".into(), move || {
+                    writer.run(&|level, text| shared.log(level, text));
+                })?;
+                Ok(rings)
+            }
+            Err(error) => {
+                let text = format!("trace {name}: {error}: nothing is written");
+                shared.log(Level::Warn, &text);
+                Ok(Vec::new())
+            }
+        }
     }
 
     fn spawn<F>(&self, name: String, body: F) -> Result<(), Error>

@@ -169,20 +169,24 @@ pub fn json(shared: &Shared) -> String {
     out
 }
 
-/// Writes `directory/net-<host>-r<rank>-<pid>.json` (without `r<rank>-` where no launcher said it):
-/// nodes may share the directory, and process ids.
+/// `net-<host>-r<rank>-<pid>` (without `r<rank>-` where no launcher said it): nodes may share a directory,
+/// and process ids.
+pub fn stem() -> String {
+    let host = host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
+    let rank = match rank().as_str() {
+        "null" => String::new(),
+        rank => format!("r{rank}-"),
+    };
+    format!("net-{host}-{rank}{}", std::process::id())
+}
+
+/// Writes `directory/<stem>.json`.
 ///
 /// # Errors
 /// The directory cannot be made or written.
 pub fn write(shared: &Shared, directory: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
-    let host = host().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
-    let label = shared.config.label;
-    let rank = match rank().as_str() {
-        "null" => String::new(),
-        rank => format!("r{rank}-"),
-    };
-    let name = format!("net-{host}-{rank}{}{label}.json", std::process::id());
+    let name = format!("{}{}.json", stem(), shared.config.label);
     let part = directory.join(format!(".{name}.part"));
     std::fs::write(&part, json(shared))?;
     std::fs::rename(&part, directory.join(name))

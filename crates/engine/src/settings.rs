@@ -147,6 +147,8 @@ impl Settings {
                     _ => None,
                 })?,
                 stats_dir: optional(text(env, &all::STATS_DIR)).map(Into::into),
+                trace_dir: optional(text(env, &all::TRACE_DIR)).map(Into::into),
+                trace_bytes: parse(env, &all::TRACE_MB, number(1, 1 << 20))? as u64 * 1_000_000,
                 ..Config::default()
             },
             devices,
@@ -176,6 +178,8 @@ mod tests {
         assert_eq!(settings.config.most_flows, default.most_flows);
         assert_eq!(settings.config.timeout, default.timeout);
         assert_eq!(settings.config.interfaces, None);
+        assert_eq!(settings.config.trace_dir, None);
+        assert_eq!(settings.config.trace_bytes, default.trace_bytes);
     }
 
     #[test]
@@ -193,6 +197,7 @@ mod tests {
             ("EVENER_NET_TIMEOUT", "nan"),
             ("EVENER_NET_DEVICES", "two"),
             ("EVENER_NET_ENGINE", "xdp"),
+            ("EVENER_NET_TRACE_MB", "0"),
         ] {
             let refused = Settings::read(&HashMap::from([(name, value)])).unwrap_err();
             assert!(refused.to_string().contains(name), "{refused}");

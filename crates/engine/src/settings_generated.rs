@@ -88,6 +88,20 @@ pub const STATS_DIR: Setting = Setting {
     allowed: "a directory",
 };
 
+/// Directory in which every process writes what its UDP engine does, packet by packet (docs/reference/network-trace.md); `evener net trace show` and Wireshark read it. Unset: none.
+pub const TRACE_DIR: Setting = Setting {
+    name: "EVENER_NET_TRACE_DIR",
+    default: "",
+    allowed: "a directory",
+};
+
+/// Most megabytes of trace per process: the last ones are kept.
+pub const TRACE_MB: Setting = Setting {
+    name: "EVENER_NET_TRACE_MB",
+    default: "64",
+    allowed: "a whole number, 1 to 1048576",
+};
+
 /// Least severe message that is printed. Choices that Evener makes are logged at `info` by rank 0, and by every rank at `debug`.
 pub const LOG: Setting = Setting {
     name: "EVENER_LOG",

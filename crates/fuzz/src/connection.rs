@@ -6,12 +6,12 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
+use evener_engine::udp::hostile::{met, next, packet};
 use evener_proto::packet::auth::Key;
-use evener_proto::packet::format::{HEADER, Header, Kind};
-use evener_proto::packet::{Accepted, Config, Connection, Event, JobKey, Own, Place, accept};
+use evener_proto::packet::format::Kind;
+use evener_proto::packet::{Connection, Event, Place};
 use libfuzzer_sys::fuzz_target;
 
-const KEY: [u8; 16] = [7; 16];
 /// Packets that are kept to be said again.
 const KEPT: usize = 8;
 const STEPS: usize = 300;
@@ -31,19 +31,6 @@ impl<'a> Input<'a> {
         self.0 = rest;
         Some(bytes)
     }
-}
-
-fn own(number: u32) -> Own {
-    Own {
-        connection: number,
-        random: u64::from(number) << 32 | 77,
-    }
-}
-
-fn next(connection: &mut Connection, now: Duration) -> Option<Vec<u8>> {
-    let mut out = [0; 1500];
-    let sent = connection.transmit(now, &mut out, &mut |_, to| to.fill(1))?;
-    Some(out[..sent.length].to_vec())
 }
 
 /// What its user knows of the victim.
@@ -77,18 +64,11 @@ impl User {
 }
 
 fn opened() -> Option<(Connection, Connection, Key)> {
-    let (config, now) = (Config::default(), Duration::ZERO);
-    let key = JobKey::new(KEY);
-    let mut honest = Connection::connect(config.clone(), key, own(1), now);
-    let hello = next(&mut honest, now)?;
-    let Ok(Accepted::Connection(mut victim)) = accept(config, key, own(2), &hello, now) else {
-        return None;
-    };
+    let (now, (mut honest, mut victim, key)) = (Duration::ZERO, met()?);
     let welcome = next(&mut victim, now)?;
     honest.receive(&welcome, false, now, &mut |_| {}).ok()?;
     let proof = next(&mut honest, now)?;
     victim.receive(&proof, false, now, &mut |_| {}).ok()?;
-    let (key, _) = key.session(own(1).random, own(2).random);
     Some((honest, *victim, key))
 }
 
@@ -104,20 +84,8 @@ fn run(data: &[u8]) -> Option<()> {
             0..=4 => {
                 let body = input.bytes()?;
                 number += 1 + u64::from(what / 200) * 3000;
-                let mut packet = vec![0; HEADER];
-                let header = Header {
-                    version: 1,
-                    kind: Kind::Data,
-                    ack_now: what & 16 != 0,
-                    path: what,
-                    connection: 2,
-                    number: number as u32,
-                    stamp: now.as_micros() as u32,
-                    tag: 0,
-                };
-                header.emit(&mut packet);
-                packet.extend(body);
-                key.seal(&mut packet, number);
+                let flags = (what, what & 16 != 0);
+                let packet = packet(Kind::Data, flags, number, body, Some(&key));
                 user.hear(&mut victim, &packet, now);
                 kept.push(packet);
             }

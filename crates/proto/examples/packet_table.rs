@@ -168,14 +168,19 @@ fn main() {
             }
         }
         if want("jobs") {
-            for seed in 5..8 {
-                let (part, sum) = two_jobs(bits, &config, seed, Duration::from_millis(100));
+            // All paths share one link, so seeds change nothing: when the second starts does.
+            for later in [100, 137, 174, 211, 248, 285] {
+                let (part, sum) = two_jobs(bits, &config, 5, Duration::from_millis(later));
                 table.row(
-                    &format!("{at}: two jobs, the first one's part, seed {seed}"),
+                    &format!("{at}: two jobs, second after {later} ms: first's part"),
                     part,
                     "0.45 to 0.55",
                 );
-                table.row(&format!("{at}: two jobs, sum, seed {seed}"), sum, "");
+                table.row(
+                    &format!("{at}: two jobs, second after {later} ms: sum"),
+                    sum,
+                    "",
+                );
             }
         }
         if want("cubic") {

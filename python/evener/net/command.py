@@ -13,6 +13,7 @@ from evener.errors import UsageError
 from evener.net import install, setup, show, stats
 from evener.net.plugin import environment, plugin_path
 from evener.net.prometheus import text as prometheus_text
+from evener.net.trace.command import trace
 
 _PREFIX = click.option(
     "--prefix",
@@ -26,6 +27,9 @@ _PREFIX = click.option(
 @click.group()
 def net() -> None:
     """The NCCL plug-in that fills every path of an ordinary network."""
+
+
+net.add_command(trace)
 
 
 @net.command()

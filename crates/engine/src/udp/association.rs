@@ -38,6 +38,7 @@ use crate::shared::Shared;
 use crate::slots::SLOTS;
 use crate::stats::{PathStats, WorkerStats};
 use crate::sys::Memory;
+use crate::trace::{Record, Ring};
 
 /// One end of a comm.
 struct End {
@@ -51,6 +52,8 @@ struct End {
 /// A socket of ours, and what it did.
 struct Own {
     port: Port,
+    /// Where it is bound.
+    at: SocketAddr,
     path: PathId,
     stats: Arc<PathStats>,
     /// The peer sends to it.
@@ -90,6 +93,8 @@ pub struct Association {
     signals: Signals,
     effects: Vec<Effect>,
     counted: Counted,
+    /// Where what happens is noted.
+    ring: Option<Ring>,
     /// Since when no comm has been here.
     pub idle: Duration,
 }
@@ -107,16 +112,19 @@ fn memory(end: Option<&End>, message: u64, offset: u64, length: usize) -> Option
 }
 
 impl Association {
-    /// Around a new connection.
+    /// Around a new connection: the initiator's random number, and whether this side has opened it.
+    /// With a `ring` it is traced.
     pub fn new(
         peer: Arc<Peer>,
-        random: u64,
-        connection: Box<Connection>,
-        initiates: bool,
+        (random, mut connection, initiates): (u64, Box<Connection>, bool),
         remotes: Vec<SocketAddr>,
+        ring: Option<Ring>,
         now: Duration,
     ) -> Association {
         peer.connections.fetch_add(1, Ordering::Relaxed);
+        if ring.is_some() {
+            connection.trace();
+        }
         let mut new = Association {
             peer,
             random,
@@ -130,6 +138,7 @@ impl Association {
             signals: Signals::default(),
             effects: Vec::new(),
             counted: Counted::default(),
+            ring,
             idle: now,
         };
         for _ in 0..WINDOW {
@@ -338,7 +347,28 @@ impl Association {
         any
     }
 
+    fn trace_event(&self, event: &Event, at: Duration) {
+        let Some(ring) = &self.ring else {
+            return;
+        };
+        let own = self.connection.number();
+        match event {
+            Event::Connected => ring.add(Record::Opened {
+                at,
+                connection: (own, self.connection.peer_number()),
+                peer: self.peer.name(),
+            }),
+            Event::Over(why) => ring.add(Record::Over {
+                at,
+                connection: own,
+                why: why.to_string(),
+            }),
+            Event::Sent { .. } | Event::Received { .. } | Event::TooLong { .. } => {}
+        }
+    }
+
     fn act(&mut self, event: Event, shared: &Shared, now: Duration) {
+        self.trace_event(&event, now);
         match event {
             Event::Connected => {
                 let text = format!(
@@ -463,6 +493,7 @@ impl Association {
     /// It is not there any more.
     pub fn bury(&mut self, why: &str, shared: &Shared) {
         self.counted.bring(&self.connection, &shared.packets);
+        self.trace_notes();
         let mut paths = lock(&shared.paths);
         for own in self.ports.drain(..).flatten() {
             paths.end(self.peer.key.mirror, own.path, why);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use evener_proto::Side;
+use evener_proto::packet::auth::Key;
 use evener_proto::packet::format::{HEADER, Header, Kind};
 use evener_proto::packet::{Accepted, Config, Connection, JobKey, Own, accept};
 
@@ -25,17 +26,60 @@ const ROOM: usize = 600;
 const FENCE_BYTE: u8 = 0xa5;
 const COMM: u64 = 5;
 
-fn own(number: u32) -> Own {
+/// What the side with this number says of itself.
+pub fn own(number: u32) -> Own {
     Own {
         connection: number,
         random: u64::from(number) << 32 | 77,
     }
 }
 
-fn next(connection: &mut Connection, now: Duration) -> Option<Vec<u8>> {
+/// The next packet of a connection, whose messages are ones.
+pub fn next(connection: &mut Connection, now: Duration) -> Option<Vec<u8>> {
     let mut out = [0; 1500];
-    let sent = connection.transmit(now, &mut out, &mut |_, _| {})?;
+    let sent = connection.transmit(now, &mut out, &mut |_, to| to.fill(1))?;
     Some(out[..sent.length].to_vec())
+}
+
+/// Who calls, who has accepted that (its number is 2), and the key of what the first one says. The second
+/// has not heard a packet with that key yet.
+pub fn met() -> Option<(Connection, Box<Connection>, Key)> {
+    let (config, now) = (Config::default(), Duration::ZERO);
+    let key = JobKey::new(KEY);
+    let mut caller = Connection::connect(config.clone(), key, own(1), now);
+    let hello = next(&mut caller, now)?;
+    let Ok(Accepted::Connection(victim)) = accept(config, key, own(2), &hello, now) else {
+        return None;
+    };
+    let (session, _) = key.session(own(1).random, own(2).random);
+    Some((caller, victim, session))
+}
+
+/// A packet to the second of them, with any frames. Without a `key` it has no tag.
+pub fn packet(
+    kind: Kind,
+    flags: (u8, bool),
+    number: u64,
+    body: &[u8],
+    key: Option<&Key>,
+) -> Vec<u8> {
+    let mut packet = vec![0; HEADER];
+    let header = Header {
+        version: 1,
+        kind,
+        ack_now: flags.1,
+        path: flags.0,
+        connection: 2,
+        number: number as u32,
+        stamp: number as u32,
+        tag: 0,
+    };
+    header.emit(&mut packet);
+    packet.extend(body);
+    if let Some(key) = key {
+        key.seal(&mut packet, number);
+    }
+    packet
 }
 
 fn peer() -> Arc<Peer> {
@@ -55,15 +99,11 @@ pub fn run(data: &[u8]) {
 }
 
 fn talk(data: &[u8]) -> Option<Vec<u8>> {
-    let (config, now) = (Config::default(), Duration::ZERO);
-    let key = JobKey::new(KEY);
-    let mut liar = Connection::connect(config.clone(), key, own(1), now);
-    let hello = next(&mut liar, now)?;
-    let Ok(Accepted::Connection(victim)) = accept(config, key, own(2), &hello, now) else {
-        return None;
-    };
+    let (_, victim, session) = met()?;
+    let now = Duration::ZERO;
     let from = "127.0.0.1:9".parse().ok()?;
-    let mut victim = Association::new(peer(), own(1).random, victim, false, vec![from], now);
+    let end = (own(1).random, victim, false);
+    let mut victim = Association::new(peer(), end, vec![from], None, now);
     let shared = Shared::for_tests();
     let mut memory = vec![FENCE_BYTE; FENCE + 3 * ROOM + FENCE];
     let requests = Requests::new(COMM, Side::Receive);
@@ -73,7 +113,6 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
         requests.slots.post(place as u64, memory);
     }
     victim.poll(COMM, now);
-    let (session, _) = key.session(own(1).random, own(2).random);
     let mut number = 0u64;
     let mut rest = data;
     while let Some((what, more)) = rest.split_first() {
@@ -81,26 +120,13 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
         let (body, after) = more.split_at(usize::from(*length).min(more.len()));
         rest = after;
         number += 1 + u64::from(what / 250) * 5000;
-        let mut packet = vec![0; HEADER];
-        let header = Header {
-            version: 1,
-            kind: if what % 64 == 63 {
-                Kind::Hello
-            } else {
-                Kind::Data
-            },
-            ack_now: what & 1 != 0,
-            path: *what,
-            connection: 2,
-            number: number as u32,
-            stamp: number as u32,
-            tag: 0,
+        let kind = if what % 64 == 63 {
+            Kind::Hello
+        } else {
+            Kind::Data
         };
-        header.emit(&mut packet);
-        packet.extend(body);
-        if what % 32 != 31 {
-            session.seal(&mut packet, number);
-        }
+        let key = (what % 32 != 31).then_some(&session);
+        let packet = packet(kind, (*what, what & 1 != 0), number, body, key);
         let came = Came {
             packet: &packet,
             from,

@@ -27,6 +27,7 @@ use crate::shared::Shared;
 use crate::sync::Ordering as SyncOrdering;
 use crate::sys::{self, Epoll, Ready};
 use crate::task::Task;
+use crate::trace::Ring;
 
 /// Idle for this long, it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
@@ -82,6 +83,7 @@ pub struct Instance {
     batch: Batch,
     /// Peers that are to be forgotten when nothing claims them.
     leaving: Vec<Arc<Peer>>,
+    ring: Option<Ring>,
     stopped: bool,
 }
 
@@ -111,10 +113,16 @@ fn config(shared: &Shared) -> Config {
 
 impl Instance {
     /// The instance whose [`Inbox`](crate::inbox) has this place; the first one has the door.
+    /// With a `ring` it is traced.
     ///
     /// # Errors
     /// Of epoll.
-    pub fn new(index: usize, shared: Arc<Shared>, door: Option<Door>) -> std::io::Result<Instance> {
+    pub fn new(
+        index: usize,
+        shared: Arc<Shared>,
+        door: Option<Door>,
+        ring: Option<Ring>,
+    ) -> std::io::Result<Instance> {
         let epoll = Epoll::new()?;
         epoll.add_readable(shared.workers[index].waker.fd(), WAKER)?;
         if let Some(door) = &door {
@@ -131,6 +139,7 @@ impl Instance {
             reader: Reader::new(),
             batch: Batch::default(),
             leaving: Vec::new(),
+            ring,
             stopped: false,
         })
     }
@@ -365,7 +374,9 @@ impl Instance {
         remotes: Vec<SocketAddr>,
     ) -> usize {
         let now = self.now();
-        let one = Association::new(peer.clone(), random, connection, initiates, remotes, now);
+        let ring = self.ring.clone();
+        let end = (random, connection, initiates);
+        let one = Association::new(peer.clone(), end, remotes, ring, now);
         match self.associations.iter().position(Option::is_none) {
             Some(place) => {
                 self.associations[place] = Some(one);

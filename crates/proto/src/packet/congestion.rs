@@ -48,6 +48,7 @@ use std::time::Duration;
 
 use super::delivery::Delivery;
 use super::rtt::RoundTrip;
+use super::trace::{Decision, Notes, What};
 
 /// A queue that is worth it: enough to keep a path busy while windows are set anew ...
 pub const TARGET: Duration = Duration::from_micros(150);
@@ -156,6 +157,8 @@ pub struct Congestion {
     /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
     back: f64,
     delivery: Delivery,
+    /// What it decided, for those who look.
+    pub(super) notes: Notes,
 }
 
 impl Congestion {
@@ -191,6 +194,7 @@ impl Congestion {
             shrunk: now,
             back: 1.0,
             delivery: Delivery::new(now),
+            notes: Notes::default(),
         }
     }
 
@@ -228,6 +232,19 @@ impl Congestion {
             .iter()
             .filter_map(|at| self.windows.get(usize::from(*at)));
         self.total = windows.map(|window| window.bytes).sum();
+    }
+
+    fn decided(&mut self, decision: Decision, path: Option<u8>, now: Duration) {
+        if !self.notes.on() {
+            return;
+        }
+        let window = path.and_then(|path| self.windows.get(usize::from(path)));
+        let what = What::Decided {
+            decision,
+            waited: Duration::from_secs_f64(window.map_or(self.usual, |window| window.waited)),
+            window: window.map_or(self.total, |window| window.bytes) as u64,
+        };
+        self.notes.add(now, path.unwrap_or(u8::MAX), what);
     }
 
     /// The wait that a connection of this size aims at, in seconds.
@@ -303,6 +320,7 @@ impl Congestion {
             return;
         };
         let before = window.bytes;
+        let mut shrank = false;
         let smoothed = trip.smoothed();
         let share = bytes as f64 / total;
         let pace = ((total / packet).sqrt() * 0.25).max(1.0) * packet;
@@ -321,6 +339,7 @@ impl Congestion {
                 window.bytes *= part.clamp(0.5, 0.95);
                 window.shrunk = now;
                 self.shrunk = now;
+                shrank = true;
             }
         } else if limited {
             window.bytes += if window.starting {
@@ -333,6 +352,9 @@ impl Congestion {
         }
         window.bytes = window.bytes.clamp(LEAST * packet, self.most);
         self.total += window.bytes - before;
+        if shrank {
+            self.decided(Decision::Shrink, Some(path), now);
+        }
         self.look(path, trip, now);
     }
 
@@ -360,6 +382,7 @@ impl Congestion {
             let before = window.bytes;
             window.bytes = window.bytes.max(window.saved * 0.7);
             self.total += window.bytes - before;
+            self.decided(Decision::Compete, Some(path), now);
         }
     }
 
@@ -379,6 +402,8 @@ impl Congestion {
                         window.starting = false;
                     }
                 }
+                self.sum(used);
+                self.decided(Decision::Heavy, None, now);
             }
         }
         let contest = self
@@ -398,6 +423,8 @@ impl Congestion {
                     window.bytes *= 0.7;
                 }
             }
+            self.sum(used);
+            self.decided(Decision::Yield, Some(path), now);
         }
         self.sum(used);
     }
@@ -454,6 +481,7 @@ impl Congestion {
                 }
             }
             self.sum(used);
+            self.decided(Decision::Refill, None, now);
             let contest = if self.competing(used) > 0 { 4 } else { 1 };
             self.drain_next = now + (DRAIN_EVERY * contest).max(trip.smoothed() * 200);
         } else if now >= self.drain_next {
@@ -467,6 +495,7 @@ impl Congestion {
                 }
             }
             self.sum(used);
+            self.decided(Decision::Drain, None, now);
         }
     }
 

@@ -29,6 +29,7 @@ use super::paths::Paths;
 use super::replay::Replay;
 use super::rtt::RoundTrip;
 use super::stats::Stats;
+use super::trace::{Note, Notes, What};
 
 /// Packets that say that the connection is over.
 const FAREWELLS: u8 = 3;
@@ -227,6 +228,7 @@ pub struct Connection {
     stats: Stats,
     /// How many round trips took less than 2^place microseconds, and not less than half of that.
     round_trips: [u64; ROUND_TRIPS],
+    notes: Notes,
 }
 
 /// Places of [`Connection::round_trips`].
@@ -324,6 +326,7 @@ impl Connection {
             kept_alive: now,
             stats: Stats::default(),
             round_trips: [0; ROUND_TRIPS],
+            notes: Notes::default(),
             config,
         }
     }
@@ -406,6 +409,43 @@ impl Connection {
     /// The number that the peer writes into its packets.
     pub fn number(&self) -> u32 {
         self.own.connection
+    }
+
+    /// The number that this side writes into its packets; 0 before it is known.
+    pub fn peer_number(&self) -> u32 {
+        self.peer.0
+    }
+
+    /// What happens is noted from here on: [`Connection::notes`].
+    pub fn trace(&mut self) {
+        self.notes.start();
+        self.congestion.notes.start();
+    }
+
+    /// What happened since the last look, in order of time, and how much was left out.
+    pub fn notes(&mut self) -> (Vec<Note>, u64) {
+        let (mut notes, missed) = self.notes.take();
+        let (decided, more) = self.congestion.notes.take();
+        let (total, flying, _) = self.window();
+        let all = |note: Note| Note {
+            total,
+            flying,
+            ..note
+        };
+        let any = !decided.is_empty();
+        notes.extend(decided.into_iter().map(all));
+        if any {
+            notes.sort_by_key(|note| note.at);
+        }
+        (notes, missed + more)
+    }
+
+    fn note(&mut self, at: Duration, path: u8, what: What) {
+        if self.notes.on() {
+            self.notes.add(at, path, what);
+            let total = self.congestion.total() as u64;
+            self.notes.of(total, self.flying);
+        }
     }
 
     /// Whether the peer has proved itself, and it is not over.

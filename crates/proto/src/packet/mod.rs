@@ -35,6 +35,7 @@ pub mod paths;
 pub mod replay;
 pub mod rtt;
 pub mod stats;
+pub mod trace;
 
 pub use auth::JobKey;
 pub use connection::{

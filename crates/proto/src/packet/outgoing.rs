@@ -86,12 +86,15 @@ impl Outgoing {
         self.next.get(&channel).copied().unwrap_or(0)
     }
 
-    /// A message of `total` bytes.
+    /// A message of `total` bytes. In a channel that is forgotten it gets a number, and never goes.
     pub fn send(&mut self, channel: u32, total: u64) -> (u64, Met) {
         let next = self.next.entry(channel).or_insert(0);
         let message = *next;
         *next += 1;
         let key = (channel, message);
+        if self.closed.contains(&channel) {
+            return (message, Met::Waits);
+        }
         match self.credits.remove(&key) {
             Some(room) => (message, self.start(key, total, room)),
             None => {
@@ -159,10 +162,10 @@ impl Outgoing {
         }
     }
 
-    /// Nothing of this channel goes any more, and its credits mean nothing.
+    /// Nothing of this channel goes any more, and its credits mean nothing. Its numbers go on: what is
+    /// confirmed late must not be taken for another message.
     pub fn forget(&mut self, channel: u32) {
         self.closed.insert(channel);
-        self.next.remove(&channel);
         self.waiting.retain(|key, _| key.0 != channel);
         self.credits.retain(|key, _| key.0 != channel);
         self.messages.retain(|key, _| key.0 != channel);
@@ -282,6 +285,21 @@ mod tests {
         assert_eq!(out.credit(3, 1, 9), Some(Met::Waits));
         assert_eq!(out.send(3, 10), (1, Met::TooLong { room: 9 }));
         assert_eq!(out.credit(3, 0, 10), Some(Met::Waits));
+    }
+
+    /// Found by the fuzzer: numbers began anew, and one message was confirmed twice.
+    #[test]
+    fn a_channel_that_is_forgotten_takes_nothing_and_repeats_no_number() {
+        let mut out = Outgoing::default();
+        out.credit(1, 0, 10);
+        assert_eq!(out.send(1, 10), (0, Met::Ready));
+        let span = out.pull(100).unwrap();
+        out.forget(1);
+        assert_eq!(out.send(1, 10), (1, Met::Waits));
+        assert_eq!(out.credit(1, 1, 10), Some(Met::Waits));
+        assert_eq!(out.credit(1, 0, 10), Some(Met::Waits));
+        assert!(!out.arrived(&span));
+        assert!(!out.has_work() && out.is_idle());
     }
 
     #[test]

@@ -7,6 +7,8 @@ use evener_proto::packet::{
     Accepted, Config, Connection, Event, JobKey, Own, Place, Span, Stats, accept,
 };
 
+use evener_proto::packet::trace::Note;
+
 use super::model::{BELOW, Body, End, Packet, Route, random};
 
 /// A stream of messages, each as soon as one before it is through.
@@ -51,6 +53,8 @@ pub struct Host {
     started_flows: bool,
     pub recorded: Vec<Vec<u8>>,
     pub record: bool,
+    /// What happened, if the connection notes it; and what was left out.
+    pub notes: Option<(Vec<Note>, u64)>,
 }
 
 /// What byte of a message this is.
@@ -98,6 +102,7 @@ impl Host {
             started_flows: false,
             recorded: Vec::new(),
             record: false,
+            notes: None,
         }
     }
 
@@ -257,6 +262,9 @@ impl End for Host {
             }
         }
         let connection = self.connection.as_mut()?;
+        if self.notes.is_some() {
+            connection.trace();
+        }
         connection.on_time(now);
         let mut buffer = [0; 9000];
         let fills = self.memory.is_some();
@@ -274,6 +282,11 @@ impl End for Host {
                 route: (self.routes)(sent.path),
                 body: Body::Datagram(buffer[..sent.length].to_vec()),
             });
+        }
+        if let Some((notes, missed)) = &mut self.notes {
+            let (more, less) = connection.notes();
+            notes.extend(more);
+            *missed += less;
         }
         if let Some(next) = connection.deadline() {
             assert!(next > now, "a deadline in the past: {next:?} at {now:?}");

@@ -16,6 +16,7 @@ mod scenario;
 
 use std::time::Duration;
 
+use evener_proto::packet::trace::{Cause, Note, What};
 use evener_proto::packet::{Config, Event, Over};
 use proptest::prelude::*;
 
@@ -336,4 +337,66 @@ fn losses_do_not_slow_it() {
         let share = scenario::goodput(&[2e8], loss, &config, 2, false) / clean;
         assert!(share > want, "{loss}: {share}");
     }
+}
+
+/// What a trace says is what was counted, and who looks changes nothing.
+#[test]
+fn a_trace_says_what_was_counted_and_changes_nothing() {
+    let run = |traced: bool| {
+        let mut net = pair(&[2e8; 3], &Config::default(), 5);
+        net.links.iter_mut().for_each(|link| link.loss = 0.01);
+        net.end::<Host>(0).notes = traced.then(Default::default);
+        flows(&mut net, 0, 1, scenario::bulk(1, 1 << 20));
+        net.run_until(60 * MILLI);
+        net.links[1].dead = true;
+        net.run_until(200 * MILLI);
+        let end = net.end::<Host>(0);
+        (end.stats(), end.notes.take().unwrap_or_default())
+    };
+    let (stats, (notes, missed)) = run(true);
+    assert_eq!((stats, missed), (run(false).0, 0));
+    assert!(notes.is_sorted_by_key(|note| note.at));
+    let count =
+        |want: fn(&What) -> bool| notes.iter().filter(|note| want(&note.what)).count() as u64;
+    let by_order = count(|what| {
+        matches!(
+            what,
+            What::Lost {
+                cause: Cause::Order,
+                ..
+            }
+        )
+    });
+    assert_eq!(by_order, stats.lost);
+    let by_silence = count(|what| {
+        matches!(
+            what,
+            What::Lost {
+                cause: Cause::Silence,
+                ..
+            }
+        )
+    });
+    assert!(by_silence >= stats.timed_out && stats.timed_out > 0);
+    assert_eq!(
+        count(|what| matches!(what, What::Silent { .. })),
+        stats.silences
+    );
+    assert_eq!(
+        count(|what| matches!(what, What::Replaced { .. })),
+        stats.replaced
+    );
+    assert_eq!(
+        count(|what| matches!(what, What::Arrived { late: true, .. })),
+        stats.late
+    );
+    assert!(count(|what| matches!(what, What::Decided { .. })) > 0 && stats.replaced > 0);
+    assert!(count(|what| matches!(what, What::Arrived { trip: Some(_), .. })) > 100);
+    // Bytes that were confirmed are no more than were sent.
+    let bytes = |note: &Note| match note.what {
+        What::Arrived { size, .. } => u64::from(size),
+        _ => 0,
+    };
+    let arrived: u64 = notes.iter().map(bytes).sum();
+    assert!(arrived > stats.sent_bytes / 2 && arrived <= stats.sent_bytes);
 }

@@ -16,6 +16,7 @@ use crate::log::Level;
 use crate::shared::Shared;
 use crate::stats::{PathStats, WorkerStats};
 use crate::sys::{self, Memory};
+use crate::trace::Record;
 use crate::udp::ports::{Batch, Came, Port, Reader};
 use crate::udp::signals;
 
@@ -32,7 +33,12 @@ impl Association {
         let came = reader.read(&own.port, |came| {
             bytes += came.packet.len();
             // Counted by the connection.
-            let _ = self.hear(&came, now);
+            let result = self.hear(&came, now);
+            if let Some(ring) = &self.ring {
+                let ip = came.to.unwrap_or(own.at.ip());
+                let to = SocketAddr::new(ip, own.at.port());
+                ring.packet(now, (came.from, to), came.packet, Some(result));
+            }
         });
         own.stats.received(bytes as u64);
         own.heard = true;
@@ -100,6 +106,22 @@ impl Association {
             // What was answered just now.
             self.transmit(batch, shared, counts, now);
         }
+        self.trace_notes();
+    }
+
+    /// Hands over what the connection has noted, if it is traced.
+    pub(super) fn trace_notes(&mut self) {
+        let Some(ring) = &self.ring else {
+            return;
+        };
+        let connection = self.connection.number();
+        let (notes, missed) = self.connection.notes();
+        for note in notes {
+            ring.add(Record::Note { connection, note });
+        }
+        if missed > 0 {
+            ring.missed(missed);
+        }
     }
 
     pub(super) fn transmit(
@@ -143,6 +165,12 @@ impl Association {
             }
             let port = self.ports.get(path).and_then(Option::as_ref);
             let (ports, remotes) = (&self.ports, &self.remotes);
+            if let (Some(ring), Some(own)) = (&self.ring, port)
+                && let Some(to) = remote(remotes, path)
+            {
+                let packet = &batch.place()[..sent.length];
+                ring.packet(now, (own.at, *to), packet, None);
+            }
             batch.add(
                 path,
                 sent.length,
@@ -175,14 +203,19 @@ impl Association {
             (IpAddr::from([0u16; 8]), None)
         };
         let port = Port::bind(SocketAddr::new(address, 0), device)?;
-        let number = port.address()?.port();
-        let stats = Arc::new(PathStats::new(nic.name.clone(), number, self.peer.name()));
+        let at = port.address()?;
+        let stats = Arc::new(PathStats::new(
+            nic.name.clone(),
+            at.port(),
+            self.peer.name(),
+        ));
         let id = PathId(shared.random());
         lock(&shared.paths).insert(self.peer.key.mirror, id, stats.clone());
         self.ports
             .resize_with(self.ports.len().max(path + 1), || None);
         self.ports[path] = Some(Own {
             port,
+            at,
             path: id,
             stats,
             heard: false,

@@ -11,6 +11,7 @@ use crate::packet::format::{Ack, FormatError, Frame, Frames, Header, Kind};
 use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate};
 use crate::packet::number::expand;
+use crate::packet::trace::What;
 
 /// The floor of patience grows to this if packets are late and not lost.
 const WIDEST_FLOOR: Duration = Duration::from_millis(5);
@@ -254,11 +255,8 @@ impl Connection {
     }
 
     fn arrived(&mut self, ack: &Ack<'_>, fresh: &[u64], now: Duration) {
-        if let Some(newest) = fresh
-            .iter()
-            .max()
-            .and_then(|number| self.unconfirmed.get(*number))
-        {
+        let newest = fresh.iter().copied().max();
+        if let Some(newest) = newest.and_then(|number| self.unconfirmed.get(number)) {
             self.outage = 0;
             let held = Duration::from_micros(u64::from(ack.held));
             // Of one that was taken for lost as well: numbers are never used twice, so it is exact, and
@@ -300,6 +298,14 @@ impl Connection {
                 self.congestion
                     .arrived(path, size, (at, limited), &self.trip, now);
             }
+            let what = What::Arrived {
+                number: *number,
+                size: size as u32,
+                took: now.saturating_sub(at),
+                trip: (newest == Some(*number)).then(|| self.trip.latest()),
+                late: before == Fate::Lost,
+            };
+            self.note(now, path, what);
             if !touched.contains(&path) {
                 touched.push(path);
             }

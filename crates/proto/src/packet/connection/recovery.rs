@@ -6,6 +6,7 @@ use super::{Connection, Over, Stage};
 use crate::packet::loss::{Content, Fate};
 use crate::packet::paths::State;
 use crate::packet::rtt;
+use crate::packet::trace::{Cause, What};
 
 /// After silence while something is expected.
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
@@ -23,7 +24,7 @@ impl Connection {
         path.due = due;
         let mut count = 0;
         for number in lost {
-            count += u32::from(self.lose(number));
+            count += u32::from(self.lose(number, Cause::Order, now));
             self.stats.lost += 1;
         }
         if count > 0 {
@@ -33,7 +34,7 @@ impl Connection {
     }
 
     /// Takes a packet for lost: what it held goes again. `false`: it was but a probe.
-    fn lose(&mut self, number: u64) -> bool {
+    fn lose(&mut self, number: u64, cause: Cause, now: Duration) -> bool {
         let Some(sent) = self.unconfirmed.get_mut(number) else {
             return false;
         };
@@ -53,7 +54,15 @@ impl Connection {
                 other => self.unsaid.push_back(*other),
             }
         }
-        !sent.probe
+        let (probe, path, size, at) = (sent.probe, sent.path, sent.size, sent.at);
+        let what = What::Lost {
+            number,
+            size,
+            took: now.saturating_sub(at),
+            cause,
+        };
+        self.note(now, path, what);
+        !probe
     }
 
     /// For how long the oldest packet of a path may be silent.
@@ -163,7 +172,7 @@ impl Connection {
                 .unconfirmed
                 .get(number)
                 .map_or(0, |sent| sent.size as usize);
-            if self.lose(number) {
+            if self.lose(number, Cause::Silence, now) {
                 self.stats.timed_out += 1;
                 if self.mtu.vanished(size, now) {
                     self.congestion.set_packet(self.mtu.size());
@@ -173,11 +182,13 @@ impl Connection {
         self.stats.silences += 1;
         self.outage = self.outage.saturating_add(1);
         self.congestion.silent(at, self.paths.used());
+        self.note(now, at, What::Silent { times: silences });
         if silences >= SILENCES
             && let Some(fresh) = self.paths.replace(at)
         {
             self.stats.replaced += 1;
             self.congestion.replaced(at, fresh, self.paths.used());
+            self.note(now, at, What::Replaced { by: fresh });
         }
     }
 }
