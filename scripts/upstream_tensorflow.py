@@ -286,6 +286,7 @@ def pair(
         except KeyboardInterrupt:
             stopped = True
         finally:
+            died = {rank for rank, process in enumerate(processes) if process.poll() is not None}
             for process in processes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -294,7 +295,7 @@ def pair(
             [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
             for path in lines
         ]
-        cases = judge(file, said, late)
+        cases = judge(file, said, late, died)
         output = "\n".join(
             f"--- rank {rank}\n{log.read_text(errors='replace')[-20000:]}"
             for rank, log in enumerate(logs)
@@ -330,8 +331,17 @@ def _wait(
     return ""
 
 
-def judge(file: str, said: Sequence[Sequence[dict[str, Any]]], late: str) -> dict[str, Case]:
-    """The cases, from the lines of all ranks: the worse of what they say."""
+def judge(
+    file: str,
+    said: Sequence[Sequence[dict[str, Any]]],
+    late: str,
+    died: Collection[int] = (),
+) -> dict[str, Case]:
+    """The cases, from the lines of all ranks: the worse of what they say.
+
+    late: why the ranks that were left were stopped, empty where none was. died: ranks that were not
+    stopped: a test that such a rank began and did not end is the one that it died in.
+    """
     cases: dict[str, Case] = {}
     for rank, events in enumerate(said):
         ends = {event["test"]: event for event in events if event["status"] != "begun"}
@@ -339,15 +349,17 @@ def judge(file: str, said: Sequence[Sequence[dict[str, Any]]], late: str) -> dic
             test = event["test"]
             if event["status"] == "begun" and test in ends:
                 continue
-            if event["status"] == "begun":
-                event = {"status": "none", "reason": late or "the process died"}
+            if event["status"] == "begun" and rank in died:
+                event = {"status": "fail", "reason": "the process died"}
+            elif event["status"] == "begun":
+                event = {"status": "none", "reason": late}
             status, reason = event["status"], event.get("reason", "")
             if status in ("fail", "none"):
                 reason = f"rank {rank}: {reason}"
             before = cases.get(test)
             if before is None or WORSE.index(status) > WORSE.index(before.status):
                 cases[test] = Case(file, test, status, reason)
-    # A rank that has no end is the failure only where no other rank failed: it waited for that one.
+    # A rank that waited is the failure only where no other rank failed.
     failed = late == OVER or any(case.status == "fail" for case in cases.values())
     for test, case in list(cases.items()):
         if case.status == "none" and failed:

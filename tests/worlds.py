@@ -166,6 +166,9 @@ def _rank(
             torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        # A rank that leaves before the last has joined would break that one's init.
+        store.set(f"joined/{rank}", "")
+        store.wait([f"joined/{peer}" for peer in range(size)])
         outcome = Outcome(value=function(rank, size, *args))
     except BaseException as error:  # noqa: BLE001 - reported by the parent
         outcome = Outcome(error=traceback.format_exc(), exception=_picklable(error))

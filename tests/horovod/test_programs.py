@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +335,7 @@ class Communicator:
             (self.folder / "part").write_text(value)
             (self.folder / "part").rename(path)
         while not path.exists():
-            pass
+            time.sleep(0.01)
         return path.read_text()
 
 

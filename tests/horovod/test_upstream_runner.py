@@ -161,9 +161,28 @@ def test_a_pair_for_many_tests(tmp_path: Path) -> None:
     assert "rank 1: AssertionError: rank one is wrong" in found["f_fails_on_one_rank"]["reason"]
     assert "Keras 2" in found["grad_aggregation_with_inf_grad"]["reason"]
     assert not list(tmp_path.rglob("__pycache__"))
-    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=150)
+    command += ["--resume", "--only", "b_skip", "--only", "h_is_another"]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert again.returncode == 1, again.stdout + again.stderr
     assert "Tests.test_b_skip" not in again.stdout  # it had its end
-    assert len(read(report)) == len(found)
+    ended = {name for name, row in found.items() if row["status"] != "fail"}
+    kept = {row["test"].removeprefix("Tests.test_") for row in read(report)}
+    assert kept == ended | {"h_is_another", "(import)"}  # those that failed run again, if chosen
+
+
+def test_a_rank_that_dies_is_the_failure_although_the_other_is_slow() -> None:
+    """The peer had not begun when its grace was over: the death was taken for no result at all."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import upstream_tensorflow as runner
+    finally:
+        sys.path.pop(0)
+    begun = [{"test": "Tests.test_dies", "status": "begun"}]
+    cases = runner.judge("test.py", [[], begun], runner.OVER, died={1})
+    case = cases["Tests.test_dies"]
+    assert (case.status, case.reason) == ("fail", "rank 1: the process died")
+    # One that was stopped is not: the next pair runs it.
+    assert runner.judge("test.py", [[], begun], runner.OVER, died={0}) == {}
 
 
 def read(report: Path) -> list[dict[str, str]]:
