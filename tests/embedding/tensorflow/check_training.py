@@ -186,7 +186,7 @@ def test_the_same_steps_elsewhere_give_the_same_bytes(name):
     for number in range(500):
         ids = draw.zipf(1.3, 32).astype(np.int64) % 1000
         target = draw.normal(size=(32, 8)).astype(np.float32)
-        step(ids, target, number)
+        step(ids, target, tf.constant(number, tf.int64))  # a number of Python's is traced anew
         rows = plain.lookup(ids, number)
         plain.apply(ids, 2 * (rows - target), number, 0.02)
 
