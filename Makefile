@@ -42,8 +42,10 @@ $(STAMPS)/native: $(STAMPS)/deps $(RUST)
 	@$(BIN)/maturin develop --quiet --release --locked --uv
 	@touch $@
 
-$(STAMPS)/plugin: $(STAMPS)/deps $(RUST)
+# No package of Python is needed for it: `setup` builds it while they are fetched.
+$(STAMPS)/plugin: $(RUST) | preflight
 	@echo "building the NCCL plug-in and TensorFlow's ops"
+	@mkdir -p $(STAMPS)
 	@cargo build --quiet --release --locked -p evener-nccl -p evener-tensorflow
 	@mkdir -p python/evener/lib
 	@cp target/release/libnccl_net_evener.so python/evener/lib/.part.so
@@ -52,12 +54,13 @@ $(STAMPS)/plugin: $(STAMPS)/deps $(RUST)
 	@mv python/evener/lib/.part.so python/evener/lib/libevener-tensorflow.so
 	@touch $@
 
-setup: $(STAMPS)/native $(STAMPS)/plugin ## everything that demo and test need
+setup: ## everything that demo and test need
+	@$(MAKE) --no-print-directory -j2 $(STAMPS)/native $(STAMPS)/plugin
 
 # 6.4 MB of gradients over 300 Mb/s: on two cores the network costs what it costs VGG16 on fast GPUs
 # over 25 Gb/s. docs/benchmarks/demo.md has the arithmetic.
 DEMO_NET := --sizes 65536 --seconds 1 --repeats 3
-demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster, show what the network costs
+demo: setup ## train on a simulated two-node cluster, show what the network costs
 	@$(BIN)/evener bench train --model vgg-tiny --batch-size 32 --lab 2x2@300mbit \
 		--columns ddp,horovod,exact,fp16,topk --seconds 1.5 --warmup 2 \
 		--json demo/results.json --html demo/index.html
@@ -67,7 +70,7 @@ demo: $(STAMPS)/native $(STAMPS)/plugin ## train on a simulated two-node cluster
 	@echo "Four equal paths behind two routers, which nobody can see:"
 	@$(BIN)/evener bench net --lab 2x1@200mbit,paths=4,queue=20ms $(DEMO_NET) --json demo/net-four-paths.json
 
-test: lint test-rust test-python ## all checks and tests that need no GPU
+test: setup lint test-rust test-python ## all checks and tests that need no GPU
 
 test-rust: $(STAMPS)/deps
 	cargo test --quiet --workspace --locked
