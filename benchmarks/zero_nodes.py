@@ -61,12 +61,12 @@ def card(local: int, size: int) -> torch.device:
 
 
 def share_cores(rank: int, size: int) -> None:
-    """An equal part of this machine's cores for each rank."""
+    """An equal part of the cores for each rank: more threads than cores wait spinning."""
     cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) >= 2 * size:
-        each = len(cpus) // size
+    each = max(1, len(cpus) // size)
+    if each > 1:
         os.sched_setaffinity(0, cpus[rank * each : (rank + 1) * each])
-        torch.set_num_threads(each)
+    torch.set_num_threads(each)
 
 
 def equal(engine: zero.Engine) -> bool:

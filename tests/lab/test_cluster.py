@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -154,6 +155,18 @@ def test_launch_tells_ranks_what_a_launcher_tells(
     for rank, node, local in ((0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)):
         told = f"{rank} 4 {local} 2 {node} {node} {first} node{node} eth0,eth1 eth0 None node{node}"
         assert lines[rank] == (f"node{node}", "stdout", told)
+
+
+@pytest.mark.parametrize("asked", ["", "3"])
+def test_ranks_share_the_cores_out(asked: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with threads for all cores, they would wait for each other spinning."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    lines: list[str] = []
+    script = 'echo "$OMP_NUM_THREADS"'
+    assert lab.launch(["sh", "-c", script], on_line=lambda *line: lines.append(line[3])).ok
+    assert lines == [asked or str(max(1, len(os.sched_getaffinity(0)) // 4))] * 4
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,9 @@ class Lab:
 
         Every process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, NODE_RANK,
         MASTER_ADDR (node0) and MASTER_PORT, and its node's variables; `env` is laid over them. A
-        node sees its own `slots` GPUs alone, in order, where there are enough for all. `horovod`:
-        `import horovod` gives Evener's, and a process gets HOROVOD_RANK and so on too.
+        node sees its own `slots` GPUs alone, in order, where there are enough for all. Ranks share
+        this machine's cores out: OMP_NUM_THREADS, unless it is set. `horovod`: `import horovod`
+        gives Evener's, and a process gets HOROVOD_RANK and so on too.
 
         Output: `on_line(rank, node, stream, line)` for each line, else lines are printed, with
         `[rank@node]` in front unless `prefix` is off, or dropped with `quiet`. `output_dir`: also
@@ -253,6 +254,7 @@ class Lab:
         def start(rank: int) -> subprocess.Popen[bytes]:
             index, slot = divmod(rank, spec.slots)
             told = environment.of_slot(index, slot, spec.nodes, spec.slots, address, port)
+            told |= environment.of_threads(spec.world_size)
             if horovod:
                 name = self.nodes[index].name
                 told |= environment.of_horovod_slot(index, slot, spec.nodes, spec.slots, name)
