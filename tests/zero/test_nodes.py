@@ -140,7 +140,7 @@ def crossed(
     own = {"nodes": "replicate", "crossing": form, "budget": {"gpu": "40MB", "host": "1GB"}}
     given = configuration(gradient_accumulation_steps=accumulation, evener=own)
     engine, *_ = zero.initialize(
-        model=Model(width=48),
+        model=Model(width=48, blocks=2),
         config=given,
         batch=(4, 16),
         machine=HERE,
@@ -170,8 +170,15 @@ def crossed(
 )
 def test_a_form_sends_what_is_planned_and_trains_as_exact(shape: list[int], form: str) -> None:
     size, steps = sum(shape), 5  # the guard's first look is in the sixth
-    exact = worlds.run(shape, crossed, "exact", 2, False, steps, 1 << 24)
-    ends = worlds.run(shape, crossed, form, 2, False, steps, 12288)
+    cases: dict[str, Any] = {
+        "exact": (crossed, "exact", 2, False, steps, 1 << 24),
+        "form": (crossed, form, 2, False, steps, 12288),
+    }
+    far = form != "fp16" and size != 3  # fp16 owes nothing; three nodes show no more than two
+    if far:
+        cases["far"] = crossed, form, 2, True, steps, 12288
+    found = worlds.several(shape, cases)
+    exact, ends = found["exact"], found["form"]
     for one in ends[1:]:
         same = ends[0]["weights"]
         assert all(torch.equal(same[name], one["weights"][name]) for name in same)
@@ -183,8 +190,8 @@ def test_a_form_sends_what_is_planned_and_trains_as_exact(shape: list[int], form
     least = {"int8": 0.35, "int4": 0.25, "fp16": 0.51}[form]
     assert ends[0]["planned"] < least * exact[0]["planned"], size
     assert (ends[0]["owed"] > 0) == (form != "fp16")
-    if form != "fp16":  # the same bits, wherever chunks and what they owe are
-        away = worlds.run(shape, crossed, form, 2, True, steps, 12288)
+    if far:  # the same bits, wherever chunks and what they owe are
+        away = found["far"]
         have, want = away[0]["weights"], ends[0]["weights"]
         assert away[0]["owed"] == ends[0]["owed"]
         assert all(torch.equal(have[name], want[name]) for name in want)
@@ -194,7 +201,7 @@ def test_the_guard_takes_a_milder_form_and_what_was_owed_goes_along() -> None:
     own = {"EVENER_GUARD_RESIDUAL": "1e-4"}
     before = worlds.run([1, 1], crossed, "int8", 1, True, 6, 1 << 24, env=own)
     for end in before:
-        assert set(end["fallen"].values()) == {"bf16"} and len(end["fallen"]) >= 5
+        assert set(end["fallen"].values()) == {"bf16"} and len(end["fallen"]) >= 3
         assert end["owed"] > 0
     after = worlds.run([1, 1], crossed, "int8", 1, True, 7, 1 << 24, env=own)
     assert [end["owed"] for end in after] == [0, 0]
@@ -249,7 +256,7 @@ def planned(_rank: int, _size: int) -> list[int]:
         own = {"budget": {"gpu": "40MB", "host": "4GB"}}
         given = configuration(gradient_accumulation_steps=4, evener=own)
         engine, *_ = zero.initialize(
-            model=Model(width=256), config=given, batch=(4, 16), machine=HERE
+            model=Model(width=256, blocks=2), config=given, batch=(4, 16), machine=HERE
         )
         found.append(engine.ranks.replicas)
         engine.close()
