@@ -74,12 +74,7 @@ def step(rank: int, size: int, name: str, options: dict[str, Any]) -> Any:
 
 
 def compare(name: str, found: list[Any], exact: bool, microbatches: int) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks have: more threads add in another order
-    try:
-        loss, gradients, state = unsplit(name, microbatches)
-    finally:
-        torch.set_num_threads(threads)
+    loss, gradients, state = unsplit(name, microbatches)
     tied = {"embed.weight"} if name in ("tied", "encoder-decoder") else set()
     seen: set[str] = set()
     for value, own, after, _ in found:

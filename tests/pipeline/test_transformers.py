@@ -104,16 +104,11 @@ def unsplit(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
     else:
         model, inputs = case(kind)
     total = 0.0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks have: more threads add in another order
-    try:
-        for m in range(4):
-            out = model(**{k: v.chunk(4)[m] for k, v in inputs.items()})
-            loss = (out.loss if target is None else cross_entropy(out, target.chunk(4)[m])) / 4
-            loss.backward()
-            total += loss.item()
-    finally:
-        torch.set_num_threads(threads)
+    for m in range(4):
+        out = model(**{k: v.chunk(4)[m] for k, v in inputs.items()})
+        loss = (out.loss if target is None else cross_entropy(out, target.chunk(4)[m])) / 4
+        loss.backward()
+        total += loss.item()
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,0 +1,1 @@
+from tests.threads import one_thread  # noqa: F401
