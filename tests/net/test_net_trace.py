@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.pages import needs_browser, nothing_is_clipped
 
 from evener import settings
 from evener.bench.net.drive import Job, command
@@ -183,6 +184,11 @@ def test_the_command_shows_draws_and_says_what_is_missing(trace: Path, tmp_path:
         files([tmp_path / "empty"])
     with pytest.raises(UsageError, match="is not there"):
         files([tmp_path / "gone"])
+
+
+@needs_browser
+def test_the_page_fits_a_phone_and_a_laptop(trace: Path, tmp_path: Path) -> None:
+    nothing_is_clipped(page(summed_up([read(trace)])), tmp_path)
 
 
 @pytest.mark.lab

@@ -37,6 +37,11 @@ def page(summary: Summary) -> str:
             f"<p><b>{summary.left_out:,} records were left out</b>: they came faster than they "
             "could be written. Counts are too small by them.</p>"
         )
+    if drawn:
+        parts.append(
+            "<p>Blue: bytes of a path that were confirmed, darker where more. Red: a packet was "
+            "lost. Black: the path was silent. Green: in flight; grey: the window.</p>"
+        )
     parts += [_connection(one, sent > 0) for one in drawn[:MOST]]
     if len(drawn) > MOST:
         parts.append(f"<p>{len(drawn) - MOST} more connection(s) are in `--json`.</p>")
@@ -48,13 +53,13 @@ def page(summary: Summary) -> str:
 def _connection(one: Connection, packets: bool) -> str:
     name = f"{one.process} to {one.peer or f'connection {one.number}'}"
     facts = [
-        f"{sum(r.sent for r in one.routes.values()) / 1e6:,.1f} MB sent" if packets else "",
-        f"in {one.seconds:.2f} s",
+        (f"{sum(r.sent for r in one.routes.values()) / 1e6:,.1f} MB sent in " if packets else "")
+        + f"{one.seconds:.2f} s",
         f"round trip {percentile(one.trips, 0.5) / 1e3:.2f} ms, p99 "
         f"{percentile(one.trips, 0.99) / 1e3:.2f} ms",
         f"longest stall {one.longest:.1f} ms",
         f"{len(one.replaced)} path(s) replaced",
-        "; ".join(f"{count} x {why}" for why, count in one.decisions.most_common()),
+        ", ".join(f"{count} x {why}" for why, count in one.decisions.most_common()),
         "dropped: " + ", ".join(f"{n} x {why}" for why, n in one.dropped.most_common())
         if one.dropped
         else "",
@@ -63,7 +68,7 @@ def _connection(one: Connection, packets: bool) -> str:
     return "\n".join(
         [
             f"<h2>{escape(name)}</h2>",
-            f"<p>{escape('. '.join(fact for fact in facts if fact))}.</p>",
+            f"<p>{escape('; '.join(fact for fact in facts if fact))}.</p>",
             *(_figure(one, width) for width in ("wide", "narrow")),
         ]
     )
