@@ -23,6 +23,10 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }  # fmt: skip
+_GLM = {
+    "intermediate_size": 48, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"intermediate_size": 48, "num_local_experts": 4, "router_aux_loss_coef": 0.02,
                 "output_router_logits": True},
@@ -32,6 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
                  "shared_expert_intermediate_size": 40},
     "DeepseekV3": _DEEPSEEK,
     "DeepseekV2": {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
+    "Olmoe": {"intermediate_size": 48, "num_experts": 8},
+    "Glm4Moe": {**_GLM, "head_dim": 8},
+    "Dots1": {**_GLM, "head_dim": 8},
+    "HunYuanMoEV1": {"intermediate_size": 48, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "GraniteMoe": {"intermediate_size": 48, "num_local_experts": 4},
 }  # fmt: skip
 
 
