@@ -13,6 +13,7 @@ from evener.horovod.tensorflow import mpi_ops as _mpi_ops
 from evener.horovod.tensorflow.compression import Compression
 from evener.horovod.tensorflow.gradients import options
 from evener.horovod.tensorflow.keras import callbacks, elastic
+from evener.horovod.tensorflow.keras.old import accept_old_arguments
 from evener.horovod.tensorflow.keras.optimizer import wrap
 from evener.horovod.tensorflow.mpi_ops import (
     Adasum,
@@ -76,6 +77,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
     """
     if op == Adasum:
         raise ValueError("op == Adasum is not supported yet with Keras")
+    accept_old_arguments()
     reduction = options(
         f"Distributed{type(optimizer).__name__}",
         device_dense,
