@@ -119,10 +119,11 @@ except hvd.HorovodInternalError as error:
 
 
 @needs_tensorflow
+@pytest.mark.timeout(200)
 def test_a_rank_that_dies_is_an_error_of_the_others() -> None:
     """And not a hang: the collective's and the process's end come soon."""
     port = free_port()
-    texts = finish([start(rank, port, "-c", ENDS) for rank in range(2)], 90)
+    texts = finish([start(rank, port, "-c", ENDS) for rank in range(2)], 180)
     assert "named: " in texts[0], texts[0]
     assert "rank 1" in texts[0], texts[0]
 
@@ -131,12 +132,13 @@ MIXED = "import evener.horovod.{} as hvd; hvd.init()"
 
 
 @needs_tensorflow
+@pytest.mark.timeout(400)  # TensorFlow takes its time on a busy machine
 def test_frameworks_do_not_mix() -> None:
     """Either way round, since rank 0 holds the store in which they meet."""
     for first, second in (("torch", "tensorflow"), ("tensorflow", "torch")):
         port = free_port()
         programs = [MIXED.format(first), MIXED.format(second)]
-        texts = finish([start(r, port, "-c", p) for r, p in enumerate(programs)], 90)
+        texts = finish([start(r, port, "-c", p) for r, p in enumerate(programs)], 180)
         for text in texts:
             assert "RendezvousError" in text, text
             assert "same framework" in text, text
