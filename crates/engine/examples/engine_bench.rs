@@ -4,9 +4,11 @@
 //!     engine_bench receive ADDRESS:PORT SENDERS [tcp]
 //!     engine_bench send ADDRESS:PORT SECONDS [tcp]
 //!
-//! The receiver takes what its senders send until all have ended, and prints the bytes of each. A sender
-//! prints what was acknowledged by its peer, how long the small messages took, and the longest time
-//! without an acknowledgement. Each prints one line of JSON.
+//! The receiver takes what its senders send, each from when it comes, until all have ended, and prints
+//! the bytes of each. A sender prints what was acknowledged by its peer, in all and in the second half of
+//! its time, how long the small messages took, and the longest time without an acknowledgement. Each
+//! prints one line of JSON. Messages that have not ended count for nothing: a run must be long beside the
+//! 2 MiB in flight per sender.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a bench may panic")]
 #![allow(
@@ -17,7 +19,7 @@
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use evener_engine::comm::Comm;
@@ -108,6 +110,8 @@ fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
 #[derive(Default)]
 struct Report {
     bytes: u64,
+    /// Of them before half of the time was over.
+    early: Option<u64>,
     seconds: f64,
     took: Vec<f64>,
     stall: Duration,
@@ -122,8 +126,9 @@ impl Report {
         };
         let ms = |share: f64| part(share).copied().unwrap_or(f64::NAN) * 1e3;
         println!(
-            "{{\"engine\": \"{name}\", \"gbit_s\": {:.4}, \"small\": {}, \"p50_ms\": {:.2}, \"p99_ms\": {:.2}, \"stall_ms\": {:.1}}}",
+            "{{\"engine\": \"{name}\", \"gbit_s\": {:.4}, \"late_gbit_s\": {:.4}, \"small\": {}, \"p50_ms\": {:.2}, \"p99_ms\": {:.2}, \"stall_ms\": {:.1}}}",
             self.bytes as f64 * 8e-9 / self.seconds,
+            (self.bytes - self.early.unwrap_or(0)) as f64 * 16e-9 / self.seconds,
             self.took.len(),
             ms(0.5),
             ms(0.99),
@@ -147,6 +152,9 @@ fn send(to: &str, seconds: f64) -> Report {
     let (begun, time) = (Instant::now(), Duration::from_secs_f64(seconds));
     let (mut last, mut next) = (begun, begun + EVERY);
     while begun.elapsed() < time {
+        if begun.elapsed() >= time / 2 {
+            report.early.get_or_insert(report.bytes);
+        }
         assert!(bulk.post(), "the comm failed");
         if Instant::now() >= next {
             next = Instant::now() + EVERY;
@@ -179,32 +187,37 @@ fn send(to: &str, seconds: f64) -> Report {
 fn receive(at: &str, senders: usize) {
     let engine = engine();
     let door = TcpListener::bind(at).expect("a port");
-    let mut comms = Vec::new();
-    for _ in 0..senders {
-        let (mut meeting, _) = door.accept().expect("a sender");
-        for _ in 0..2 {
+    let begun = OnceLock::new();
+    let bytes: Vec<u64> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..senders)
+            .map(|_| {
+                let (meeting, _) = door.accept().expect("a sender");
+                scope.spawn(|| serve(&engine, meeting, &begun))
+            })
+            .collect();
+        let joined = threads.into_iter().map(|one| one.join().expect("a thread"));
+        joined.collect()
+    });
+    print_bytes(&bytes, begun.get().copied());
+}
+
+/// Takes what one sender sends, until it ends; the bytes.
+fn serve(engine: &Engine, mut meeting: TcpStream, begun: &OnceLock<Instant>) -> u64 {
+    let comms: Vec<Arc<Comm>> = (0..2)
+        .map(|_| {
             let (listener, handle) = engine.listen();
             meeting.write_all(&handle).expect("a sender");
-            comms.push(until(|| engine.accept(&listener).expect("a comm")));
-        }
-    }
-    let mut flows: Vec<Option<Flow<'_>>> = comms
-        .iter()
-        .enumerate()
-        .map(|(of, comm)| {
-            let (size, depth) = if of % 2 == 0 {
-                (BULK, DEPTH)
-            } else {
-                (SMALL, 2)
-            };
-            Some(Flow::new(&engine, comm, size, depth))
+            until(|| engine.accept(&listener).expect("a comm"))
         })
         .collect();
-    let mut bytes = vec![0u64; senders];
-    let mut begun = None;
+    let mut flows = [
+        Some(Flow::new(engine, &comms[0], BULK, DEPTH)),
+        Some(Flow::new(engine, &comms[1], SMALL, 2)),
+    ];
+    let mut bytes = 0;
     while flows.iter().any(Option::is_some) {
         let mut any = false;
-        for (of, place) in flows.iter_mut().enumerate() {
+        for place in &mut flows {
             let Some(flow) = place else {
                 continue;
             };
@@ -212,8 +225,8 @@ fn receive(at: &str, senders: usize) {
             loop {
                 match flow.done() {
                     Ok(Some((more, _))) => {
-                        begun.get_or_insert_with(Instant::now);
-                        bytes[of / 2] += more as u64;
+                        begun.get_or_init(Instant::now);
+                        bytes += more as u64;
                         any = true;
                     }
                     Ok(None) => break,
@@ -231,10 +244,10 @@ fn receive(at: &str, senders: usize) {
             std::thread::sleep(Duration::from_micros(100));
         }
     }
-    print_bytes(&bytes, begun);
     for comm in &comms {
         engine.release(comm);
     }
+    bytes
 }
 
 fn print_bytes(bytes: &[u64], begun: Option<Instant>) {
@@ -264,7 +277,7 @@ fn send_tcp(to: &str, seconds: f64) -> Report {
         let _ = bulk.shutdown(std::net::Shutdown::Both);
     });
     let probe = std::thread::spawn(move || {
-        let (data, mut took) = (vec![7; SMALL], Vec::new());
+        let (data, mut took, mut early) = (vec![7; SMALL], Vec::new(), 0);
         while begun.elapsed() < time {
             std::thread::sleep(EVERY);
             let at = Instant::now();
@@ -276,21 +289,29 @@ fn send_tcp(to: &str, seconds: f64) -> Report {
                 && got < wanted as u64
             {}
             took.push(at.elapsed().as_secs_f64());
+            if begun.elapsed() < time / 2 {
+                early = took.len();
+            }
         }
         let _ = small.shutdown(std::net::Shutdown::Both);
-        took
+        (took, early)
     });
     let mut report = Report::default();
     let mut last = begun;
     while begun.elapsed() < time
         && let Some(bytes) = hear(&mut answers)
     {
+        if begun.elapsed() >= time / 2 {
+            report.early.get_or_insert(report.bytes);
+        }
         report.bytes = bytes;
         report.stall = report.stall.max(last.elapsed());
         last = Instant::now();
     }
     report.seconds = begun.elapsed().as_secs_f64();
-    report.took = probe.join().expect("the probe");
+    let (took, early) = probe.join().expect("the probe");
+    report.took = took;
+    report.early = report.early.map(|bytes| bytes + (early * SMALL) as u64);
     report.bytes += (report.took.len() * SMALL) as u64;
     let _ = writer.join();
     report
