@@ -36,6 +36,8 @@ def start(lab: Lab, node: int, role: str, at: str, number: float, carrier: str) 
     env = {
         "EVENER_NET_ENGINE": "tcp" if carrier == "stream" else carrier,
         "EVENER_NET_WORKERS": "1",
+        # A sender that ends while messages are on their way can be missed for so long.
+        "EVENER_NET_TIMEOUT": "20",
     }
     return lab.nodes[node].popen(
         argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
