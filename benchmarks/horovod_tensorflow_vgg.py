@@ -22,13 +22,14 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from evener.lab import Spec
 
 WAYS: dict[str, dict[str, str]] = {
     "alone": {},
@@ -112,17 +113,10 @@ def stepper(tf: Any, hvd: Any, model: Any, reduced: bool) -> Any:
     return step
 
 
-def bits(rate: str) -> float:
-    """Bits per second of `300mbit` or `1gbit`."""
-    found = re.search(r"@([\d.]+)([mg])bit", rate)
-    if found is None:
-        sys.exit(f"error: --spec {rate} names no rate\nfix: give 2x2@300mbit")
-    return float(found[1]) * {"m": 1e6, "g": 1e9}[found[2]]
-
-
 def lab(spec: str, *arguments: str) -> Any:
     """What rank 0 of this script gives in a lab."""
-    command = ["evener", "lab", "run", "--spec", spec, "--no-prefix", "--timeout", "540"]
+    command = [sys.executable, "-m", "evener", "lab", "run", "--spec", spec, "--no-prefix"]
+    command += ["--timeout", "540"]
     for name, value in {
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "CUDA_VISIBLE_DEVICES": "",
@@ -153,11 +147,14 @@ def main() -> None:
     if options.gloo:
         gloo(options.gloo, options.steps)
         return
+    rate = Spec.parse(options.spec).link_rate
+    if rate is None:
+        parser.error(f"--spec {options.spec} names no rate: give 2x2@300mbit")
     steps = ("--steps", str(options.steps))
     found = lab(options.spec, "--rank", *steps)
     beside = lab(options.spec, "--gloo", str(found["bytes"]), *steps)
     size = found["size"]
-    bound = 2 * (size - 1) / size * found["bytes"] * 8 / bits(options.spec)
+    bound = 2 * (size - 1) / size * found["bytes"] * 8 / rate
     median = {way: statistics.median(times) for way, times in found["ways"].items()}
     print(f"{found['bytes'] / 1e6:.1f} MB of gradients, {size} ranks, {options.spec}")
     print(f"the bytes of a ring take {bound:.2f} s at least")
