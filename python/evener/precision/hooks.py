@@ -21,6 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from evener.errors import UsageError
+from evener.precision.later import Later
 
 if TYPE_CHECKING:
     from evener.precision.torch import Policy
@@ -42,7 +43,7 @@ class Hooks:
         self._model, self._method = policy.model, method
         self._forward = getattr(policy.model, method)
         self._own = method in vars(policy.model)
-        self._losses: list[float | torch.Tensor] = []
+        self._losses: list[Later] = []
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._gradients: list[torch.Tensor | None] = []
         self._ran = False  # forward, in this step
@@ -98,7 +99,7 @@ class Hooks:
     def saw(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         if self._ran:
-            self._losses.append(loss.detach())
+            self._losses.append(Later(loss))
 
     def decide(self, optimizer: Any) -> None:
         """Before a step of the optimizer: what follows from the loss.
@@ -113,7 +114,7 @@ class Hooks:
             )
         if not self._losses:
             return
-        loss = sum(float(one) for one in self._losses) / len(self._losses)
+        loss = sum(one.read() for one in self._losses) / len(self._losses)
         half = policy.half
         facts = policy.agreed(loss)
         policy.observe(facts, lambda: policy.agreed_probe(self._probe(loss)), None)

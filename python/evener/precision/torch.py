@@ -4,6 +4,10 @@ Weights, gradients and the optimizer's state stay in float32; autocast chooses w
 half. What the ranks saw is reduced (one small all-reduce per step, on the CPU's backend where there
 is one), so all of them switch in the same step.
 
+On a GPU the processor must stay ahead, or the GPU waits for work. So nothing is waited for that was
+queued after the forward pass: the loss is copied before the backward pass begins, and what a step
+says after that (the scale was halved, the share of zeros) is read in the next one: see `later`.
+
 That zeros among the gradients are more than in full precision is looked at in every 10th step: a
 share of zeros is normal (ReLU), so it is compared with the share before the switch, and then with
 full precision's of the same batch.
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from evener.errors import UsageError
 from evener.precision.hooks import Hooks
 from evener.precision.journal import Journal
+from evener.precision.later import Later
 from evener.precision.rules import Event, Facts, Limits, Machine
 
 # Steps between two looks at the gradients' zeros, and how many elements of each are looked at.
@@ -67,8 +72,9 @@ class Policy:
         self.scaler = torch.amp.grad_scaler.GradScaler(self.device, enabled=dtype == torch.float16)
         self._journal = Journal(self.machine)
         self._group = group
-        self._halved = False  # the scale, by the step before
+        self._halved: Later | None = None  # whether the step before halved the scale
         self._zeros = math.nan  # share of zeros among the gradients, in full precision
+        self._look: tuple[bool, Later] | None = None  # in half precision?, and the step's share
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._journal.open(rank)
         self._hooks: Hooks | None = None
@@ -95,20 +101,22 @@ class Policy:
         scaling = half and self.scaler.is_enabled()
         with self.autocast(half):
             loss = compute()
+        seen = Later(loss)
         if scaling:
             self.scaler.scale(loss).backward()
-            self.scaler.unscale_(self.optimizer)
         else:
             loss.backward()
         # Before the weights change, so that the probe computes with the same.
-        facts = self.agreed(float(loss.detach()), self._halved, self._underflow(half))
+        halved = self._halved is not None and bool(self._halved.read())
+        facts = self.agreed(seen.read(), halved, self._underflow(half))
         self.observe(facts, lambda: self._probe(compute), lambda: self._zeroed(compute))
-        self._halved = False
+        self._halved = None
         if scaling:
-            before = self.scaler.get_scale()
+            one = torch.ones((), device=loss.device)
+            before = self.scaler.scale(one)  # on the device: get_scale() would wait for it
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            self._halved = self.scaler.get_scale() < before
+            self._halved = Later(self.scaler.scale(one) < before)
         elif math.isfinite(facts.loss):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -132,17 +140,20 @@ class Policy:
     # --- what a step said ---
 
     def _underflow(self, half: bool) -> float | None:
-        if self.machine.step % _LOOK:
+        """What the step before said about zeros; looks at this one's gradients for the next."""
+        found, self._look = self._look, None
+        if self.machine.step % _LOOK == 0:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            share = _zero_share(grads)
+            self._look = None if share is None else (half, Later(share))
+        if found is None:
             return None
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        share = _zero_share(grads)
-        if share is None:
-            return None
-        if not half:
+        was_half, later = found
+        if not was_half:
             known = not math.isnan(self._zeros)
-            self._zeros = 0.9 * self._zeros + 0.1 * share if known else share
+            self._zeros = 0.9 * self._zeros + 0.1 * later.read() if known else later.read()
             return None
-        return None if math.isnan(self._zeros) else share - self._zeros
+        return None if math.isnan(self._zeros) or not half else later.read() - self._zeros
 
     def observe(
         self, facts: Facts, probe: Callable[[], float], zeros: Callable[[], float] | None
@@ -205,7 +216,8 @@ class Policy:
             if half and self.scaler.is_enabled():
                 loss = self.scaler.scale(loss)
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            shares.append(_zero_share([g for g in found if g is not None]) or 0.0)
+            share = _zero_share([g for g in found if g is not None])
+            shares.append(0.0 if share is None else float(share))
         self._zeros = shares[1]
         return self.agreed_probe(max(shares[0] - shares[1], 0.0))
 
@@ -234,17 +246,19 @@ class Policy:
         return json.dumps(self.report(), indent=1)
 
 
-def _zero_share(gradients: Sequence[torch.Tensor]) -> float | None:
+def _zero_share(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The share of zeros, by a sample of each; None where there is nothing to look at."""
     parts = []
     for gradient in gradients:
         if not gradient.is_sparse and gradient.numel():
-            flat = gradient.flatten()
+            flat = gradient.detach().flatten()
             parts.append(flat[:: max(1, flat.numel() // _SAMPLE)])
     if not parts:
         return None
+    if len({(part.dtype, part.device, type(part)) for part in parts}) == 1:
+        parts = [torch.cat(parts)]  # a few kernels and not two per parameter
     zeros = torch.stack([(part == 0).sum() for part in parts]).sum()
-    return int(zeros) / sum(part.numel() for part in parts)
+    return zeros / sum(part.numel() for part in parts)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
