@@ -32,13 +32,16 @@ from evener.net.plugin import NCCL_NAME
 NETWORKS = {
     "one-path": "2x2@25gbit",
     "slow-path": "2x2@10gbit",
+    "fast-path": "2x2@50gbit",
+    "three-paths": "2x2@24gbit,paths=3",
     "four-paths": "2x2@25gbit,paths=4",
+    "eight-paths": "2x2@25gbit,paths=8",
     "flow-cap": "2x2@25gbit,cap=5gbit",
     "two-nics": "2x2@12.5gbit,nics=2",
     "unshaped": "2x2",
     "four-nodes": "4x1@10gbit",
 }
-SEEDED = {"four-paths"}
+SEEDED = {"three-paths", "four-paths", "eight-paths"}
 
 SOCKETS = {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}
 VARIANTS = {
