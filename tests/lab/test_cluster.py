@@ -96,6 +96,17 @@ def test_keep_and_the_working_directory(tmp_path: Path) -> None:
         assert where == str(Path.cwd())
 
 
+def test_nodes_reach_the_daemon_that_shares_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "mps" / "control"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(pipe.parent))
+    with Lab("1x1") as small:
+        assert small.nodes[0].run(["test", "-p", str(pipe)]).returncode == 0
+
+
 def test_popen_hands_signals_on_and_ends_as_the_program(lab: Lab) -> None:
     script = "import signal, time, sys; signal.signal(15, lambda *_: sys.exit(9)); "
     script += "print('up', flush=True); time.sleep(60)"

@@ -50,5 +50,5 @@ def test_nccl_goes_through_the_network_between_nodes() -> None:
         lines = lines_of(lab, script, NCCL_DEBUG="INFO", NCCL_NVLS_ENABLE="0")
         world = 2 * slots
         assert lines.count(f"sum {world * (world + 1) / 2}") == world
-        assert any("NET/Socket" in line and "eth0" in line for line in lines)
+        assert any("NET/Socket" in line and "eth0" in line for line in lines), lines
         assert sum(lab.traffic().values()) > 4 << 20  # the buffer crossed it

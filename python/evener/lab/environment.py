@@ -37,6 +37,12 @@ def gpus() -> list[str]:
     return [str(index) for index in range(len(devices))]
 
 
+def mps() -> Path | None:
+    """Where the control daemon of NVIDIA's MPS listens; None where it does not run."""
+    directory = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    return directory if os.access(directory / "control", os.W_OK) else None
+
+
 def share(available: Sequence[str], first: int, slots: int) -> list[str] | None:
     """The GPUs of a node of `slots`, the first of which is number `first` of all: in turn.
 

@@ -405,10 +405,12 @@ class Lab:
         available, slots = environment.gpus(), self.spec.slots
         if 0 < len(available) < self.spec.world_size:
             logger.warning(
-                "%d GPUs for %d slots: slots share them. They take turns, unless NVIDIA's MPS runs "
-                "(nvidia-cuda-mps-control -d)",
+                "%d GPUs for %d slots: slots share them%s",
                 len(available),
                 self.spec.world_size,
+                ", side by side by NVIDIA's MPS"
+                if environment.mps()
+                else " and take turns. Fix: run nvidia-cuda-mps-control -d before the lab",
             )
         return [
             environment.of_node(
@@ -422,8 +424,10 @@ class Lab:
 
 
 def _needed() -> list[str]:
-    """What Python and the caller's relative paths need, wherever it lies."""
+    """What Python, the caller's relative paths and NVIDIA's MPS need, wherever it lies."""
     here = [sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), *sys.path]
+    if (pipes := environment.mps()) is not None:
+        here.append(str(pipes))
     with contextlib.suppress(FileNotFoundError):
         here.append(str(Path.cwd()))
     return sorted({str(Path(path).resolve()) for path in here if path and Path(path).exists()})
