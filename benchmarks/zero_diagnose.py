@@ -9,6 +9,8 @@ returns shows as `hidden`. What lives at the step's peak is listed, and what liv
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 import time
 import weakref
 from collections import Counter
@@ -34,8 +36,8 @@ def _label(func: Any, tensor: torch.Tensor) -> str:
 class Log(Meter):
     """A meter that remembers what was made by which operation, and when it died."""
 
-    def __init__(self, ledger: Ledger, *, count_work: bool = False) -> None:
-        super().__init__(ledger, count_work=count_work)
+    def __init__(self, ledger: Ledger, *, count_work: bool = False, cores: int = 0) -> None:
+        super().__init__(ledger, count_work=count_work, cores=cores)
         self.events: list[tuple[int, int, str]] = []
         self._func: Any = None
 
@@ -122,13 +124,21 @@ def traced() -> Iterator[dict[str, Any]]:
         found["profile"] = profile
         return units, profile
 
+    rehearsed = vars(api)["_rehearsed"]
+
+    def measured(*args: Any) -> Any:
+        found["profile"] = profile = rehearsed(*args)
+        return profile
+
     setattr(tracing, "Meter", log)  # noqa: B010
     setattr(api, "cut_and_trace", keep)  # noqa: B010
+    setattr(api, "_rehearsed", measured)  # noqa: B010
     try:
         yield found
     finally:
         setattr(tracing, "Meter", Meter)  # noqa: B010
         setattr(api, "cut_and_trace", cut)  # noqa: B010
+        setattr(api, "_rehearsed", rehearsed)  # noqa: B010
 
 
 def memory(
@@ -144,6 +154,14 @@ def memory(
     said["allocated before"] = torch.cuda.memory_allocated()
     if found.get("profile") is not None:
         said["forecast"] = room.forecast(found["profile"])
+        said["rehearsed"] = [
+            {
+                field.name: value
+                for field in dataclasses.fields(kind)
+                if isinstance(value := getattr(kind, field.name), int | float)
+            }
+            for kind in found["profile"].rehearsed
+        ]
     step()
     engine.drain()
     torch.cuda.synchronize()
@@ -184,13 +202,56 @@ def memory(
 
 
 def timing(engine: zero.Engine, step: Callable[[], Any], steps: int = 3) -> dict[str, Any]:
-    """Where the time of some steps goes, and each one's seconds."""
+    """Where the time of some steps goes, each one's seconds, and each kind of unit's: of the GPU's
+    stream, and of the host between having the weights and being done with them."""
     engine.record()
+    host: dict[str, list[float]] = {}
     took = []
-    for _ in range(steps):
-        begun = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        took.append(time.perf_counter() - begun)
-    found = summary(engine.recorded())
-    return {**found, "each": took, "updated": engine.updated}
+    with _watched(engine, host):
+        for _ in range(steps):
+            begun = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - begun)
+    spans = engine.recorded()
+    device: dict[str, list[float]] = {}
+    for span in spans:
+        if span.kind == "compute":
+            device.setdefault(_kind(span.name), []).append(span.end - span.begin)
+    units = {
+        name: {
+            "units": len(times) // steps,
+            "GPU ms of each": 1e3 * sum(times) / len(times),
+            "host ms of each": 1e3 * sum(host.get(name, [])) / max(1, len(host.get(name, []))),
+        }
+        for name, times in sorted(device.items(), key=lambda item: -sum(item[1]))[:12]
+    }
+    return {**summary(spans), "each": took, "updated": engine.updated, "units": units}
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+@contextlib.contextmanager
+def _watched(engine: zero.Engine, host: dict[str, list[float]]) -> Iterator[None]:
+    """Inside, `host` gets the host's seconds between each unit's `enter` and `leave`."""
+    loading, begun = engine._loading, dict[int, float]()
+    enter, leave = loading.enter, loading.leave
+
+    def entered(unit: int) -> None:
+        enter(unit)
+        begun[unit] = time.perf_counter()
+
+    def left(unit: int) -> None:
+        way = "backward" if engine._passes._live[unit].handles else "forward"
+        if unit in begun:
+            name = _kind(f"{way} {engine.store.units[unit][0].name}")
+            host.setdefault(name, []).append(time.perf_counter() - begun.pop(unit))
+        leave(unit)
+
+    loading.enter, loading.leave = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        loading.enter, loading.leave = enter, leave  # type: ignore[method-assign]

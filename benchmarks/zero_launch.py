@@ -39,9 +39,9 @@ OPERATIONS = 200
 class Work:
     """An optimizer's step that is begun again and again, until it is stopped."""
 
-    def __init__(self, numel: int, streaming: bool, threads: int) -> None:
+    def __init__(self, numel: int, streaming: bool, threads: int, sleeps: bool) -> None:
         cuda = torch.cuda.is_available()
-        device = CudaDevice() if cuda else SimulatedDevice()
+        device = CudaDevice(sleeps=sleeps) if cuda else SimulatedDevice()
         host = HostMemory(sum(pages(numel, size) for size in (2, 2, 2, 4, 4)), pin=cuda)
         kinds = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
         weights, lower, first, second, gradient = (host.tensor(numel, kind) for kind in kinds)
@@ -122,12 +122,15 @@ def main() -> None:
     usual_switch = sys.getswitchinterval()
     settings = [(False, usual, usual_switch), (cuda, usual, usual_switch), (cuda, usual, 2e-4)]
     settings += [(cuda, count, usual_switch) for count in (cpus - 4, cpus // 2) if count > 0]
-    rounds = [(*setting, False) for setting in dict.fromkeys(settings)]
+    rounds = [(*setting, False, False) for setting in dict.fromkeys(settings)]
+    if cuda:
+        rounds.append((cuda, usual, usual_switch, True, False))
+        rounds.append((cuda, max(1, cpus - 4), usual_switch, True, False))
     # The last one: who is not root cannot take it back.
-    rounds.append((cuda, usual, usual_switch, True))
-    for streaming, threads, switch, nice in rounds:
+    rounds.append((cuda, usual, usual_switch, False, True))
+    for streaming, threads, switch, sleeps, nice in rounds:
         sys.setswitchinterval(switch)
-        work = Work(numel, streaming, threads)
+        work = Work(numel, streaming, threads, sleeps)
         if nice:
             yield_cores()
         loop, block = measure(given.seconds)
@@ -135,6 +138,7 @@ def main() -> None:
         sys.setswitchinterval(usual_switch)
         name = f"{threads} threads{', streaming lane' if streaming else ''}"
         name += f", switch {1e3 * switch:g} ms{', nice' if nice else ''}"
+        name += ", lanes sleep" if sleeps else ""
         rows.append({"lanes": name, "loop_us": loop, "block_us": block, "rate": rate})
     print(f"{cpus} cores; {'CUDA' if cuda else 'CPU'}")
     for row in rows:

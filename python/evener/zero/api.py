@@ -28,6 +28,7 @@ from evener.zero.pretrained import given_with, source_for
 from evener.zero.probe import probe
 from evener.zero.profile import Profile
 from evener.zero.ranks import Layout, Ranks, crossing, join, layout, meet, world_size
+from evener.zero.rehearsal import rehearse
 from evener.zero.scaler import LossScaler
 from evener.zero.spans import Spans
 from evener.zero.store import Source, build, group_numbers
@@ -103,6 +104,7 @@ def plans(
         try:
             call = _call(model, settings, batch, example)
             units, profile = cut_and_trace(model, {}, settings, device, call, head, measured.cores)
+            profile = _rehearsed(profile, units, settings, device, measured, head)
         finally:
             restore()
             if head is not None:
@@ -120,6 +122,25 @@ def plans(
             made = plan_units(units, mine, measured, limit, tokens, ranks, profile, nodes)
         found.append(made)
     return found
+
+
+def _rehearsed(
+    profile: Profile | None,
+    units: list[Unit],
+    config: Config,
+    device: torch.device,
+    machine: Machine,
+    head: Head | None,
+) -> Profile | None:
+    """With what the units take on this GPU; on several ranks what they take on the first, as all
+    must plan the same. Of a machine that is not here, and on a CPU, nothing is measured."""
+    if profile is None or device.type != "cuda" or machine.cores:
+        return profile
+    skip = head.linear if head is not None else None
+    found = [rehearse(units, profile.calls, device, config.dtype, skip)]
+    if world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return replace(profile, rehearsed=found[0])
 
 
 def _head(model: nn.Module, config: Config) -> Head | None:
@@ -303,6 +324,7 @@ def _engine(
         units, profile = cut_and_trace(model, numbers, settings, device.device, call, head)
         if machine is None:
             machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
+        profile = _rehearsed(profile, units, settings, device.device, machine, head)
         # After the probe: what it found beside the allocator is without the communicators.
         tokens = _tokens(settings, batch)
         ranks, rate = _join(units, settings, machine, device, tokens, profile)

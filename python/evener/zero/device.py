@@ -184,9 +184,11 @@ class SimulatedDevice:
 
 
 class CudaDevice:
-    """A CUDA GPU."""
+    """A CUDA GPU. `sleeps`: a thread that waits for an event sleeps, and does not ask again and
+    again: later by some 50 us, and the core is free meanwhile."""
 
-    def __init__(self, index: int | None = None) -> None:
+    def __init__(self, index: int | None = None, sleeps: bool = False) -> None:
+        self._sleeps = sleeps
         number = torch.cuda.current_device() if index is None else index
         self.device = torch.device("cuda", number)
         self._before: float | None = None
@@ -205,7 +207,7 @@ class CudaDevice:
             yield
 
     def record(self, stream: str) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=self._sleeps)
         event.record(self._stream(stream))
         return event
 

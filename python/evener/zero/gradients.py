@@ -153,9 +153,11 @@ class Gradients:
             whole = torch.zeros(numel, dtype=dtype, device=where)
         # From here on until it is delivered, nothing but a norm is allocated.
         arrived, chunk.arrived = chunk.arrived, {}
-        for place, gradient in arrived.items():
-            piece = pieces[place]
-            whole[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
+        views = [whole[p.offset : p.offset + p.numel] for p in map(pieces.__getitem__, arrived)]
+        # One operation in place of one for each parameter: blocks of many small ones are as slow
+        # as what is launched for them.
+        torch._foreach_copy_(views, [gradient.reshape(-1) for gradient in arrived.values()])
+        del views
         given = set(arrived)
         arrived.clear()
         if not self._once:

@@ -22,7 +22,9 @@ With exact clipping the optimizer waits for the whole backward pass:
 `T = max(backward, its copies) + max(forward, optimizer on the host, its copies)`, each micro-batch
 before the last without the optimizer; the last forward pass is played through chunk by chunk, as
 each waits for its update and its copy (`_next_forward`). Its operations are launched while the
-cores are busy with the optimizer, and that takes longer: the probe measures both. The optimizer
+cores are busy with the optimizer, and that takes longer: the probe measures both. Where units ran
+on the accelerator before (`rehearsal`), what they took counts, not what their trace says. The
+optimizer
 runs at the cores' rate, or at that of both lanes (see `lanes`) where that was measured to be
 higher: then the streaming lane stands still while weights come in by the same wires. States on the
 SSD are read and written once, at the rate of the file with both going on at once.
@@ -40,7 +42,7 @@ from typing import Any
 from evener.zero.budget import Budget
 from evener.zero.form import Form
 from evener.zero.host import pages
-from evener.zero.profile import Held, Profile, peaks, seconds
+from evener.zero.profile import Held, Profile, peaks, step_seconds
 from evener.zero.ssd import SMALL, buffer_bytes, size_of
 from evener.zero.states import SLICE
 from evener.zero.store import Formats, share_of
@@ -448,17 +450,16 @@ def _times(
     kept = sum(p.numel for p in places if p.where == "gpu" and trainable[p.name]) / work.ranks
     forward = 2.0 * work.tokens * total / machine.flops
     backward = forward * (3 if work.checkpointing else 2)
-    if (profile := work.profile) is not None:
-        rates = machine.flops, machine.bandwidth, machine.launch
-        forward = seconds(profile.forward, *rates)
-        backward = seconds(profile.backward, *rates)
-        if work.recompute:
-            share = len(work.recompute) / len(profile.repeated)
-            backward += share * (seconds(profile.backward_recomputed, *rates) - backward)
     beside = forward
-    if work.profile is not None and updated:
-        launch = max(machine.launch, machine.launch_beside)
-        beside = seconds(work.profile.forward, machine.flops, machine.bandwidth, launch)
+    if (profile := work.profile) is not None:
+        slower = max(1.0, machine.launch_beside / machine.launch) if machine.launch else 1.0
+        forward, beside, backward, slow = step_seconds(
+            profile, machine.flops, machine.bandwidth, machine.launch, slower
+        )
+        if work.recompute:
+            backward += len(work.recompute) / len(profile.repeated) * (slow - backward)
+        if not updated:
+            beside = forward
     gathered = again = crossing = 0.0
     if work.ranks > 1 and machine.network:
         each = formats.compute.itemsize * (work.ranks - 1) / work.ranks / machine.network

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 Work = tuple[tuple[int, int, int], ...]
 """Operations of one kind: (FLOP, bytes read and written, how many)."""
@@ -45,6 +46,26 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Rehearsed:
+    """A kind of units that ran on the accelerator (see `rehearsal`). count: units of this kind.
+    Seconds of one: `forward`, of which the host needs `launch` to launch it; `backward`, plain and
+    recomputed. And the work that a trace would count for each."""
+
+    count: int
+    forward: float
+    launch: float
+    backward: float
+    backward_recomputed: float
+    forward_work: Work = ()
+    backward_work: Work = ()
+    backward_recomputed_work: Work = ()
+
+    def times(self, count: int) -> Rehearsed:
+        """The same of `count` units."""
+        return replace(self, count=count)
+
+
+@dataclass(frozen=True)
 class Profile:
     """See the head of this file. `recomputed` is empty where the model has no repeated units.
     `rows`: the largest first dimension of the inputs, for what another batch would take."""
@@ -60,6 +81,10 @@ class Profile:
     rows: int = 1
     inputs: dict[int, int] = field(default_factory=dict)
     """Bytes that a recomputed unit keeps until the backward pass, by unit."""
+    calls: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What each unit was called with, as `rehearsal.specs` gives it."""
+    rehearsed: tuple[Rehearsed, ...] = ()
+    """What was measured of the units; empty: nothing was."""
 
     @property
     def mixes(self) -> bool:
@@ -97,6 +122,30 @@ def seconds(work: Work, flops: float, bandwidth: float, launch: float) -> float:
     at least what it takes to launch them all."""
     busy = sum(max(f / flops, b / bandwidth if bandwidth else 0.0) * n for f, b, n in work)
     return max(busy, launch * sum(n for _, _, n in work))
+
+
+def step_seconds(
+    profile: Profile, flops: float, bandwidth: float, launch: float, slower: float = 1.0
+) -> tuple[float, float, float, float]:
+    """Seconds of (forward, forward while launches take `slower` times as long, backward, backward
+    with every repeated unit recomputed): those of the trace, with what ran on the accelerator in
+    the place of what the trace says of it."""
+    rates = flops, bandwidth, launch
+    forward = seconds(profile.forward, *rates)
+    plain = seconds(profile.backward, *rates)
+    again = seconds(profile.backward_recomputed or profile.backward, *rates)
+    beside = forward
+    if not profile.rehearsed:
+        beside = seconds(profile.forward, flops, bandwidth, launch * slower)
+    for kind in profile.rehearsed:
+        more = kind.forward - seconds(kind.forward_work, *rates)
+        forward += kind.count * more
+        beside += kind.count * (more + max(0.0, kind.launch * slower - kind.forward))
+        plain += kind.count * (kind.backward - seconds(kind.backward_work, *rates))
+        again += kind.count * (
+            kind.backward_recomputed - seconds(kind.backward_recomputed_work, *rates)
+        )
+    return max(0.0, forward), max(0.0, beside), max(0.0, plain), max(0.0, again)
 
 
 LARGE = 192 << 20

@@ -37,6 +37,7 @@ from evener.zero.loss import cross_entropy
 from evener.zero.meter import Ledger, Meter
 from evener.zero.passes import Passes
 from evener.zero.profile import Moment, Profile, Work
+from evener.zero.rehearsal import specs
 from evener.zero.spans import Spans
 from evener.zero.transformers import as_real
 from evener.zero.units import Group, Piece, Unit
@@ -240,11 +241,13 @@ def trace(
     Raises TraceError."""
     repeated = frozenset(number for number, unit in enumerate(units) if unit.repeated)
     runs: list[tuple[tuple[Moment, ...], Work, Work, frozenset[str]]] = []
+    calls: dict[int, Any] = {}
     for recompute in (frozenset(), repeated):
         if recompute or not runs:
-            runs.append(
-                _run(model, units, args, kwargs, device, dtype, chunked, head, recompute, cores)
-            )
+            with _remembered(units, calls):
+                runs.append(
+                    _run(model, units, args, kwargs, device, dtype, chunked, head, recompute, cores)
+                )
     (plain, forward, backward, strays), (again, _, slow, more) = runs[0], runs[-1]
     leaves = [x for x in tree_leaves((list(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
     return Profile(
@@ -257,7 +260,27 @@ def trace(
         strays=strays | more,
         rows=max((x.shape[0] for x in leaves if x.dim()), default=1),
         inputs=_inputs(again, repeated),
+        calls=calls,
     )
+
+
+@contextlib.contextmanager
+def _remembered(units: Sequence[Unit], calls: dict[int, Any]) -> Iterator[None]:
+    """Inside, what each unit is called with first goes into `calls`, by its number."""
+
+    def before(number: int) -> Any:
+        return lambda _, args, kwargs: calls.setdefault(number, specs(args, kwargs)) and None
+
+    handles = [
+        unit.module.register_forward_pre_hook(before(number), with_kwargs=True)
+        for number, unit in enumerate(units)
+        if unit.module is not None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _inputs(moments: Sequence[Moment], repeated: frozenset[int]) -> dict[int, int]:

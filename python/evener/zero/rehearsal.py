@@ -1,0 +1,258 @@
+"""Units of the model run on the accelerator before anything is planned: what a block really takes.
+
+A trace counts arithmetic and bytes. It does not see what launching a block's operations takes the
+host, nor kernels that reach less of the accelerator than large products do. A model of many small
+operations is as slow as these. So one unit of each kind (class, shapes, inputs) runs with drawn
+weights and inputs of the traced shapes: forward, and forward with backward, plain and recomputed,
+its gradients put together as `gradients` does it. One unit with all its activations is in every
+plan's working set, so this needs no room that a step would not need. `Rehearsed` is what a plan
+takes from it (`planner`).
+
+A kind that cannot run by itself is planned from its trace, and one line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from evener.zero.meter import Ledger, Meter
+from evener.zero.profile import Rehearsed, Work
+from evener.zero.units import Unit
+
+logger = logging.getLogger("evener.zero")
+
+REPEATS = 4
+"""Units that run one after another without waiting: what they launch fits CUDA's queue."""
+SECONDS = 6.0
+"""For all kinds together; those that are left over are planned from their trace."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An input tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def specs(args: Any, kwargs: Any) -> Call:
+    """A unit's arguments with a Spec in the place of each tensor."""
+
+    def spec(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return Spec(tuple(value.shape), value.dtype, value.requires_grad)
+
+    found: Call = tree_map(spec, (tuple(args), dict(kwargs)))
+    return found
+
+
+def _made(call: Call, device: torch.device) -> Call:
+    """Inputs by their specs: noise, and zeros where they choose something."""
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, Spec):
+            return value
+        if value.dtype == torch.bool:
+            return torch.ones(value.shape, dtype=value.dtype, device=device)
+        if not value.dtype.is_floating_point:
+            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+        made = torch.randn(value.shape, dtype=value.dtype, device=device)
+        return made.requires_grad_(value.gradient)
+
+    found: Call = tree_map(make, call)
+    return found
+
+
+def _kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
+    """Units that are equal in this take the same time."""
+    leaves = [
+        leaf if isinstance(leaf, Spec | bool | int | float | str | None) else type(leaf)
+        for leaf in tree_leaves(call)
+    ]
+    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
+    return type(module), shapes, tuple(leaves)
+
+
+class _Rehearsal:
+    """One unit, ready to run."""
+
+    def __init__(
+        self, module: nn.Module, call: Call, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.module = module
+        self.args, self.kwargs = _made(call, device)
+        self.values: dict[str, torch.Tensor] = {}
+        for name, old in module.named_parameters():
+            drawn = torch.randn(old.shape, dtype=dtype, device=device).mul_(0.02)
+            self.values[name] = drawn.requires_grad_(old.requires_grad)
+        self.weights = [value for value in self.values.values() if value.requires_grad]
+        for name, buffer in module.named_buffers():
+            self.values[name] = (
+                torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                if buffer.is_meta
+                else buffer.to(device, copy=True)
+            )
+        self.flat = torch.zeros(
+            sum(w.numel() for w in self.weights), dtype=dtype, device=device
+        )  # fmt: skip
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward pass."""
+        return functional_call(self.module, self.values, args, kwargs)
+
+    def forward(self, recompute: bool) -> Any:
+        """As the engine runs it."""
+        if not recompute:
+            return self.call(*self.args, **self.kwargs)
+        return checkpoint(self.call, *self.args, use_reentrant=False, **self.kwargs)
+
+    def backward(self, out: Any) -> None:
+        """Its backward pass, and the gradients in one flat tensor with their norms."""
+        outs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+        torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
+        with torch.no_grad():
+            given = [w for w in self.weights if w.grad is not None]
+            views = list(
+                self.flat[: sum(w.numel() for w in given)].split([w.numel() for w in given])
+            )
+            if given:
+                found = [w.grad.reshape(-1) for w in given if w.grad is not None]
+                torch._foreach_copy_(views, found)
+                torch.stack(list(torch._foreach_norm(views, 2, dtype=torch.float32)))
+            for weight in given:
+                weight.grad = None
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.grad = None
+
+    def both(self, recompute: bool) -> None:
+        """A forward and a backward pass."""
+        self.backward(self.forward(recompute))
+
+
+def _timed(call: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of one call, and of the host until the next may begin."""
+    call()
+    sync()
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(REPEATS):
+            call()
+        launched = time.perf_counter()
+        sync()
+        times.append((time.perf_counter() - begin, launched - begin))
+    return (
+        statistics.median(t for t, _ in times) / REPEATS,
+        statistics.median(t for _, t in times) / REPEATS,
+    )
+
+
+def _work(call: Callable[[], Any]) -> tuple[Work, Any]:
+    meter = Meter(Ledger(), count_work=True)
+    with torch.autograd.set_multithreading_enabled(False), meter:
+        out = call()
+    assert meter.work is not None
+    return tuple((flops, moved, n) for (flops, moved), n in meter.work.items()), out
+
+
+def _measure(one: _Rehearsal, repeated: bool, sync: Callable[[], None]) -> Rehearsed:
+    ways = (False, True) if repeated else (False,)
+    backward: list[float] = []
+    works: list[Work] = []
+    forward = launch = 0.0
+    forward_work: Work = ()
+    for recompute in ways:
+        forward_work, out = _work(lambda way=recompute: one.forward(way))  # type: ignore[misc]
+        works.append(_work(lambda made=out: one.backward(made))[0])  # type: ignore[misc]
+        del out
+        forward, launch = _timed(lambda way=recompute: one.forward(way), sync)  # type: ignore[misc]
+        whole, _ = _timed(lambda way=recompute: one.both(way), sync)  # type: ignore[misc]
+        backward.append(max(0.0, whole - forward))
+    return Rehearsed(
+        count=1,
+        forward=forward,
+        launch=launch,
+        backward=backward[0],
+        backward_recomputed=backward[-1],
+        forward_work=forward_work,
+        backward_work=works[0],
+        backward_recomputed_work=works[-1],
+    )
+
+
+def rehearse(
+    units: Sequence[Unit],
+    calls: Mapping[int, Call],
+    device: torch.device,
+    dtype: torch.dtype,
+    skip: nn.Module | None = None,
+) -> tuple[Rehearsed, ...]:
+    """What one unit of each kind takes. `calls`: each unit's arguments as `specs` gives them, by
+    its number. `skip`: the layer whose logits are lazy. Embeddings are left out: their time
+    depends on what is looked up. Random bits and weights are as before."""
+    cuda = device.type == "cuda"
+
+    def sync() -> None:
+        if cuda:
+            torch.cuda.synchronize(device)
+
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for number, unit in enumerate(units):
+        module = unit.module
+        if module is None or number not in calls or module is skip:
+            continue
+        if not isinstance(module, nn.Embedding):
+            kinds.setdefault(_kind(module, calls[number]), []).append(number)
+    found: list[Rehearsed] = []
+    left: list[str] = []
+    begun = time.perf_counter()
+    for numbers in sorted(kinds.values(), key=len, reverse=True):
+        unit = units[numbers[0]]
+        assert unit.module is not None
+        if time.perf_counter() - begun > SECONDS:
+            left += [units[n].name for n in numbers]
+            continue
+        devices = [device] if cuda else []
+        try:
+            with torch.random.fork_rng(devices), torch.enable_grad():
+                one = _Rehearsal(unit.module, calls[numbers[0]], device, dtype)
+                made = _measure(one, unit.repeated, sync)
+            found.append(made.times(len(numbers)))
+        except Exception as error:  # noqa: BLE001  # its trace does for the plan
+            said = str(error).strip().splitlines() or [""]
+            logger.debug("%s: %s: %s", unit.name, type(error).__name__, said[0])
+            left += [units[n].name for n in numbers]
+        finally:
+            one = None  # type: ignore[assignment]
+            if cuda:
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.empty_cache()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    logger.info(
+        "%d kinds of units ran once in %.1f s%s",
+        len(found),
+        time.perf_counter() - begun,
+        f"; planned from the trace: {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}"
+        if left
+        else "",
+    )
+    return tuple(found)

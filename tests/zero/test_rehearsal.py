@@ -1,0 +1,109 @@
+"""Units that run once before the plan: what is measured of which, and what the plan makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener.zero.config import read
+from evener.zero.planning import cut_and_trace
+from evener.zero.profile import Profile, Rehearsed, step_seconds
+from evener.zero.rehearsal import Spec, rehearse, specs
+
+CPU = torch.device("cpu")
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self, wide: int, fails: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+        self.drop, self.fails = nn.Dropout(0.1), fails
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.runs += 1
+        if self.fails and type(x) in (torch.Tensor, nn.Parameter):
+            raise RuntimeError("not alone")
+        out: torch.Tensor = x + self.drop(self.down(self.up(x).relu()))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, mask=tokens.bool())
+        return x
+
+
+def profile_of(model: Model) -> tuple[Any, Profile]:
+    config = read({"evener": {"checkpointing": "auto"},
+                   "zero_optimization": {"stage3_param_persistence_threshold": 0}}, 1)  # fmt: skip
+    call = ((torch.zeros(2, 4, dtype=torch.int64),), {})
+    units, profile = cut_and_trace(model, {}, config, CPU, call, None)
+    assert profile is not None
+    return units, profile
+
+
+def test_one_unit_of_each_kind_runs_and_nothing_moves() -> None:
+    model = Model(Block(32), Block(32), Block(48)).train()
+    units, profile = profile_of(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    runs = [block.runs for block in model.blocks]  # type: ignore[union-attr]
+    random = torch.get_rng_state()
+    found = rehearse(units, profile.calls, CPU, torch.float32)
+    assert sorted(kind.count for kind in found) == [1, 2]
+    moved = [b.runs - r for b, r in zip(model.blocks, runs, strict=True)]  # type: ignore[operator]
+    assert moved[0] > 0 and moved[1] == 0 and moved[2] > 0
+    for kind in found:
+        assert kind.forward > 0 and kind.launch > 0 and kind.backward_recomputed > 0
+        products = [f for f, _, n in kind.forward_work if f for _ in range(n)]
+        assert len(products) == 2
+        again = sum(n for f, _, n in kind.backward_recomputed_work if f)
+        assert again == sum(n for f, _, n in kind.backward_work if f) + 2
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_cannot_run_alone_is_planned_from_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    units, profile = profile_of(Model(Block(32), Block(48, fails=True)))
+    with caplog.at_level("INFO", logger="evener.zero"):
+        found = rehearse(units, profile.calls, CPU, torch.float32)
+    assert [kind.count for kind in found] == [1]
+    assert "1 kinds of units ran once" in caplog.text and "blocks.1" in caplog.text
+
+
+def test_inputs_are_remembered_by_their_shapes() -> None:
+    x = torch.zeros(2, 3, requires_grad=True)
+    (first, second), named = specs((x, (None, 4)), {"mask": torch.ones(2, dtype=torch.bool)})
+    assert first == Spec((2, 3), torch.float32, True)
+    assert second == (None, 4) and named == {"mask": Spec((2,), torch.bool, False)}
+    _, profile = profile_of(Model(Block(32)))
+    (args, named) = profile.calls[max(profile.calls)]
+    assert args[0].shape == (2, 4, WIDTH) and named["mask"].dtype == torch.bool
+
+
+def test_a_plan_takes_what_was_measured_in_the_place_of_the_trace() -> None:
+    """Two of three units were measured; launches take 3 x as long beside the optimizer."""
+    work = ((1000, 0, 10),)  # 10 operations of 1 s each
+    kind = Rehearsed(2, 15.0, 6.0, 25.0, 45.0, work, work, ((1000, 0, 20),))
+    profile = Profile((), (), frozenset(), forward=((1000, 0, 30),), backward=((1000, 0, 30),),
+                      backward_recomputed=((1000, 0, 60),))  # fmt: skip
+    assert step_seconds(profile, 1000, 0, 0.0) == (30, 30, 30, 60)
+    measured = dataclasses.replace(profile, rehearsed=(kind,))
+    forward, beside, plain, again = step_seconds(measured, 1000, 0, 0.0, 3.0)
+    assert forward == 10 + 2 * 15
+    assert beside == 10 + 2 * 18  # 3 x 6 s of launches
+    assert plain == 10 + 2 * 25
+    assert again == 20 + 2 * 45
