@@ -48,7 +48,7 @@ def outcomes(
 ) -> list[Outcome]:
     """Run and return what became of every rank, failures included.
 
-    `gpu`: rank r has GPU r as its current device, and NCCL stands beside Gloo.
+    `gpu`: rank r has GPU r as its current device (`gpus.of`), and NCCL stands beside Gloo.
     """
     hosts = [f"host{node}" for node, ranks in enumerate(shape) for _ in range(ranks)]
     size = len(hosts)
@@ -163,7 +163,7 @@ def _rank(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         if gpu:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         # A rank that leaves before the last has joined would break that one's init.

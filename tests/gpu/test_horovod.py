@@ -7,19 +7,19 @@ import torch
 
 import evener.horovod.torch as hvd
 from evener.horovod.state import STATE
-from tests import worlds
+from tests import gpus, worlds
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    gpus.needs(1, 1),
 ]
 ENV = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
 
 
 def operations(rank: int, size: int) -> None:
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpus.of(rank))
     hvd.init()
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpus.of(rank))
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16):
         x = torch.full((1 << 16,), rank + 1, dtype=dtype, device=device)
         for _ in range(20):  # work that is still in the stream when the operation is submitted
@@ -64,9 +64,9 @@ DTYPES = [
 
 def collectives(rank: int, size: int) -> None:
     """Every operation on GPU tensors, in every dtype; order, join, sets, the frozen schedule."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpus.of(rank))
     hvd.init()
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpus.of(rank))
     for dtype in DTYPES:
         x = torch.full((5, 2), rank + 1, dtype=dtype, device=device)
         assert hvd.allreduce(x, op=hvd.Product).eq(2).all()

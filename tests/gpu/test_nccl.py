@@ -11,18 +11,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.ddp import accelerate
-from tests import worlds
+from tests import gpus, worlds
 from tests.comm import models, test_compression, test_lowrank, test_reducer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs"),
-]
+pytestmark = pytest.mark.gpu
 SHAPES = {"2x2": [2, 2], "4x1": [1, 1, 1, 1], "1x4": [4], "uneven": [3, 1]}
+ALL = [pytest.param(name, marks=gpus.needs(*shape)) for name, shape in SHAPES.items()]
 ENV = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_NVLS_ENABLE": "0"}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL)
 def test_every_mode_and_dtype(shape: str) -> None:
     for wire in ("exact", "fp16", "bf16"):
         cases = [
@@ -36,7 +34,7 @@ def test_every_mode_and_dtype(shape: str) -> None:
         assert any("2-D" in text for text in described[0]) == (shape == "2x2")
 
 
-@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+@pytest.mark.parametrize("shape", ALL[:2])
 def test_error_feedback_loses_nothing(shape: str) -> None:
     cases = [(form, "float32", False, False) for form in test_compression.FEEDBACK]
     cases += [("topk", "float32", True, False), ("topk-chunk", "bfloat16", False, False)]
@@ -45,15 +43,17 @@ def test_error_feedback_loses_nothing(shape: str) -> None:
     worlds.run(SHAPES[shape], test_compression.loses_nothing, cases, gpu=True, env=ENV)
 
 
+@gpus.needs(2, 2)
 def test_loss_scale_and_skipped_steps() -> None:
     worlds.run([2, 2], test_compression.scaled, gpu=True, env=ENV)
 
 
-@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+@pytest.mark.parametrize("shape", ALL[:2])
 def test_what_is_of_low_rank_arrives(shape: str) -> None:
     worlds.run(SHAPES[shape], test_lowrank.learns, gpu=True, env=ENV)
 
 
+@gpus.needs(2, 2)
 def test_the_guard_falls_back(tmp_path: Path) -> None:
     env = {**ENV, "EVENER_STATS_DIR": str(tmp_path)}
     found = worlds.run([2, 2], test_compression.guarded, 0.9999999, gpu=True, env=env)
@@ -88,6 +88,7 @@ def with_collectives_of_its_own(rank: int, size: int) -> None:
     assert models.same_on_all_ranks(model)
 
 
+@gpus.needs(2, 2)
 @pytest.mark.parametrize("connections", ["1", "8"])
 def test_beside_a_users_own_collectives(connections: str) -> None:
     """One hardware queue is where collectives issued in different orders would wait in a circle."""
@@ -106,6 +107,7 @@ def dies(rank: int, size: int) -> None:
         torch.cuda.synchronize()
 
 
+@gpus.needs(2, 2)
 def test_a_peer_that_dies_ends_every_rank_within_the_timeout() -> None:
     found = worlds.outcomes([2, 2], dies, gpu=True, env={**ENV, "EVENER_TIMEOUT": "10"}, timeout=60)
     for outcome in found:

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.comm.overlap.step import State
 from evener.ddp import accelerate
-from tests import worlds
+from tests import gpus, worlds
 from tests.comm import models, test_overlap, test_planner_live
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    gpus.needs(1, 1),
 ]
 ENV = {
     "NCCL_SOCKET_IFNAME": "lo",

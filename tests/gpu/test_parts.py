@@ -6,15 +6,14 @@ import os
 from typing import Any
 
 import pytest
-import torch
 
-from tests import worlds
+from tests import gpus, worlds
 from tests.comm import test_parts
 from tests.gpu.test_overlap import ENV
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    gpus.needs(1, 1),
 ]
 NCCL = ["tied", "untied, AdamW"]
 STAGED = ["rows differ", "looked up twice", "untied, clipping"]

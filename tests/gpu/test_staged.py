@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from evener.comm import staged
 from evener.comm.errors import CommError
-from tests import worlds
+from tests import gpus, worlds
 from tests.comm import test_overlap
 from tests.gpu.test_overlap import ENV as SOCKETS
 from tests.gpu.test_overlap import every_script
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    gpus.needs(1, 1),
 ]
 ENV = {**SOCKETS, "EVENER_OUTER": "staged", "EVENER_NET_IFNAME": "lo"}
 
