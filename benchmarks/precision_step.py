@@ -7,7 +7,9 @@ On one GPU (about a minute on an H200), or on the CPU with --tiny. Ways:
 
     half     the usual loop under autocast; in float16 with GradScaler
     step     `policy.step(lambda: ...)`
-    follow   the usual loop after `precision.follow(model, optimizer)`; bfloat16 only
+    follow   the usual loop after `precision.follow(model, optimizer)`; bfloat16 only. The loss is
+             outside of autocast, so the outputs are made float32 for it
+    around   the same, with the model and the loss under `policy.autocast()`
 
 All ways of a model and type take turns in one process, with models of the same start and the same
 batches; who begins changes with each turn. A turn's ratio is its time over that of `half` in the
@@ -18,6 +20,7 @@ which a policy was not half throughout is dropped, and counted. Wanted: at most 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
@@ -101,11 +104,13 @@ def way_of(
         policy = precision.follow(model, optimizer, dtype=dtype, limits=LIMITS)
         policy.detach()
         return lambda step: policy.step(lambda: task.loss(step)), policy
-    if way == "follow":
+    if way in ("follow", "around"):
         policy = precision.follow(model, optimizer, dtype=dtype, limits=LIMITS)
 
         def followed(step: int) -> None:
-            task.loss(step).backward()
+            with policy.autocast() if way == "around" else contextlib.nullcontext():
+                loss = task.loss(step)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -131,7 +136,7 @@ def wait(device: str) -> None:
 
 def measure(name: str, dtype: str, options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Seconds per step of each way, a number per turn."""
-    ways = ["half", "step"] + (["follow"] if dtype == "bfloat16" else [])
+    ways = ["half", "step"] + (["follow", "around"] if dtype == "bfloat16" else [])
     made = {
         way: way_of(way, Task(name, options.tiny, device), DTYPES[dtype], device) for way in ways
     }

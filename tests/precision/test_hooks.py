@@ -25,6 +25,40 @@ def loop(model: Any, optimizer: Any, steps: int, begin: int = 0, shift: float = 
         optimizer.step()
 
 
+def test_a_loss_under_the_policys_autocast() -> None:
+    """The outputs stay as they are, the loss is float32, and a spike is still found."""
+    model = Tower()
+    model.forward = lambda x: _narrow(model, x)  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = precision.follow(model, optimizer, limits=QUICK)
+    seen = set()
+    for step in range(140):
+        x, y = batch(step)
+        model.spike = 20.0 if step >= 120 else 0.0
+        optimizer.zero_grad()
+        with policy.autocast():
+            out = model(x)
+            loss = nn.functional.cross_entropy(out, y)
+        seen.add((policy.half, out.dtype, loss.dtype))
+        loss.backward()
+        optimizer.step()
+    assert seen == {
+        (False, torch.float32, torch.float32),
+        (True, torch.bfloat16, torch.float32),
+    }
+    assert policy.machine.state is State.HOLD
+    assert policy.events[-1].cause == "loss"
+    assert model(x).dtype == torch.float32
+
+
+def _narrow(model: Tower, x: torch.Tensor) -> torch.Tensor:
+    """As Tower computes, with outputs as autocast makes them."""
+    out = model.last(torch.tanh(model.first(x)))
+    if out.dtype != torch.float32 and model.spike:
+        out = out + model.spike * torch.randn_like(out)
+    return out
+
+
 def made() -> tuple[Tower, Any, precision.torch.Policy]:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

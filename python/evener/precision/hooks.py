@@ -1,6 +1,7 @@
 """Precision in a program that keeps its own loop: no `policy.step`, only hooks.
 
-    the model's forward     runs under autocast while the state is half; its outputs are float32
+    the model's forward     runs under autocast while the state is half; its outputs are float32,
+                            but not where the program has an autocast of its own around it
     Tensor.backward         says the loss (a mean, where a step has several backward passes)
     the optimizer's step    decides; a step whose loss is not finite in half precision is left out
 
@@ -89,8 +90,10 @@ class Hooks:
     def _as(self, half: bool, *args: Any, **kwargs: Any) -> Any:
         if not half:
             return self._forward(*args, **kwargs)
+        around = torch.is_autocast_enabled(self._policy.device)
         with self._policy.autocast(True):
-            return _wide(self._forward(*args, **kwargs))
+            out = self._forward(*args, **kwargs)
+        return out if around else _wide(out)
 
     def _keep(self, index: int, gradient: torch.Tensor) -> None:
         if index < len(self._gradients):
