@@ -7,6 +7,7 @@ reduce_retracing; torch without a compiler), `compiled` (a form per size: jit_co
 torch.compile(dynamic=False)), `dynamic` (what the framework has for that: jit_compile with
 reduce_retracing; torch.compile(dynamic=True)), `buckets`, and `buckets again` (a second process,
 with the records and caches of the first). With --json a run that was stopped goes on where it was.
+--part 1/2 and 2/2 measure a long way (`compiled`) in two processes, whose times add up.
 
 Reported: seconds in all, forms that were compiled, seconds that compiling took, padding.
 """
@@ -28,12 +29,14 @@ from typing import Any
 
 WAYS = ("plain", "compiled", "dynamic", "buckets", "buckets again")
 WIDTH, LAYERS = 256, 4
+PART = "COMPILE_BUCKETS_PART"  # for the processes that this starts
 
 
 def sizes(steps: int) -> list[int]:
     """Batch sizes: 58 different ones where there are 60 steps."""
     chosen = random.Random(7).sample(range(40, 129), max(steps - 2, 1))
-    return (chosen + chosen[:2])[:steps]
+    part, parts = map(int, os.environ.get(PART, "1/1").split("/"))
+    return (chosen + chosen[:2])[:steps][part - 1 :: parts]
 
 
 def in_tensorflow(way: str, steps: int) -> dict[str, Any]:
@@ -147,7 +150,7 @@ def described(found: dict[str, Any], function: Any) -> dict[str, Any]:
     return found
 
 
-def process(framework: str, way: str, steps: int, folder: Path) -> dict[str, Any]:
+def process(framework: str, way: str, steps: int, folder: Path, part: str) -> dict[str, Any]:
     """Measure in a new process."""
     mine = folder if way.startswith("buckets") else folder / way
     environment = {
@@ -157,6 +160,7 @@ def process(framework: str, way: str, steps: int, folder: Path) -> dict[str, Any
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        PART: part,
     }
     command = [sys.executable, __file__, "--one", framework, way, "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--framework", choices=["tensorflow", "torch"], action="append")
     parser.add_argument("--way", choices=WAYS, action="append")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth step, from the Ith")
     parser.add_argument("--cache", type=Path, help="a folder for records and caches")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -199,8 +204,11 @@ def main() -> None:
             folder = (options.cache or Path(scratch)) / framework
             for way in options.way or WAYS:
                 name = f"{framework}, {way}"
+                name += "" if options.part == "1/1" else f", part {options.part}"
                 if name not in document["runs"]:
-                    document["runs"][name] = process(framework, way, options.steps, folder)
+                    document["runs"][name] = process(
+                        framework, way, options.steps, folder, options.part
+                    )
                     if options.json:
                         options.json.write_text(json.dumps(document, indent=1) + "\n")
                 print(name, {k: v for k, v in document["runs"][name].items() if k != "buckets"})

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from evener.compile import code, store
+from evener.compile import code, isa, store
 from evener.compile.driver import Bucketed, WrongError
 from evener.compile.policy import Options
 from evener.errors import UsageError
@@ -249,6 +249,8 @@ class Function(Bucketed[_Call]):
         self, call: _Call, size: int, edge: int, known: dict[str, Any] | None
     ) -> dict[str, Any]:
         self._code = self._code or code.digest(self._function, self._module, self._maker)
+        if self._record:
+            isa.remember()
         if self._changes:
             raise WrongError(f"a call changes {self._changes}: padded rows would count there")
         call = self._kept(call)
