@@ -3,8 +3,12 @@
 `make upstream-horovod DIR=... ARGS=--examples`. Data sets that they would download are generated:
 pictures of noise in the files and folders in which the data sets come. The static examples are
 started as a launcher on two hosts would, the elastic ones by `evener horovodrun` from one host on
-both. What they are given makes them short, and is all that is changed. The examples of TensorFlow 2
-call what Keras 3 has not (`optimizer.variables()`), so they get Keras 2: the package tf_keras.
+both. What they are given makes them short, and is all that is changed. Examples of TensorFlow 2
+that call what Keras 3 has not (`optimizer.variables()`) get Keras 2: the package tf_keras.
+
+Keras checks the MNIST that it has downloaded by a digest, so made pictures cannot lie where it
+looks. Such an example is run by this file (`with_pictures`): Keras's loader gets scikit-learn's
+digits, of 8 x 8 pixels, where it asks for its download. So thousands of steps take a minute.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import struct
 import sys
 import tempfile
@@ -36,6 +41,7 @@ class Example:
     needs: tuple[str, ...] = ()
     leaves: str = ""  # a file that must be in {out} afterwards
     environment: tuple[tuple[str, str], ...] = ()
+    keras_mnist: bool = False
 
     @property
     def name(self) -> str:
@@ -50,7 +56,9 @@ _IMAGENET = (
 )
 _MNIST = ("--data-dir", "{data}", "--epochs", "1", "--log-interval", "5")
 _TENSORFLOW = ("--model", "MobileNetV2", "--no-cuda", *SHORT, "--num-iters", "2")
-_KERAS2 = (("TF_USE_LEGACY_KERAS", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2"))
+_ITERATIONS = ("--num-batches-per-iter", "1", "--num-iters", "3")
+_KERAS3 = (("TF_CPP_MIN_LOG_LEVEL", "2"),)
+_KERAS2 = (("TF_USE_LEGACY_KERAS", "1"), *_KERAS3)
 EXAMPLES = (
     Example(
         "examples/pytorch/pytorch_synthetic_benchmark.py",
@@ -100,6 +108,51 @@ EXAMPLES = (
         needs=("tensorflow", "tf_keras"),
         environment=_KERAS2,
     ),
+    Example(
+        "examples/tensorflow2/tensorflow2_keras_synthetic_benchmark.py",
+        ("--model", "MobileNetV2", "--no-cuda", "--batch-size", "2", *_ITERATIONS),
+        r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+",
+        needs=("tensorflow",),
+        environment=_KERAS3,
+    ),
+    Example(
+        "examples/tensorflow2/tensorflow2_mnist.py",
+        (),
+        r"Step #4990\tLoss: [\d.]+",
+        needs=("tensorflow", "tf_keras"),
+        leaves="checkpoints-1.index",
+        environment=_KERAS2,
+        keras_mnist=True,
+    ),
+    Example(
+        "examples/tensorflow2/tensorflow2_keras_mnist.py",
+        (),
+        r"Epoch 24/24",
+        needs=("tensorflow",),
+        leaves="checkpoint-24.h5",
+        environment=_KERAS3,
+        keras_mnist=True,
+    ),
+    Example(
+        "examples/elastic/tensorflow2/tensorflow2_mnist_elastic.py",
+        (),
+        r"Step #40\tLoss: [\d.]+",
+        elastic=True,
+        needs=("tensorflow",),
+        leaves="checkpoints-1.index",
+        environment=_KERAS3,
+        keras_mnist=True,
+    ),
+    Example(
+        "examples/elastic/tensorflow2/tensorflow2_keras_mnist_elastic.py",
+        (),
+        r"Epoch 24/24",
+        elastic=True,
+        needs=("tensorflow",),
+        leaves="checkpoint-24.h5",
+        environment=_KERAS3,
+        keras_mnist=True,
+    ),
 )
 
 
@@ -139,6 +192,28 @@ def make_data(folder: Path) -> None:
                 Image.fromarray(pixels).save(folder / part / kind / f"{number}.jpg")
 
 
+def make_digits(file: Path) -> None:
+    """scikit-learn's digits, as Keras's MNIST comes: bytes [n, 8, 8], labels [n]."""
+    import numpy as np
+    from sklearn.datasets import load_digits
+
+    pictures, labels = load_digits(return_X_y=True)
+    x = (pictures.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
+    y = labels.astype(np.uint8)
+    np.savez(file, x_train=x[:1500], y_train=y[:1500], x_test=x[1500:], y_test=y[1500:])
+
+
+def with_pictures() -> None:
+    """`python upstream_examples.py FILE SCRIPT ...`: run a script; Keras's MNIST is in FILE."""
+    file, *sys.argv = sys.argv[1:]
+    import tensorflow as tf
+
+    load: Any = tf.keras.datasets.mnist.load_data
+    load.__globals__["get_file"] = lambda *_, **__: file
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def run(root: Path, only: list[str], timeout: float) -> Iterator[Outcome]:
     """Run the examples below `root`, one after the other."""
     from evener.lab import Lab
@@ -146,6 +221,8 @@ def run(root: Path, only: list[str], timeout: float) -> Iterator[Outcome]:
     chosen = [e for e in EXAMPLES if not only or any(text in e.path for text in only)]
     with tempfile.TemporaryDirectory(prefix="upstream-horovod-") as scratch:
         make_data(Path(scratch) / "data")
+        if any(example.keras_mnist for example in chosen):
+            make_digits(Path(scratch) / "data" / "mnist.npz")
         with Lab(SPEC, keep=[scratch, str(root)]) as lab:
             for example in chosen:
                 yield _one(lab, root, Path(scratch), example, timeout)
@@ -162,6 +239,8 @@ def _one(lab: Any, root: Path, scratch: Path, example: Example, timeout: float) 
     out.mkdir()
     places = {"data": scratch / "data", "out": out}
     command = [sys.executable, str(root / example.path)]
+    if example.keras_mnist:
+        command[1:1] = [__file__, str(scratch / "data" / "mnist.npz")]
     command += [argument.format(**places) for argument in example.arguments]
     env = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ALIAS), os.environ.get("PYTHONPATH")])),
@@ -210,3 +289,7 @@ def _one(lab: Any, root: Path, scratch: Path, example: Example, timeout: float) 
     elif example.leaves and not (out / example.leaves).is_file():
         problem = f"it did not write {example.leaves}"
     return Outcome(example.name, "fail" if problem else "pass", problem, seconds, output)
+
+
+if __name__ == "__main__":
+    with_pictures()
