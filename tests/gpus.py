@@ -19,7 +19,7 @@ def of(rank: int) -> int:
 
 
 def needs(*hosts: int) -> pytest.MarkDecorator:
-    """Skips a test of so many ranks on each host where the GPUs do not do for it."""
+    """Skips a test of these numbers of ranks per host where the GPUs do not do for it."""
     ranks, largest, found = sum(hosts), max(hosts), torch.cuda.device_count()
     reason = f"needs {ranks} GPUs, or {largest} and NVIDIA's MPS"
     enough = found >= ranks or (found >= largest and ranks % found == 0 and mps() is not None)
