@@ -137,7 +137,9 @@ def _rehearsed(
     if profile is None or device.type != "cuda" or machine.cores:
         return profile
     skip = head.linear if head is not None else None
-    found = [rehearse(units, profile.calls, device, config.dtype, skip)]
+    budget = _budget(config, device, 1).gpu
+    limit = max(1, budget - machine.reserve)
+    found = [rehearse(units, profile.calls, device, config.dtype, skip, limit)]
     if world_size() > 1:
         dist.broadcast_object_list(found, src=0)
     return replace(profile, rehearsed=found[0])

@@ -5,10 +5,11 @@ host, nor kernels that reach less of the accelerator than large products do. A m
 operations is as slow as these. So one unit of each kind (class, shapes, inputs) runs with drawn
 weights and inputs of the traced shapes: forward, and forward with backward, plain and recomputed,
 its gradients put together as `gradients` does it. One unit with all its activations is in every
-plan's working set, so this needs no room that a step would not need. `Rehearsed` is what a plan
-takes from it (`planner`).
+plan's working set, so this needs no room that a step would not need; it gets no more than the
+budget all the same. `Rehearsed` is what a plan takes from it (`planner`).
 
-A kind that cannot run by itself is planned from its trace, and one line says so.
+What runs is a copy of the unit: hooks of the user do not see it, and what it keeps on itself is
+gone with it. A kind that cannot run so is planned from its trace, and one line says it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -90,38 +90,73 @@ def _kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
     return type(module), shapes, tuple(leaves)
 
 
+def _copied(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The module with drawn weights, buffers of its own and no hooks; other attributes are the
+    original's, of which containers are copied. Raises TypeError for a forward pass that an instance
+    brought: it is bound to the original."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def weight(old: nn.Parameter) -> torch.Tensor:
+        if id(old) not in tensors:
+            drawn = torch.randn(old.shape, dtype=dtype, device=device).mul_(0.02)
+            tensors[id(old)] = nn.Parameter(drawn, old.requires_grad)
+        return tensors[id(old)]
+
+    def buffer(old: torch.Tensor) -> torch.Tensor:
+        if id(old) not in tensors:
+            empty = old.is_meta
+            tensors[id(old)] = (
+                torch.zeros(old.shape, dtype=old.dtype, device=device)
+                if empty
+                else old.detach().to(device, copy=True)
+            )
+        return tensors[id(old)]
+
+    def copy(old: nn.Module) -> nn.Module:
+        brought = vars(old).get("forward")
+        if brought is not None and getattr(brought, "__func__", None) is not type(old).forward:
+            raise TypeError("its forward pass is an attribute of the instance")
+        made = type(old).__new__(type(old))
+        for name, value in vars(old).items():
+            if name == "forward":
+                continue
+            if name.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict):
+                value = type(value)()
+            elif type(value) in (dict, list, set):
+                value = type(value)(value)
+            vars(made)[name] = value
+        vars(made)["_parameters"] = {
+            name: None if p is None else weight(p) for name, p in old._parameters.items()
+        }
+        vars(made)["_buffers"] = {
+            name: None if b is None else buffer(b) for name, b in old._buffers.items()
+        }
+        vars(made)["_modules"] = {
+            name: None if m is None else copy(m) for name, m in old._modules.items()
+        }
+        return made
+
+    return copy(module)
+
+
 class _Rehearsal:
     """One unit, ready to run."""
 
     def __init__(
         self, module: nn.Module, call: Call, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.module = module
         self.args, self.kwargs = _made(call, device)
-        self.values: dict[str, torch.Tensor] = {}
-        for name, old in module.named_parameters():
-            drawn = torch.randn(old.shape, dtype=dtype, device=device).mul_(0.02)
-            self.values[name] = drawn.requires_grad_(old.requires_grad)
-        self.weights = [value for value in self.values.values() if value.requires_grad]
-        for name, buffer in module.named_buffers():
-            self.values[name] = (
-                torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-                if buffer.is_meta
-                else buffer.to(device, copy=True)
-            )
+        self.module = _copied(module, device, dtype)
+        self.weights = [p for p in self.module.parameters() if p.requires_grad]
         self.flat = torch.zeros(
             sum(w.numel() for w in self.weights), dtype=dtype, device=device
         )  # fmt: skip
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's forward pass."""
-        return functional_call(self.module, self.values, args, kwargs)
-
     def forward(self, recompute: bool) -> Any:
         """As the engine runs it."""
         if not recompute:
-            return self.call(*self.args, **self.kwargs)
-        return checkpoint(self.call, *self.args, use_reentrant=False, **self.kwargs)
+            return self.module(*self.args, **self.kwargs)
+        return checkpoint(self.module, *self.args, use_reentrant=False, **self.kwargs)
 
     def backward(self, out: Any) -> None:
         """Its backward pass, and the gradients in one flat tensor with their norms."""
@@ -204,10 +239,38 @@ def rehearse(
     device: torch.device,
     dtype: torch.dtype,
     skip: nn.Module | None = None,
+    limit: int = 0,
 ) -> tuple[Rehearsed, ...]:
     """What one unit of each kind takes. `calls`: each unit's arguments as `specs` gives them, by
     its number. `skip`: the layer whose logits are lazy. Embeddings are left out: their time
-    depends on what is looked up. Random bits and weights are as before."""
+    depends on what is looked up. `limit`: bytes that torch's allocator may hold on a GPU meanwhile;
+    0: as many as before. Random bits, weights, buffers and modules are as before."""
+    with _limited(device, limit):
+        return _rehearse(units, calls, device, dtype, skip)
+
+
+@contextlib.contextmanager
+def _limited(device: torch.device, limit: int) -> Iterator[None]:
+    if device.type != "cuda" or not limit:
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(before, limit / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def _rehearse(
+    units: Sequence[Unit],
+    calls: Mapping[int, Call],
+    device: torch.device,
+    dtype: torch.dtype,
+    skip: nn.Module | None,
+) -> tuple[Rehearsed, ...]:
     cuda = device.type == "cuda"
 
     def sync() -> None:
