@@ -216,8 +216,10 @@ def measure(
     tiny: bool,
     budget_host: int,
     more: bool = False,
+    rehearse: bool = False,
 ) -> dict[str, Any]:
-    """One row. `more`: and why it takes what it takes (`zero_diagnose`)."""
+    """One row. `rehearse`: as the configuration has it. `more`: and why it takes what it takes
+    (`zero_diagnose`)."""
     cuda = torch.cuda.is_available() and not tiny
     model = model_of(name, tiny)
     batch = batch_of(name, rows, model, "cuda" if cuda else "cpu", tiny)
@@ -230,6 +232,7 @@ def measure(
             "checkpointing": "auto",
             "device": "cuda" if cuda else "simulated",
             "budget": {"gpu": limit, "host": budget_host},
+            "rehearse": rehearse,
         },
     }
     begun = time.perf_counter()
@@ -323,7 +326,7 @@ def measure(
             torch.cuda.empty_cache()
 
 
-def work(rows: list[list[Any]], tiny: bool, host: int, more: bool) -> None:
+def work(rows: list[list[Any]], tiny: bool, host: int, more: bool, rehearse: bool) -> None:
     """A process that measures one row after another, and says each."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not tiny else None
     machine = zero.probe(device or torch.device("cpu")).machine
@@ -334,7 +337,7 @@ def work(rows: list[list[Any]], tiny: bool, host: int, more: bool) -> None:
         begun = time.perf_counter()
         left = torch.cuda.memory_allocated() if device is not None else 0
         try:
-            found = measure(model, budget, count, machine, tiny, host, more)
+            found = measure(model, budget, count, machine, tiny, host, more, rehearse)
         except Exception as error:  # noqa: BLE001  # it is the row's result
             traceback.print_exc()
             said = str(error).strip().splitlines() or [""]
@@ -408,6 +411,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run failed rows again")
     parser.add_argument("--fresh", action="store_true", help="a process for each row")
     parser.add_argument("--diagnose", action="store_true", help="why a row takes what it takes")
+    parser.add_argument("--rehearse", action="store_true", help="units run before the plan")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU: a dry run")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/zero_zoo.json"))
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -416,7 +420,7 @@ def main() -> None:
     if given.work:
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
         logging.getLogger("evener.zero").setLevel(logging.INFO)
-        work(json.loads(given.work), given.tiny, host, given.diagnose)
+        work(json.loads(given.work), given.tiny, host, given.diagnose, given.rehearse)
         return
     if not given.tiny and not torch.cuda.is_available():
         sys.exit("no GPU here: this benchmark needs one (--tiny: a dry run)")
@@ -451,6 +455,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--work", json.dumps(mine), "--host", str(given.host)]
         command += ["--tiny"] if given.tiny else []
         command += ["--diagnose"] if given.diagnose else []
+        command += ["--rehearse"] if given.rehearse else []
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True, bufsize=1
         ) as process:

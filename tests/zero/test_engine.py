@@ -285,7 +285,7 @@ def test_weights_are_on_the_device_only_while_their_unit_runs() -> None:
         engine.backward(loss_of(engine, tokens))
         engine.step()
     assert 1 <= most <= 3
-    engine.zero_grad()
+    engine.flush()  # what was asked for ahead of the next forward pass goes, too
     assert all(c.flat.untyped_storage().nbytes() == 0 for c in engine.chunks() if not c.keeps)
     # Who reads a weight that is not here gets NaN of the right shape, and no crash.
     assert model.layers[0].up.weight.shape == (128, 32)

@@ -21,7 +21,7 @@ from evener.zero.device import pick
 from evener.zero.form import Form
 from evener.zero.form import names as forms
 from evener.zero.machines import DEFAULT, imagine
-from evener.zero.named import configuration, model_of
+from evener.zero.named import configuration, model_of, remarks
 from evener.zero.planner import Plan
 from evener.zero.probe import probe
 
@@ -137,7 +137,9 @@ def run_plan(
     as_json: bool,
 ) -> None:
     """Probe this machine, or imagine one (`on`), plan, and print it. Exit(1): it does not fit."""
-    shape = model_of(configuration(model))
+    read = configuration(model)
+    shape = model_of(read)
+    said = remarks(read, shape)
     config = Config(
         dtype=_DTYPES[dtype],
         moments=_DTYPES[moments],
@@ -181,6 +183,8 @@ def run_plan(
     made, *others = plans(shape, config, ways, batch=_batch(batch), ranks=ranks, machine=machine)
     if not record.get("assumed") and made.ssd_bytes:
         lines = [*lines, f"SSD              measured in {made.budget.folder}"]
+    if said:
+        record["remarks"] = said
     if as_json:
         if nodes > 1:
             record["ways"] = [
@@ -199,7 +203,7 @@ def run_plan(
         console = Console()
         total = sum(place.numel for place in made.places)
         console.print(f"[bold]{total / 1e9:.2f} B parameters[/] in {len(made.places)} chunks")
-        for line in lines:
+        for line in [*said, *lines]:
             console.print(f"  {line}", highlight=False)
         _show(made, console)
         if nodes > 1:

@@ -38,7 +38,8 @@ class Config:
     where the probe shows a gain. stale_updates: a pass does not wait for the optimizer. compile:
     each block by torch.compile (a string: by this backend). nodes: "replicate" (each node has a
     copy of the states), "shard", or "auto": what the plan finds faster of those that fit. crossing:
-    the form of gradients between nodes (`evener.zero.form.names`).
+    the form of gradients between nodes (`evener.zero.form.names`). rehearse: one unit of each kind
+    runs on the GPU before the plan (`rehearsal`).
     """
 
     stage: int = 3
@@ -68,6 +69,7 @@ class Config:
     device: str = "auto"
     nodes: str = "auto"
     crossing: str = "exact"
+    rehearse: bool = False
     ignored: list[str] = field(default_factory=list)
 
 
@@ -126,7 +128,7 @@ _FP16 = {
 }  # fmt: skip
 _EVENER = {
     "budget", "moments", "depth", "device", "checkpointing", "loss", "balance", "stale_updates",
-    "compile", "nodes", "crossing",
+    "compile", "nodes", "crossing", "rehearse",
 }  # fmt: skip
 
 
@@ -238,6 +240,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)
     config.balance = _choice(own, "balance", ("auto", False, True), "auto")
     config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
+    config.rehearse = bool(_choice(own, "rehearse", (False, True), False))
     config.nodes = str(_choice(own, "nodes", ("auto", "replicate", "shard"), "auto"))
     config.crossing = str(_choice(own, "crossing", forms(), "exact"))
     config.compile = own.get("compile", False)

@@ -153,11 +153,22 @@ class Gradients:
             whole = torch.zeros(numel, dtype=dtype, device=where)
         # From here on until it is delivered, nothing but a norm is allocated.
         arrived, chunk.arrived = chunk.arrived, {}
-        views = [whole[p.offset : p.offset + p.numel] for p in map(pieces.__getitem__, arrived)]
         # One operation in place of one for each parameter: blocks of many small ones are as slow
-        # as what is launched for them.
-        torch._foreach_copy_(views, [gradient.reshape(-1) for gradient in arrived.values()])
-        del views
+        # as what is launched for them. What is not contiguous would be copied once more, all at
+        # the same time: these go one by one.
+        views: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
+        for place, gradient in arrived.items():
+            piece = pieces[place]
+            view = whole[piece.offset : piece.offset + piece.numel]
+            if gradient.is_contiguous() and gradient.dtype == dtype:
+                views.append(view)
+                found.append(gradient.view(-1))
+            else:
+                view.view(gradient.shape).copy_(gradient)
+        if views:
+            torch._foreach_copy_(views, found)
+        del views, found, gradient
         given = set(arrived)
         arrived.clear()
         if not self._once:

@@ -69,6 +69,18 @@ def guess(model: nn.Module, rows: int, length: int) -> Call:
         if "labels" in named:
             given["labels"] = whole(rows, min(length, top))
         return (), given
+    if main == "input_values":
+        ratio = getattr(config, "inputs_to_logits_ratio", 320)
+        given[main] = real(rows, length * ratio)
+        if "labels" in named:
+            given["labels"] = whole(rows, max(1, length // 8))
+        return (), given
+    if "return_loss" in named and hasattr(config, "vision_config"):  # two towers, as CLIP has
+        text, seen = config.text_config, config.vision_config
+        given[main] = whole(rows, min(length, getattr(text, "max_position_embeddings", length)))
+        size = getattr(seen, "image_size", 224)
+        given["pixel_values"] = real(rows, getattr(seen, "num_channels", 3), size, size)
+        return (), {**given, "return_loss": True}
     top = getattr(config, "max_position_embeddings", None) or length
     length = min(length, top)
     given[main] = whole(rows, length)

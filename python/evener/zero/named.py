@@ -31,7 +31,8 @@ NAMES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LLAMAS = {"llama", "mistral", "qwen2", "qwen3", "gemma"}
 """Architectures whose matrices are a Llama's."""
-_FALLBACK = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification")
+_FALLBACK = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification",
+             "Model")  # fmt: skip
 
 
 def configuration(given: str) -> dict[str, Any]:
@@ -54,6 +55,15 @@ def configuration(given: str) -> dict[str, Any]:
 def model_of(config: Mapping[str, Any]) -> nn.Module | Mapping[str, Any]:
     """The model without memory; the configuration itself where it is a Llama's and transformers is
     missing. Raises UsageError, which names the `model_type`."""
+    if "peft_type" in config:
+        base = config.get("base_model_name_or_path")
+        raise UsageError(
+            f"this is an adapter of peft ({config['peft_type']}), not a model",
+            f"give the config.json of its base model{f', {base}' if base else ''}",
+        )
+    for key, value in config.items():
+        if isinstance(value, int) and value < 0 and key.startswith(("num_", "n_", "hidden_size")):
+            raise UsageError(f"the model's configuration has {key} = {value}", "give one above 0")
     kind = config.get("model_type")
     if kind is None:
         return config  # as ever: the keys of a Llama, or they are missed by name
@@ -72,15 +82,56 @@ def model_of(config: Mapping[str, Any]) -> nn.Module | Mapping[str, Any]:
             f"model_type {kind!r} is not known to transformers {transformers.__version__}",
             "give a configuration that it knows, or plan the model itself: evener.zero.plan",
         )
-    made = known[kind].from_dict(dict(config))
+    try:
+        made = known[kind].from_dict(dict(config))
+    except Exception as error:  # whatever transformers raises for what it does not take
+        raise UsageError(
+            f"transformers {transformers.__version__} refuses this {kind} configuration: "
+            f"{_last_line(error)}",
+            "correct it in config.json",
+        ) from error
+    if getattr(made, "is_encoder_decoder", False):
+        # To shift labels; a file may lack them, as generation has its own.
+        for key in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(made, key, None) is None:
+                setattr(made, key, 0)
     name = type(made).__name__.removesuffix("Config")
     tried = [*(config.get("architectures") or []), *(name + end for end in _FALLBACK)]
     for each in tried:
         if (cls := getattr(transformers, each, None)) is not None:
-            with empty_weights():
-                model: nn.Module = cls(made)
+            try:
+                with empty_weights():
+                    model: nn.Module = cls(made)
+            except Exception as error:  # its sizes do not go together
+                raise UsageError(
+                    f"{each} cannot be made with this configuration: {_last_line(error)}",
+                    "correct it in config.json",
+                ) from error
             return model.train()
     raise UsageError(
         f"model_type {kind!r} has no model to train among {', '.join(tried)}",
         "name it in `architectures`",
     )
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()[:300]
+
+
+def remarks(config: Mapping[str, Any], model: Any) -> list[str]:
+    """What a plan of this configuration does not take from it as it is, in words."""
+    found = []
+    names = config.get("architectures") or []
+    if names and isinstance(model, nn.Module) and type(model).__name__ not in names:
+        found.append(
+            f"{', '.join(map(str, names))} is not in transformers: planned as "
+            f"{type(model).__name__}"
+        )
+    quantized = config.get("quantization_config")
+    if isinstance(quantized, Mapping):
+        way = quantized.get("quant_method", "a way without a name")
+        found.append(
+            f"the weights are quantized ({way}): planned as if they were not, as training needs"
+        )
+    return found

@@ -9,7 +9,8 @@ plan's working set, so this needs no room that a step would not need; it gets no
 budget all the same. `Rehearsed` is what a plan takes from it (`planner`).
 
 What runs is a copy of the unit: hooks of the user do not see it, and what it keeps on itself is
-gone with it. A kind that cannot run so is planned from its trace, and one line says it.
+gone with it. A kind that cannot run so is planned from its trace, and one line says it. It is off
+unless `evener.rehearse` asks for it: no GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -245,8 +246,12 @@ def rehearse(
     its number. `skip`: the layer whose logits are lazy. Embeddings are left out: their time
     depends on what is looked up. `limit`: bytes that torch's allocator may hold on a GPU meanwhile;
     0: as many as before. Random bits, weights, buffers and modules are as before."""
-    with _limited(device, limit):
-        return _rehearse(units, calls, device, dtype, skip)
+    try:
+        with _limited(device, limit):
+            return _rehearse(units, calls, device, dtype, skip)
+    except Exception as error:  # noqa: BLE001  # the traces do for the plan
+        logger.warning("no unit was run before the plan: %s: %s", type(error).__name__, error)
+        return ()
 
 
 @contextlib.contextmanager
