@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from evener import pipeline
-from evener.errors import UsageError
+from evener.errors import EvenerError, UsageError
 from evener.pipeline import PipelineError
 from tests import worlds
 from tests.pipeline import models
@@ -102,7 +102,9 @@ def test_every_rank_says_who_is_gone(how: str, ranks: int) -> None:
 @pytest.fixture(scope="module")
 def three() -> worlds.Several:
     cases: dict[str, Any] = {how: (fail, how) for how in ("nan", "memory", "bug")}
-    return worlds.several([3], cases | {"models": (disagree,), "fit": (no_fit,)})
+    return worlds.several(
+        [3], cases | {"models": (disagree,), "fit": (no_fit,), "capture": (broken,)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,26 @@ def disagree(rank: int, size: int) -> str:
 
 def test_ranks_with_different_models_are_refused(three: worlds.Several) -> None:
     assert three["models"] == ["the ranks captured different operations"] * 3
+
+
+class Broken(models.GPT):
+    """Cannot be run."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("no model")
+
+
+def broken(rank: int, size: int) -> str:
+    inputs = {"tokens": models.tokens(8), "labels": models.tokens(8, 1)}
+    with models.trace_once, pytest.raises(EvenerError) as caught:
+        kind = Broken if rank == 1 else models.GPT
+        pipeline.auto(kind(layers=1), inputs, rates=RATES, microbatches=4)
+    return caught.value.problem
+
+
+def test_a_rank_that_cannot_capture_ends_all(three: worlds.Several) -> None:
+    first, *others = three["capture"]
+    assert "no model" in first and others == [first] * 2
 
 
 def no_fit(rank: int, size: int) -> str:

@@ -7,7 +7,8 @@
         optimizer.step(); optimizer.zero_grad()
 
 Every rank runs the same lines with the same batch, takes the inputs that its stage uses, and gets
-the same loss. Rank 0 measures and plans; all ranks cut by its plan.
+the same loss. All ranks capture the model at once; rank 0 measures, when they are done and leave it
+the machine, and plans; all ranks cut by its plan.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from evener.comm import forms
 from evener.comm.world.topology import host_identity
-from evener.errors import UsageError
+from evener.errors import EvenerError, UsageError
 from evener.log import logger
 from evener.pipeline import checkpoint, links, report, schedules
 from evener.pipeline import tensor as divided
@@ -104,14 +105,17 @@ def auto(
     dist.all_gather_object(hosts, host_identity(), group=group)
     if plan is None and size > 1 and not {"network", "rates"} & set(given):
         given["network"] = links.probe(group, place, hosts)
+    call = Example.of(example, target)
+    first, states = _captured_by_all(model, call, loss, place, group)
     if rank == 0 and replicas.first:
         try:
+            _alike(states)
             if replicas.tensor is not None:
                 divided.plan_of(model, tensor)  # before the work
             if plan is None:
                 with quiet_random(place):
-                    made = planned(model, example, target=target, loss=loss, stages=size,
-                                   device=place, tensor=replicas.parts, **given)  # fmt: skip
+                    made = planned(model, call, loss=loss, stages=size, device=place,
+                                   tensor=replicas.parts, captured=first, **given)  # fmt: skip
                 plan = made.plan
             seed = torch.initial_seed() if seed is None else seed
             chosen = [(plan.to_dict(), seed, None)]
@@ -125,17 +129,21 @@ def auto(
     record, seed, failed = chosen[0]
     if failed is not None:
         raise failed
+    _alike(states)  # of this replica
+    assert first is not None
     plan = Plan.from_dict(record)
-    with quiet_random(place):
-        captured = made.captured if made else _capture(model, example, target, loss, plan)
-    same: list[Any] = [None] * size
-    dist.all_gather_object(same, digest(captured), group=group)
-    if len({*same, plan.operations}) != 1:
+    captured = made.captured if made else first
+    if not first.dynamic and first.rows != plan.rows:
+        again = None if made is None else made.captured
+        found, states = _captured_by_all(model, call.resized(plan.rows), loss, place, group, again)
+        _alike(states)
+        assert found is not None
+        captured = found
+    if digest(captured) != plan.operations:
         raise UsageError(
-            "the ranks captured different operations" if len(set(same)) > 1
-            else "the plan is of another model",
+            "the plan is of another model",
             "give every rank the same model, example and versions; plan again",
-        )  # fmt: skip
+        )
     if rank == 0 and replicas.first:
         logger.info("pipeline: %s", replicas.said(plan))
     sharding = None
@@ -151,12 +159,42 @@ def _own_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _capture(model: nn.Module, example: Any, target: Any, loss: Any, plan: Plan) -> Captured:
-    call = Example.of(example, target)
-    found = capture(model, call, loss=loss)
-    if not found.dynamic and found.rows != plan.rows:
-        found = capture(model, call.resized(plan.rows), loss=loss)
-    return found
+def _captured_by_all(
+    model: nn.Module, call: Example, loss: Any, place: torch.device,
+    group: dist.ProcessGroup | None, done: Captured | None = None,
+) -> tuple[Captured | None, list[Any]]:  # fmt: skip
+    """This rank's capture (None: it failed), and of each rank the digest of its operations or what
+    it failed with. All ranks are done when it returns: none disturbs what is measured next.
+    `done`: the capture, where this rank has it already."""
+    found = done
+    said: Exception | None = None
+    if found is None:
+        try:
+            with quiet_random(place):
+                found = capture(model, call, loss=loss)
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            said = error
+            if not isinstance(error, EvenerError):
+                said = EvenerError(
+                    f"rank {dist.get_rank(group)} cannot capture the model: "
+                    f"{type(error).__name__}: {error}",
+                    "see that the model runs alone with this example on every rank",
+                )
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, said if found is None else digest(found), group=group)
+    return found, states
+
+
+def _alike(states: list[Any]) -> None:
+    """Raises what a rank failed with, or UsageError where two captured different operations."""
+    for state in states:
+        if isinstance(state, Exception):
+            raise state
+    if len(set(states)) > 1:
+        raise UsageError(
+            "the ranks captured different operations",
+            "give every rank the same model, example and versions; plan again",
+        )
 
 
 class Pipeline:

@@ -250,6 +250,7 @@ def planned(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     device: torch.device | str | None = None,
     rates: Rates | None = None,
+    captured: Captured | None = None,
     **given: Any,
 ) -> Planned:
     """Capture, profile, search.
@@ -262,8 +263,8 @@ def planned(
     nothing fits without). network: `pipeline.network(...)`. activations: how they go between nodes:
     "exact", "bf16" or "int8" (see `wire`). tensor: ranks that share each stage; they count as one
     device, as if it all were divided evenly. device: on which operations are timed;
-    rates: estimate from these and time nothing. Raises UsageError, and NoFitError with what is
-    nearest.
+    rates: estimate from these and time nothing. captured: of this model and example, where that was
+    done before. Raises UsageError, and NoFitError with what is nearest.
     """
     try:
         options = Options(**given)
@@ -279,7 +280,7 @@ def planned(
     place = torch.device(device) if device is not None else _device()
     captures: dict[int, Captured] = {}
     measured: dict[int, Profile] = {}
-    first = capture(model, call, target=None, loss=loss)
+    first = captured or capture(model, call, target=None, loss=loss)
 
     def captured_for(rows: int) -> Captured:
         if first.dynamic or rows == first.rows:
