@@ -1,8 +1,10 @@
 """Runs of each pre-training example: how each ended, and threads left.
 
     python benchmarks/zero_exits.py [--runs 50] [--jobs 8] [--steps 3] [--only gpt] [--json FILE]
+                                    [--seconds 150]
 
-`--jobs N`: N at a time, each with its part of the cores.
+`--jobs N`: N at a time, each with its part of the cores. `--seconds S`: no run begins after that;
+given again with the same file it goes on, until all runs are there.
 
 A run is bad if its status is not 0, if it was ended by a signal, if C++ said "terminate called", or
 if a thread of Evener is alive when Python's own exit functions are through. Idle threads of the
@@ -94,11 +96,13 @@ def once(name: str, steps: int, cores: Sequence[int]) -> str:
     return "" if found[-1] == "LEFT 0" else found[-1]
 
 
-def runs(name: str, count: int, steps: int, jobs: int) -> list[str]:
-    """Why each bad one of `count` runs was."""
+def runs(name: str, count: int, steps: int, jobs: int, end: float) -> list[str]:
+    """How each of at most `count` runs ended, empty where well: of those begun before `end`."""
     free = parts(jobs)
 
-    def one(_: int) -> str:
+    def one(_: int) -> str | None:
+        if time.monotonic() > end:
+            return None
         cores = free.pop()
         try:
             return once(name, steps, cores)
@@ -106,7 +110,7 @@ def runs(name: str, count: int, steps: int, jobs: int) -> list[str]:
             free.append(cores)
 
     with ThreadPoolExecutor(jobs) as pool:
-        return [why for why in pool.map(one, range(count)) if why]
+        return [why for why in pool.map(one, range(count)) if why is not None]
 
 
 def main() -> int:
@@ -116,20 +120,28 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", choices=list(RUNS))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no run begins later")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    end = time.monotonic() + given.seconds
     rows: dict[str, Any] = {}
+    if given.json and given.json.is_file():
+        rows = json.loads(given.json.read_text(encoding="utf-8"))
     for name in [given.only] if given.only else list(RUNS):
+        before = rows.get(name, {"runs": 0, "bad": [], "seconds": 0.0})
         begun = time.perf_counter()
-        bad = runs(name, given.runs, given.steps, given.jobs)
-        each = (time.perf_counter() - begun) / given.runs
-        rows[name] = {"runs": given.runs, "jobs": given.jobs, "bad": bad, "seconds": each}
-        print(
-            f"{name:8} {given.runs} runs, {len(bad)} bad {bad[:3]}, {each:.1f} s each", flush=True
-        )
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        ended = runs(name, given.runs - before["runs"], given.steps, given.jobs, end)
+        took = time.perf_counter() - begun + before["seconds"] * before["runs"]
+        count = before["runs"] + len(ended)
+        bad = [*before["bad"], *filter(None, ended)]
+        rows[name] = {
+            "runs": count, "jobs": given.jobs, "bad": bad, "seconds": took / max(1, count)
+        }  # fmt: skip
+        print(f"{name:8} {count} runs, {len(bad)} bad {bad[:3]}, {rows[name]['seconds']:.1f} s each",
+              flush=True)  # fmt: skip
+        if given.json:
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+            given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if any(row["bad"] for row in rows.values()) else 0
 
 
