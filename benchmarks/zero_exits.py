@@ -134,11 +134,9 @@ def main() -> int:
         took = time.perf_counter() - begun + before["seconds"] * before["runs"]
         count = before["runs"] + len(ended)
         bad = [*before["bad"], *filter(None, ended)]
-        rows[name] = {
-            "runs": count, "jobs": given.jobs, "bad": bad, "seconds": took / max(1, count)
-        }  # fmt: skip
-        print(f"{name:8} {count} runs, {len(bad)} bad {bad[:3]}, {rows[name]['seconds']:.1f} s each",
-              flush=True)  # fmt: skip
+        each = took / max(1, count)
+        rows[name] = {"runs": count, "jobs": given.jobs, "bad": bad, "seconds": each}
+        print(f"{name:8} {count} runs, {len(bad)} bad {bad[:3]}, {each:.1f} s each", flush=True)
         if given.json:
             given.json.parent.mkdir(parents=True, exist_ok=True)
             given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
