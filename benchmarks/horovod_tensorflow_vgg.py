@@ -122,6 +122,7 @@ def lab(spec: str, *arguments: str) -> Any:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "EVENER_LOG": "warning",
+        "EVENER_GUARD_RESIDUAL": "100",  # SGD's: here is no optimizer that the guard could find
     }.items():
         command += ["--env", f"{name}={value}"]
     command += [sys.executable, str(Path(__file__).resolve()), *arguments]

@@ -9,7 +9,7 @@
 //! that the error spreads and nobody waits for a rank that does not come any more.
 
 use crate::algorithms::Members;
-use crate::light::{Light, Reducer};
+use crate::light::{Fall, Light, Reducer};
 use crate::mesh::{Lost, Mesh, Place};
 use evener_negotiate::link::{LinkError, Node};
 use evener_negotiate::{Action, Answer, Kind, Policy, Request};
@@ -192,6 +192,23 @@ impl Engine {
     #[must_use]
     pub fn lightened(&self) -> (u64, u64) {
         self.shared.light.get().map_or((0, 0), Reducer::counts)
+    }
+
+    /// See [`Reducer::is_linear`].
+    pub fn is_linear(&self, mark: u32) {
+        if let Some(light) = self.shared.light.get() {
+            light.is_linear(mark);
+        }
+    }
+
+    /// See [`Reducer::falls`].
+    #[must_use]
+    pub fn falls(&self) -> Vec<Fall> {
+        self.shared
+            .light
+            .get()
+            .map(Reducer::falls)
+            .unwrap_or_default()
     }
 
     /// All ranks have opened the gate ([`Node::open_gate`]): use it.

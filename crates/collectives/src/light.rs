@@ -11,13 +11,20 @@
 //! al., "Deep Gradient Compression", arXiv 1712.01887). A residual belongs to a gradient and not to a
 //! place in a fused buffer: what is fused differs from step to step. Its key is in the agreed request
 //! (`root`, which an all-reduce has no other use for), so a rank that has joined, and brings zeros, takes part with what it still owes.
+//!
+//! **Guard.** In some steps the ranks of an outer group tell each other how large what they owe is
+//! beside the gradient. Past a limit, which is far smaller for optimizers that are not linear in the
+//! gradients, what is owed is sent at once and the gradient goes whole from then on. All ranks of the
+//! group have the same numbers, so they decide the same. The rule is the torch door's
+//! (`evener.comm.guard`), which says where its limits come from; here each shard of a gradient is
+//! judged by itself.
 
 use crate::algorithms::{Members, even};
 use crate::mesh::{Lost, Mesh};
 use crate::number;
 use evener_kernels::topk;
 use half::f16;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -53,6 +60,45 @@ pub struct TopK {
     pub halves: bool,
     /// Steps within which the share comes down from a quarter.
     pub warmup: u64,
+    /// When and by what it is judged.
+    pub guard: Guard,
+}
+
+/// The norm of what is owed over that of the gradient may be at most this.
+#[derive(Debug, Clone, Copy)]
+pub struct Guard {
+    /// Steps between two looks; 0: never.
+    pub every: u64,
+    /// Where the optimizer is linear in the gradients, as SGD is.
+    pub linear: f64,
+    /// For all others, and where the optimizer is not known.
+    pub strict: f64,
+}
+
+impl Guard {
+    /// Whether `step`, from 1, is looked at: every `every`-th, and the sixth, if that is before them;
+    /// under the strict limit, where a gradient is still sent in part, some more.
+    fn due(&self, step: u64, strict: bool) -> bool {
+        let every = self.every;
+        if every == 0 || step.is_multiple_of(every) {
+            return every > 0;
+        }
+        let early = [6, every / 8, every / 2];
+        1 < step && step < every && early[..if strict { 3 } else { 1 }].contains(&step)
+    }
+}
+
+/// A gradient that goes whole from now on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fall {
+    /// Of the gradient's request.
+    pub mark: u32,
+    /// From 1, of this gradient.
+    pub step: u64,
+    /// What was owed, over the gradient.
+    pub ratio: f64,
+    /// What that may be.
+    pub limit: f64,
 }
 
 /// Which gradient a residual is of: the request's mark, and the tensor's number in it.
@@ -65,6 +111,7 @@ const HALVES: u32 = 1;
 struct Kept {
     entries: Vec<f32>,
     steps: u64,
+    whole: bool, // the guard has said so
 }
 
 /// [`Light`] with what it remembers.
@@ -74,6 +121,8 @@ pub struct Reducer {
     every: Vec<usize>,
     own: [usize; 1],
     kept: Mutex<HashMap<Key, Kept>>,
+    linear: Mutex<HashSet<u32>>,
+    falls: Mutex<Vec<Fall>>,
     two_level: AtomicU64,
     sparse: AtomicU64,
 }
@@ -100,6 +149,19 @@ impl Reducer {
     pub fn counts(&self) -> (u64, u64) {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         (read(&self.two_level), read(&self.sparse))
+    }
+
+    /// The gradient of this mark is for an optimizer that is linear in it.
+    pub fn is_linear(&self, mark: u32) {
+        let mut linear = self.linear.lock().unwrap_or_else(|held| held.into_inner());
+        linear.insert(mark);
+    }
+
+    /// What the guard has decided since the last call; of each group its first rank says it.
+    #[must_use]
+    pub fn falls(&self) -> Vec<Fall> {
+        let mut falls = self.falls.lock().unwrap_or_else(|held| held.into_inner());
+        std::mem::take(&mut *falls)
     }
 
     /// The inner and the outer group for a sum of `bytes` bytes.
@@ -153,13 +215,38 @@ impl Reducer {
         let Some(topk) = self.light.topk else {
             return self.all_reduce(mesh, data, FLOAT32, number::SUM);
         };
-        self.sparse.fetch_add(1, Ordering::Relaxed);
         let groups = self.groups(data.len());
         let mut kept = self.kept.lock().unwrap_or_else(|held| held.into_inner());
         let kept = kept.entry(key).or_default();
         let halves = topk.halves || key.0 & HALVES != 0;
+        let linear = self.linear.lock().unwrap_or_else(|held| held.into_inner());
+        let linear = linear.contains(&key.0);
         self.through(mesh, groups, data, FLOAT32, number::SUM, |outer, shard| {
-            exchange(&topk, halves, outer, shard, kept)
+            if kept.whole {
+                return outer.all_reduce(shard, FLOAT32, number::SUM);
+            }
+            self.sparse.fetch_add(1, Ordering::Relaxed);
+            let gradient = square(&floats(shard));
+            exchange(&topk, halves, outer, shard, kept)?;
+            let Some((ratio, limit)) = judge(&topk.guard, linear, gradient, outer, kept)? else {
+                return Ok(());
+            };
+            // What is owed goes with this step's sum: nothing of it is lost, and nothing is kept.
+            let mut owed = bytes(&kept.entries);
+            outer.all_reduce(&mut owed, FLOAT32, number::SUM)?;
+            add(shard, &owed);
+            kept.entries = Vec::new();
+            kept.whole = true;
+            if outer.place == 0 {
+                let mut falls = self.falls.lock().unwrap_or_else(|held| held.into_inner());
+                falls.push(Fall {
+                    mark: key.0,
+                    step: kept.steps,
+                    ratio,
+                    limit,
+                });
+            }
+            Ok(())
         })
     }
 
@@ -201,6 +288,61 @@ fn entries(count: usize, topk: &TopK, step: u64) -> usize {
     ((count as f64 * ratio) as usize)
         .clamp(1, count.max(1))
         .min(count)
+}
+
+/// The ratio and the limit of a gradient that must go whole; `square` is that of this rank's own.
+fn judge(
+    guard: &Guard,
+    linear: bool,
+    square_of_gradient: f64,
+    outer: &Members,
+    kept: &Kept,
+) -> Result<Option<(f64, f64)>, Lost> {
+    // Which limit holds is known when all have said what they know; this asks as if it were the strict.
+    if !guard.due(kept.steps, true) {
+        return Ok(None);
+    }
+    let mine = [
+        square(&kept.entries),
+        square_of_gradient,
+        f64::from(!linear),
+    ];
+    let size = 8 * mine.len();
+    let mut all = vec![0; size * outer.ranks.len()];
+    let own = &mut all[outer.place * size..][..size];
+    for (bytes, value) in own.as_chunks_mut::<8>().0.iter_mut().zip(mine) {
+        *bytes = value.to_ne_bytes();
+    }
+    outer.all_gather(&mut all, &vec![size; outer.ranks.len()])?;
+    let mut sums = [0.0; 3];
+    for (index, bytes) in all.as_chunks::<8>().0.iter().enumerate() {
+        sums[index % 3] += f64::from_ne_bytes(*bytes);
+    }
+    let [owed, gradient, others] = sums;
+    let strict = others > 0.0;
+    let limit = if strict { guard.strict } else { guard.linear };
+    let ratio = (owed / gradient).sqrt();
+    let judged = guard.due(kept.steps, strict) && gradient > 0.0 && gradient.is_finite();
+    Ok((judged && (ratio > limit || ratio.is_nan())).then_some((ratio, limit)))
+}
+
+fn square(values: &[f32]) -> f64 {
+    values.iter().map(|value| f64::from(*value).powi(2)).sum()
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values
+        .iter()
+        .flat_map(|value| value.to_ne_bytes())
+        .collect()
+}
+
+/// `shard` += `more`, both float32.
+fn add(shard: &mut [u8], more: &[u8]) {
+    let more = more.as_chunks::<4>().0;
+    for (sum, value) in shard.as_chunks_mut::<4>().0.iter_mut().zip(more) {
+        *sum = (f32::from_ne_bytes(*sum) + f32::from_ne_bytes(*value)).to_ne_bytes();
+    }
 }
 
 /// `shard` becomes the sum of what all members of `outer` send of theirs and of what they owe.
@@ -282,6 +424,26 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 mod tests {
     use super::*;
 
+    const NEVER: Guard = Guard {
+        every: 0,
+        linear: 100.0,
+        strict: 0.25,
+    };
+
+    #[test]
+    fn when_the_guard_looks() {
+        let guard = Guard {
+            every: 200,
+            ..NEVER
+        };
+        let due = |strict| -> Vec<u64> { (0..=400).filter(|s| guard.due(*s, strict)).collect() };
+        assert_eq!(due(false)[1..], [6, 200, 400]);
+        assert_eq!(due(true)[1..], [6, 25, 100, 200, 400]);
+        assert!((0..400).all(|step| !NEVER.due(step, true)));
+        let each = Guard { every: 3, ..NEVER };
+        assert!(!each.due(1, true) && each.due(3, true) && each.due(6, false));
+    }
+
     #[test]
     fn the_share_comes_down_from_a_quarter() {
         let topk = TopK {
@@ -289,6 +451,7 @@ mod tests {
             least: 0,
             halves: false,
             warmup: 10,
+            guard: NEVER,
         };
         let sent: Vec<usize> = (0..12).map(|step| entries(10_000, &topk, step)).collect();
         assert_eq!(sent[0], 2500);
@@ -309,6 +472,7 @@ mod tests {
                 least: 4000,
                 halves: false,
                 warmup: 0,
+                guard: NEVER,
             }),
         };
         let reducer = Reducer::new(light, 0, 4);

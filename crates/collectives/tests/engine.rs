@@ -1,7 +1,7 @@
 //! Engines of ranks in one process: orders that differ, mismatches, joins, the end.
 
 use evener_collectives::engine::{Engine, Failure, Job, Options, Outcome};
-use evener_collectives::light::{Light, TopK};
+use evener_collectives::light::{Guard, Light, TopK};
 use evener_negotiate::{Kind, Meta, Policy, Request};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
@@ -297,6 +297,64 @@ fn two_levels_give_the_sum() {
     });
 }
 
+fn guard(every: u64) -> Guard {
+    Guard {
+        every,
+        linear: 100.0,
+        strict: 0.25,
+    }
+}
+
+/// Past its limit a gradient goes whole, with all that is owed, on all ranks in the same step. Rank 0
+/// alone knows of an optimizer that is linear for the mark 2, all of them do so for the mark 4.
+#[test]
+fn the_guard_sends_what_is_owed() {
+    const COUNT: usize = 4096;
+    let topk = TopK {
+        ratio: 0.01,
+        least: 1024,
+        halves: false,
+        warmup: 0,
+        guard: guard(200),
+    };
+    let light = |rank| Some(two_by_two(rank, Some(topk)));
+    let value = |i: usize, rank: usize| ((i * 7 + rank * 3) % 11) as f32 - 5.0;
+    world_with(4, 2, light, |rank, engine| {
+        engine.is_linear(4);
+        if rank == 0 {
+            engine.is_linear(2);
+        }
+        let mut totals = [vec![0.0; COUNT], vec![0.0; COUNT]];
+        for step in 1..=8 {
+            for (total, mark) in totals.iter_mut().zip([2, 4]) {
+                let mine: Vec<f32> = (0..COUNT).map(|i| value(i, rank)).collect();
+                let asked = Request {
+                    root: mark,
+                    ..request(&format!("w{mark}"), Kind::Allreduce, &[64, 64])
+                };
+                let (got, outcome) = submit(engine, asked, &mine).recv().expect("an end");
+                assert_eq!(outcome, Ok(Outcome::default()));
+                for (total, got) in total.iter_mut().zip(&got) {
+                    *total += got;
+                }
+                let sum = |i: usize| (0..4).map(|other| value(i, other)).sum::<f32>();
+                let all = (0..COUNT).all(|i| total[i] == step as f32 * sum(i));
+                assert_eq!(all, mark == 2 && step >= 6, "mark {mark}, step {step}");
+            }
+        }
+        let falls = engine.falls();
+        let said: Vec<(u32, u64)> = falls.iter().map(|fall| (fall.mark, fall.step)).collect();
+        // Ranks with the same place in their nodes decide together, and the first of them says it.
+        assert_eq!(said, if rank < 2 { vec![(2, 6)] } else { vec![] });
+        assert!(
+            falls
+                .iter()
+                .all(|fall| fall.ratio > 0.25 && fall.limit == 0.25)
+        );
+        assert!(engine.falls().is_empty());
+    });
+}
+
 /// What is not sent in one step is sent in the next ones: nothing is lost, and all ranks get the same.
 /// Rank 3 has joined after the first step: it brings no gradient, and still pays what it owes.
 #[test]
@@ -309,6 +367,7 @@ fn entries_that_wait_arrive() {
             least: 1024,
             halves: false,
             warmup: 0,
+            guard: guard(0),
         };
         let light = |rank| Some(two_by_two(rank, Some(topk)));
         let value = |i: usize, rank: usize| ((i * 7 + rank * 3) % 11) as f32 - 5.0;

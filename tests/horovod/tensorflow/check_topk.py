@@ -91,6 +91,37 @@ def test_what_is_owed_arrives(topk: None, graph: bool, options: dict[str, Any]) 
     assert sent() - before == 2 * STEPS
 
 
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_the_guard(topk: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What uses a tape's gradients is looked for: under Adam they go whole from the sixth step on.
+
+    Rank 1 alone has Adam: all ranks must decide the same.
+    """
+    monkeypatch.setattr(light, "_looked", None)
+    monkeypatch.setattr(light, "_optimizer_classes", lambda: {type(optimizer)})
+    optimizer = getattr(tf.keras.optimizers, kind if hvd.rank() else "SGD")()
+    assert light.is_linear(hvd.DistributedOptimizer(optimizer)) == light.is_linear(optimizer)
+    variable = tf.Variable(tf.zeros(SHAPE))
+    mine = tf.constant(value(hvd.rank(), 0), tf.float32)
+    total, before = np.zeros(SHAPE), sent()
+    for step in range(1, 9):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * mine)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+        total += tape.gradient(loss, [variable])[0].numpy()
+        exact = np.array_equal(total, step * (value(0, 0) + value(1, 0)))
+        assert exact == (kind == "Adam" and step >= 6), step
+    assert sent() - before == (6 if kind == "Adam" else 8)
+    mark = max(light._NAMES)
+    assert "Variable:0 falls back from top-k to exact" in light.fell(mark, 6, 1.5, 0.25)
+
+
+def test_all_optimizers_of_the_process_are_found(topk: None) -> None:
+    optimizers = [tf.keras.optimizers.Adam(), tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)]
+    assert {type(each) for each in optimizers} <= light._optimizer_classes()
+    assert [light.is_linear(each) for each in optimizers] == [False, True]
+
+
 def test_what_is_no_gradient_arrives_whole(topk: None) -> None:
     mine = tf.constant(value(hvd.rank(), 0), tf.float32)
     before = sent()
@@ -130,7 +161,7 @@ def test_what_cannot_be_is_named(
 
     monkeypatch.setattr(light, "_TOLD", set())
     monkeypatch.setattr(logging.getLogger("evener"), "propagate", True)
-    monkeypatch.setenv("EVENER_GUARD_STEPS", "7")
+    monkeypatch.setenv("EVENER_GUARD_COSINE", "0.5")
     variable = tf.Variable([[1.0]])
     with caplog.at_level(logging.DEBUG, "evener"):
         light.plan(0, told)
@@ -138,5 +169,5 @@ def test_what_cannot_be_is_named(
         assert light.marked([variable], hvd.Compression.none, hvd.Sum, False)[0] == 0
         assert light.marked([variable], hvd.Compression.none, hvd.Adasum, True)[0] == 0
     said = " ".join(record.getMessage() for record in caplog.records)
-    for word in ("EVENER_GUARD_STEPS", "BF16Compressor", "process set", "Adasum"):
+    for word in ("EVENER_GUARD_COSINE", "BF16Compressor", "process set", "Adasum"):
         assert word in said, said

@@ -5,7 +5,7 @@
 
 use super::{WORLD, World, world};
 use evener_collectives::engine::{Engine, Failure, Options};
-use evener_collectives::light::{Light, TopK};
+use evener_collectives::light::{Guard, Light, TopK};
 use evener_negotiate::coordinator::Moment;
 use evener_negotiate::{Kind, Policy, Request};
 use serde::Deserialize;
@@ -52,6 +52,10 @@ enum Ask {
     Frozen,
     /// How many sums went in two levels, and how many gradients in part.
     Lightened,
+    /// The gradient of this mark is for an optimizer that is linear in it.
+    Linear {
+        mark: u32,
+    },
     Joins,
     Now,
     Record {
@@ -102,6 +106,9 @@ struct Part {
     least: usize,
     halves: bool,
     warmup: u64,
+    guard_steps: u64,
+    guard_linear: f64,
+    guard_strict: f64,
 }
 
 impl From<Ease> for Light {
@@ -115,6 +122,11 @@ impl From<Ease> for Light {
                 least: part.least,
                 halves: part.halves,
                 warmup: part.warmup,
+                guard: Guard {
+                    every: part.guard_steps,
+                    linear: part.guard_linear,
+                    strict: part.guard_strict,
+                },
             }),
         }
     }
@@ -255,6 +267,10 @@ fn answer(ask: Ask) -> Result<Value, Value> {
         Ask::Ended => Ok(json!({"ended": current()?.engine.node().ended()})),
         Ask::Frozen => Ok(json!({"frozen": current()?.engine.node().frozen()})),
         Ask::Lightened => Ok(json!({"lightened": current()?.engine.lightened()})),
+        Ask::Linear { mark } => {
+            current()?.engine.is_linear(mark);
+            Ok(json!({}))
+        }
         Ask::Joins => Ok(json!({"joins": current()?.engine.joins()})),
         Ask::Now => Ok(json!({"now": current()?.engine.node().now() as f64 / 1e6})),
         Ask::Record { on } => {
@@ -262,7 +278,13 @@ fn answer(ask: Ask) -> Result<Value, Value> {
             Ok(json!({}))
         }
         Ask::News => {
-            let (events, warnings) = current()?.engine.node().news();
+            let engine = current()?.engine;
+            let (events, warnings) = engine.node().news();
+            let falls = engine.falls();
+            let falls: Vec<Value> = falls
+                .into_iter()
+                .map(|fall| json!([fall.mark, fall.step, fall.ratio, fall.limit]))
+                .collect();
             let events: Vec<Value> = events
                 .into_iter()
                 .map(|event| {
@@ -276,7 +298,7 @@ fn answer(ask: Ask) -> Result<Value, Value> {
                     json!([at, event.name, event.kind as u8, moment, rank])
                 })
                 .collect();
-            Ok(json!({"events": events, "warnings": warnings}))
+            Ok(json!({"events": events, "warnings": warnings, "falls": falls}))
         }
         Ask::Abort { reason } => {
             if let Some(world) = world() {

@@ -196,6 +196,8 @@ class Engine:
         news = call("news")
         for text in news["warnings"]:
             logger.warning("Horovod operations are %s", text)
+        for mark, step, ratio, limit in news["falls"]:
+            logger.warning("%s", light.fell(mark, step, ratio, limit))
         if self.timeline.active:
             self.timeline.negotiated([tuple(event) for event in news["events"]])
 

@@ -34,7 +34,8 @@ class Reduction:
     """What a tape or an optimizer was asked to do with gradients.
 
     local: keys of variables whose gradients stay on this rank, divided by the number of ranks where
-    `scale_local`.
+    `scale_local`. linear: whether the optimizer is linear in the gradients (`light.is_linear`);
+    None where it is not known.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Reduction:
     process_set: ProcessSet = field(default_factory=lambda: global_process_set)
     scale_local: bool = True
     local: set[Any] = field(default_factory=set)
+    linear: bool | None = None
 
     def __post_init__(self) -> None:
         if self.predivide != 1.0 and self.op != Average:
@@ -101,7 +103,7 @@ class Reduction:
 
     def _reduced(self, group: list[tuple[int, Any]], of: list[Any], name: str | None) -> list[Any]:
         everywhere = self.process_set is global_process_set
-        mark, compression = light.marked(of, self.compression, self.op, everywhere)
+        mark, compression = light.marked(of, self.compression, self.op, everywhere, self.linear)
         options: dict[str, Any] = {
             "device_dense": self.device_dense,
             "device_sparse": self.device_sparse,

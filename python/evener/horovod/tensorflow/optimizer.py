@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.common.reductions import Adasum, Average
+from evener.horovod.tensorflow import light
 from evener.horovod.tensorflow.collectives import allreduce
 from evener.horovod.tensorflow.compression import Compression
 from evener.horovod.tensorflow.gradients import Reduction, key, options
@@ -243,6 +244,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         process_set,
         scale_local_gradients,
     )
+    reduction.linear = light.is_linear(optimizer)
     if isinstance(optimizer, v1.train.Optimizer):
         if op == Adasum:
             return _DistributedAdasumOptimizer(optimizer, name, use_locking, compression)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.common.reductions import Average
-from evener.horovod.tensorflow import collectives, functions
+from evener.horovod.tensorflow import collectives, functions, light
 from evener.horovod.tensorflow import mpi_ops as _mpi_ops
 from evener.horovod.tensorflow.compression import Compression
 from evener.horovod.tensorflow.gradients import options
@@ -91,6 +91,7 @@ def DistributedOptimizer(  # noqa: N802 - upstream's name
         process_set,
         scale_local_gradients,
     )
+    reduction.linear = light.is_linear(optimizer)
     return wrap(optimizer, name, reduction, backward_passes_per_step, average_aggregated_gradients)
 
 
