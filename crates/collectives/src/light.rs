@@ -219,8 +219,10 @@ impl Reducer {
         let mut kept = self.kept.lock().unwrap_or_else(|held| held.into_inner());
         let kept = kept.entry(key).or_default();
         let halves = topk.halves || key.0 & HALVES != 0;
-        let linear = self.linear.lock().unwrap_or_else(|held| held.into_inner());
-        let linear = linear.contains(&key.0);
+        let linear = {
+            let marks = self.linear.lock().unwrap_or_else(|held| held.into_inner());
+            marks.contains(&key.0)
+        };
         self.through(mesh, groups, data, FLOAT32, number::SUM, |outer, shard| {
             if kept.whole {
                 return outer.all_reduce(shard, FLOAT32, number::SUM);
