@@ -140,11 +140,12 @@ impl Callers {
 
     /// Begins a comm to the handle's listener over this transport.
     pub(crate) fn open(&self, to: &Handle, transport: Transport) -> Arc<Comm> {
-        let key = PeerKey {
+        let key = self.lane(PeerKey {
             process: to.process,
             mirror: false,
             transport,
-        };
+            lane: 0,
+        });
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let peer = self
             .shared
@@ -155,6 +156,24 @@ impl Callers {
             self.shared.news(News::Want(key));
         }
         comm
+    }
+
+    /// With the connection that has the fewest comms.
+    fn lane(&self, key: PeerKey) -> PeerKey {
+        let shared = &self.shared;
+        let lanes = match key.transport {
+            Transport::Tcp => 1,
+            Transport::Udp => shared.instances().len().min(usize::from(u8::MAX)),
+        };
+        let comms = |key: &PeerKey| {
+            let peer = shared.peers.get(key);
+            peer.map_or(0, |peer| peer.claims.load(Ordering::Relaxed))
+        };
+        let all = (0..lanes).map(|lane| PeerKey {
+            lane: lane as u8,
+            ..key
+        });
+        all.min_by_key(comms).unwrap_or(key)
     }
 
     fn begin(&self, comm: &Arc<Comm>, listener: Option<u64>) {

@@ -27,6 +27,9 @@ pub struct PeerKey {
     pub mirror: bool,
     /// What leads there: a process may be reached by both.
     pub transport: Transport,
+    /// Which of the connections to it; of TCP there is one. One thread moves all packets of a connection,
+    /// so comms are dealt out over as many as there are threads.
+    pub lane: u8,
 }
 
 /// See the module.

@@ -515,6 +515,26 @@ fn processes_with_different_engines_speak_to_each_other() {
     }
 }
 
+/// One thread moves all packets of a connection: comms to one process take several.
+#[test]
+fn comms_are_dealt_out_over_the_threads_of_udp() {
+    let (a, b) = (engine(Choice::Udp, 2), engine(Choice::Udp, 2));
+    let pairs: Vec<_> = (0..5).map(|_| pair(&a, &b)).collect();
+    let of_first = |home: &dyn Fn(usize) -> usize| {
+        let first = home(0);
+        (0..pairs.len()).filter(|at| home(*at) == first).count()
+    };
+    assert!((2..=3).contains(&of_first(&|at| pairs[at].0.peer.home)));
+    assert!((2..=3).contains(&of_first(&|at| pairs[at].1.peer.home)));
+    for (at, (send, receive)) in pairs.iter().enumerate() {
+        let (mut bytes, mut into) = (pattern(at, 300_000), vec![0; 300_000]);
+        let posted = post(&b, receive, &mut into).unwrap();
+        let sent = post(&a, send, &mut bytes).unwrap();
+        assert_eq!((finish(posted), finish(sent)), (300_000, 300_000));
+        assert_eq!(bytes, into);
+    }
+}
+
 #[test]
 fn a_peer_that_ends_says_so_over_udp() {
     let (a, b) = (engine(Choice::Udp, 1), engine(Choice::Udp, 1));

@@ -292,6 +292,7 @@ impl Control {
             process: greeting.from,
             mirror: greeting.from == shared.process,
             transport: Transport::Tcp,
+            lane: 0,
         };
         let peer = shared.peer(
             key,

@@ -346,6 +346,7 @@ impl Instance {
                     process,
                     mirror: true,
                     transport: Transport::Udp,
+                    lane: 0,
                 };
                 let shared = self.shared.clone();
                 let addresses = [from.ip()];

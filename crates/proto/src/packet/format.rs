@@ -38,7 +38,7 @@ pub const MAX_OFFSET: u64 = (1 << 48) - 1;
 /// Most ranges in one acknowledgement, the newest not counted.
 pub const MAX_RANGES: usize = 63;
 /// The only version there is.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 /// Why bytes are not a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

@@ -16,8 +16,13 @@ use std::time::Duration;
 
 /// Most paths of a connection: a packet has 8 bits for them.
 pub const MOST: usize = 256;
-/// Packets in a row over one path.
-const BURST: u32 = 8;
+/// Packets in a row over one path: as many as half of its window, but no more than one call to the
+/// kernel takes. Fewer leave a quick path to single calls, more fill a queue of few packets alone.
+const BURST: u32 = 44;
+
+fn burst(window: f64, size: u64) -> u32 {
+    (window / (2 * size) as f64).clamp(2.0, f64::from(BURST)) as u32
+}
 
 /// Whether a path is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -130,7 +135,8 @@ impl Paths {
             let room = path.flying == 0 || (path.flying + size) as f64 <= most;
             (usable && room).then(|| (path.flying + size) as f64 / most.max(1.0))
         };
-        if self.burst < BURST && fill(self.current).is_some() && self.used.contains(&self.current) {
+        let most = burst(window(self.current), size);
+        if self.burst < most && fill(self.current).is_some() && self.used.contains(&self.current) {
             self.burst += 1;
             return Some(self.current);
         }
@@ -195,6 +201,11 @@ mod tests {
             assert_eq!(paths.choose(1000, |_| 1e6), Some(first));
         }
         paths.get_mut(first).unwrap().flying = 8000;
+        // A small window is for two in a row.
+        paths.burst = 1;
+        assert_eq!(paths.choose(1000, |_| 9000.0), Some(first));
+        paths.burst = 4;
+        assert_ne!(paths.choose(1000, |_| 9000.0), Some(first));
         let second = paths.choose(1000, |_| 1e6).unwrap();
         assert_ne!(second, first);
         for at in 0..4 {
