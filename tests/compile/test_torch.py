@@ -248,3 +248,26 @@ def test_what_cannot_be() -> None:
         bucketed(lambda x: x, dynamic=True)
     with pytest.raises(UsageError, match="limit of"):
         bucketed(lambda x: x, options=Options(most=99))
+
+
+class Attention(nn.Module):
+    """With a bias of its own for keys, whose gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_gradient_that_is_only_rounding() -> None:
+    made = bucketed(Attention(), options=QUICK, backend="eager")
+    for step, size in enumerate(SIZES):
+        x = torch.randn(size, 5, 8, generator=torch.Generator().manual_seed(step))
+        made(x).square().sum().backward()
+        bias, weight = made.key.bias.grad, made.key.weight.grad
+        assert bias.norm() < 1e-5 * weight.norm()
+    assert ready(made.forward) > 0, why(made.forward)

@@ -37,7 +37,8 @@ def broadcast_variables(
                 value = mpi_ops.broadcast(variable, root_rank, name=name, process_set=process_set)
                 variable.assign(value)
 
-        run()
+        # Not `run()`: TensorFlow warns of a function that is traced in each call.
+        run.get_concrete_function()()
     return None
 
 
