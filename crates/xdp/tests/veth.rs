@@ -1,0 +1,502 @@
+//! Cards of two network namespaces, joined by a veth pair. The namespaces belong to threads of the test, and
+//! go with them. Where they are not allowed (root, CAP_NET_ADMIN), each test says so and is skipped.
+
+#![allow(unsafe_code, reason = "unshare(2) has no safe function; see `unshare`")]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream, UdpSocket};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use evener_xdp::port::{Refusal, Sent};
+use evener_xdp::{Card, Mode, Port, Refused, Rule, Wanted};
+
+const A: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
+const B: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn unshare() -> bool {
+    // Safety: it concerns this thread alone, and no memory.
+    unsafe { libc::unshare(libc::CLONE_NEWNET) == 0 }
+}
+
+fn ip(line: &str) -> bool {
+    let run = Command::new("ip").args(line.split(' ')).output();
+    run.is_ok_and(|done| {
+        if !done.status.success() {
+            eprintln!("ip {line}: {}", String::from_utf8_lossy(&done.stderr));
+        }
+        done.status.success()
+    })
+}
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A thread with a namespace of its own, which runs what it is given.
+struct Node {
+    work: Option<Sender<Work>>,
+    thread: Option<JoinHandle<()>>,
+    /// The thread's number, which names its namespace.
+    id: i32,
+}
+
+impl Node {
+    fn new() -> Option<Node> {
+        let (work, jobs): (Sender<Work>, Receiver<Work>) = channel();
+        let (tell, told) = channel();
+        let thread = std::thread::spawn(move || {
+            // Safety: it has no arguments.
+            let id = unsafe { libc::gettid() };
+            let _ = tell.send((unshare() && ip("link set lo up")).then_some(id));
+            for job in jobs {
+                job();
+            }
+        });
+        Some(Node {
+            id: told.recv().ok()??,
+            work: Some(work),
+            thread: Some(thread),
+        })
+    }
+
+    /// Runs it in the namespace; its answer can be waited for.
+    fn start<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> Receiver<T> {
+        let (tell, told) = channel();
+        let work: Work = Box::new(move || {
+            let _ = tell.send(job());
+        });
+        self.work.as_ref().unwrap().send(work).unwrap();
+        told
+    }
+
+    fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+        self.start(job)
+            .recv_timeout(PATIENCE)
+            .expect("it failed or hangs")
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.work = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Two nodes with one link.
+fn pair(mtu: usize) -> Option<(Node, Node)> {
+    let nodes = || {
+        let (a, b) = (Node::new()?, Node::new()?);
+        let id = b.id;
+        a.run(move || {
+            ip(&format!(
+                "link add va mtu {mtu} type veth peer name vb mtu {mtu} netns {id}"
+            )) && ip("addr add 10.9.0.1/24 dev va")
+                && ip("link set va up")
+        })
+        .then_some(())?;
+        b.run(|| ip("addr add 10.9.0.2/24 dev vb") && ip("link set vb up"))
+            .then_some(())?;
+        Some((a, b))
+    };
+    let made = nodes();
+    if made.is_none() {
+        eprintln!("skipped: no network namespaces here (they need root and `ip`)");
+    }
+    made
+}
+
+/// A card with its sockets, as a caller has them.
+struct End {
+    card: Card,
+    port: Port,
+    own: UdpSocket,
+}
+
+fn rule(address: Ipv4Addr) -> Rule {
+    Rule {
+        address,
+        ports: 20_000..=20_031,
+    }
+}
+
+fn open(name: &str, address: Ipv4Addr, modes: &[Mode]) -> Result<End, Refused> {
+    let mut wanted = Wanted::new(name, rule(address));
+    wanted.modes = modes.into();
+    wanted.frames = 256;
+    let own = UdpSocket::bind((address, 20_007)).unwrap();
+    own.set_nonblocking(true).unwrap();
+    let (card, mut ports) = Card::open(&wanted)?;
+    Ok(End {
+        card,
+        port: ports.remove(0),
+        own,
+    })
+}
+
+/// Packet `number`: its length and bytes follow from it.
+fn packet(number: u32, most: usize) -> Vec<u8> {
+    let length = 4 + (number as usize * 7919) % (most - 3);
+    let mut bytes: Vec<u8> = (0..length)
+        .map(|at| (at as u32 ^ number * 31) as u8)
+        .collect();
+    bytes[..4].copy_from_slice(&number.to_le_bytes());
+    bytes
+}
+
+impl End {
+    /// Sends one datagram, by the kernel where the hop is not known; whether by a frame.
+    fn send(&mut self, to: SocketAddrV4, bytes: &[u8]) -> bool {
+        let began = Instant::now();
+        loop {
+            let sent = self
+                .port
+                .send(20_007, to, bytes.len(), Instant::now(), |room| {
+                    room.copy_from_slice(bytes);
+                    bytes.len()
+                });
+            match sent {
+                Sent::Framed => return true,
+                Sent::ByKernel => {
+                    let _ = self.own.send_to(bytes, to);
+                    return false;
+                }
+                Sent::Full => {
+                    assert!(began.elapsed() < PATIENCE);
+                    self.port.flush().unwrap();
+                }
+                Sent::TooLong => panic!("too long"),
+            }
+        }
+    }
+
+    /// Swaps `count` packets with the other end, a few on their way at a time; how many went in frames. Those
+    /// that are lost go again.
+    fn swap(&mut self, to: SocketAddrV4, count: u32, most: usize) -> u32 {
+        let (mut framed, mut got, mut next) = (0, vec![false; count as usize], 0);
+        let (mut missing, mut quiet) = (count, Instant::now());
+        let began = Instant::now();
+        // The other end may need what is sent here after all has come.
+        let mut last = None;
+        while missing > 0
+            || last.is_none_or(|at: Instant| at.elapsed() < Duration::from_millis(300))
+        {
+            assert!(
+                began.elapsed() < PATIENCE,
+                "{missing} of {count} packets are missing"
+            );
+            if next < count {
+                framed += u32::from(self.send(to, &packet(next, most)));
+                next += 1;
+            } else if quiet.elapsed() > Duration::from_millis(50) {
+                next = 0;
+            }
+            self.port.flush().unwrap();
+            let mut hear = |bytes: &[u8]| {
+                let number = u32::from_le_bytes(*bytes.first_chunk().unwrap());
+                assert_eq!(bytes, packet(number, most), "packet {number}");
+                let got = &mut got[number as usize];
+                if !std::mem::replace(got, true) {
+                    missing -= 1;
+                    quiet = Instant::now();
+                }
+            };
+            self.port.receive(64, |came| {
+                assert_eq!(came.from, to);
+                assert_eq!(came.to.port(), 20_007);
+                hear(came.packet);
+            });
+            let mut room = vec![0; 10_000];
+            while let Ok(length) = self.own.recv(&mut room) {
+                hear(&room[..length]);
+            }
+            if missing == 0 && last.is_none() {
+                last = Some(Instant::now());
+            }
+        }
+        framed
+    }
+}
+
+/// Both nodes open a card each in this mode and swap packets.
+fn both_ways(mtu: usize, mode: Mode, count: u32) -> Option<()> {
+    let (a, b) = pair(mtu)?;
+    let most = mtu - 28;
+    let one = |name: &'static str, here, there| {
+        move || {
+            let mut end = open(name, here, &[mode]).unwrap();
+            let framed = end.swap(SocketAddrV4::new(there, 20_007), count, most);
+            let counts = end.port.counts();
+            assert!(
+                framed > count / 2,
+                "{framed} of {count} in frames: {counts:?}"
+            );
+            assert!(counts.received > 0 && counts.odd == 0, "{counts:?}");
+            assert_eq!(end.card.mode(), mode);
+            assert!(
+                end.card.summary().contains("veth"),
+                "{}",
+                end.card.summary()
+            );
+        }
+    };
+    let (at_a, at_b) = (a.start(one("va", A, B)), b.start(one("vb", B, A)));
+    at_a.recv_timeout(2 * PATIENCE)
+        .expect("the first node failed");
+    at_b.recv_timeout(2 * PATIENCE)
+        .expect("the second node failed");
+    Some(())
+}
+
+#[test]
+fn packets_cross_both_ways_with_native_copies() {
+    // More than the rings hold: they go round several times.
+    both_ways(1500, Mode::Native, 3000);
+}
+
+#[test]
+fn packets_cross_both_ways_in_generic_mode() {
+    both_ways(1500, Mode::Generic, 1000);
+}
+
+#[test]
+fn a_packet_may_take_several_frames() {
+    both_ways(9000, Mode::Native, 600);
+}
+
+#[test]
+fn frames_of_four_kilobytes_take_a_larger_mtu() {
+    both_ways(3498, Mode::Native, 600);
+}
+
+#[test]
+fn zero_copy_is_refused_by_name_and_native_copies_are_taken() {
+    let Some((a, _b)) = pair(1500) else { return };
+    a.run(|| {
+        let end = open("va", A, &Mode::ALL).unwrap();
+        assert_eq!(end.card.mode(), Mode::Native);
+        let [(Mode::ZeroCopy, Refusal::Bind(0, _))] = end.card.tried() else {
+            panic!("{:?}", end.card.tried());
+        };
+        let summary = end.card.summary();
+        let wanted = "va (driver veth): zero copy refused (EOPNOTSUPP when queue 0 is bound), native copy \
+                      taken; frames of 2048 bytes";
+        assert!(summary.starts_with(wanted), "{summary}");
+        drop(end);
+        let refused = open("va", A, &[Mode::ZeroCopy]).err().unwrap();
+        assert!(matches!(refused, Refused::Modes { .. }), "{refused}");
+        assert!(!attached("va"), "a mode that was refused leaves its program");
+        let refused = open("nosuch0", A, &Mode::ALL).err().unwrap();
+        assert!(refused.to_string().contains("nosuch0"), "{refused}");
+    });
+}
+
+fn attached(name: &str) -> bool {
+    let shown = Command::new("ip")
+        .args(["link", "show", name])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(text.contains(name), "{text}");
+    text.contains("xdp")
+}
+
+#[test]
+fn a_second_program_is_refused_and_the_first_stays() {
+    let Some((a, _b)) = pair(1500) else { return };
+    a.run(|| {
+        let first = open("va", A, &[Mode::Native]).unwrap();
+        let mut wanted = Wanted::new("va", rule(A));
+        wanted.frames = 64;
+        let refused = Card::open(&wanted).err().unwrap();
+        assert!(
+            matches!(
+                refused,
+                Refused::Taken {
+                    program: Some(_),
+                    ..
+                }
+            ),
+            "{refused}"
+        );
+        assert!(attached("va"));
+        drop(first);
+        assert!(!attached("va"));
+        Card::open(&wanted).unwrap();
+    });
+}
+
+/// The sum of RFC 1071 over an echo request.
+fn ping(to: Ipv4Addr) -> bool {
+    let done = Command::new("ping")
+        .args(["-c", "1", "-W", "5", &to.to_string()])
+        .output();
+    match done {
+        Ok(done) => done.status.success(),
+        Err(_) => {
+            eprintln!("not tried: no `ping` here");
+            true
+        }
+    }
+}
+
+#[test]
+fn other_traffic_goes_on() {
+    let Some((a, b)) = pair(1500) else { return };
+    const BYTES: usize = 1 << 20;
+    let (tell, told) = channel();
+    let at_b = b.start(move || {
+        let listener = TcpListener::bind((B, 5000)).unwrap();
+        // UDP to ports that are not ours, and to ours from far away.
+        let other = UdpSocket::bind((B, 20_032)).unwrap();
+        other.set_read_timeout(Some(PATIENCE)).unwrap();
+        tell.send(()).unwrap();
+        let end = open("vb", B, &[Mode::Native]).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut bytes = vec![0; BYTES];
+        stream.read_exact(&mut bytes).unwrap();
+        stream.write_all(&bytes).unwrap();
+        let mut room = [0; 100];
+        let (length, _) = other.recv_from(&mut room).unwrap();
+        (room[..length].to_vec(), end.port.counts().received)
+    });
+    told.recv_timeout(PATIENCE).unwrap();
+    a.run(|| {
+        let mut end = open("va", A, &[Mode::Native]).unwrap();
+        assert!(ping(B));
+        let mut stream = TcpStream::connect((B, 5000)).unwrap();
+        let sent: Vec<u8> = (0..BYTES).map(|at| (at * 31 >> 5) as u8).collect();
+        stream.write_all(&sent).unwrap();
+        let mut back = vec![0; BYTES];
+        stream.read_exact(&mut back).unwrap();
+        assert!(back == sent);
+        UdpSocket::bind((A, 0))
+            .unwrap()
+            .send_to(b"other", (B, 20_032))
+            .unwrap();
+        assert_eq!(end.port.receive(64, |_| ()), 0);
+    });
+    assert_eq!(at_b.recv_timeout(PATIENCE).unwrap(), (b"other".to_vec(), 0));
+}
+
+#[test]
+fn a_router_is_the_next_hop_of_what_is_behind_it() {
+    let Some((a, b)) = pair(1500) else { return };
+    let far = Ipv4Addr::new(10, 77, 0, 1);
+    b.run(|| assert!(ip("addr add 10.77.0.1/32 dev lo")));
+    let at_b = b.start(move || {
+        let own = UdpSocket::bind((Ipv4Addr::new(10, 77, 0, 1), 20_007)).unwrap();
+        own.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut room = [0; 100];
+        (0..2).map(|_| own.recv(&mut room).unwrap()).sum::<usize>()
+    });
+    a.run(move || {
+        let mut end = open("va", A, &[Mode::Native]).unwrap();
+        let to = SocketAddrV4::new(far, 20_007);
+        // No route: the kernel is asked to send, and refuses.
+        assert!(!end.send(to, b"lost"));
+        assert!(ip("route add 10.77.0.0/24 via 10.9.0.2"));
+        let began = Instant::now();
+        while !end.send(to, b"by the router") {
+            assert!(began.elapsed() < PATIENCE);
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        end.send(to, b"by the router");
+        end.port.flush().unwrap();
+    });
+    assert!(at_b.recv_timeout(PATIENCE).unwrap() >= 26);
+}
+
+#[test]
+fn a_new_ethernet_address_of_the_peer_is_followed() {
+    let Some((a, b)) = pair(1500) else { return };
+    let (tell, told) = channel();
+    let (go, wait) = channel();
+    let at_a = a.start(move || {
+        let mut end = open("va", A, &[Mode::Native]).unwrap();
+        let to = SocketAddrV4::new(B, 20_007);
+        let mut until = |done: &dyn Fn() -> bool| {
+            let began = Instant::now();
+            while !done() {
+                assert!(began.elapsed() < PATIENCE);
+                end.send(to, b"hello");
+                end.port.flush().unwrap();
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        };
+        let began = Instant::now();
+        until(&|| began.elapsed() > Duration::from_millis(50));
+        tell.send(()).unwrap();
+        until(&|| wait.try_recv().is_ok());
+        end.port.counts()
+    });
+    told.recv_timeout(PATIENCE).unwrap();
+    b.run(move || {
+        let own = UdpSocket::bind((B, 20_007)).unwrap();
+        own.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut room = [0; 100];
+        own.recv(&mut room).unwrap();
+        assert!(ip("link set vb address 02:00:00:00:00:99"));
+        // What was queued before counts for nothing.
+        own.set_nonblocking(true).unwrap();
+        while own.recv(&mut room).is_ok() {}
+        own.set_nonblocking(false).unwrap();
+        // It speaks, so the other kernel learns its new address (the link's own news goes out too).
+        assert!(ip("neigh flush dev vb"));
+        let _ = own.send_to(b"here", (A, 9));
+        for _ in 0..20 {
+            own.recv(&mut room).unwrap();
+        }
+        go.send(()).unwrap();
+    });
+    let counts = at_a.recv_timeout(PATIENCE).unwrap();
+    assert!(counts.sent > counts.by_kernel, "{counts:?}");
+}
+
+/// Not a test of its own: what the next one kills.
+#[test]
+#[ignore = "it is started by the test of kill -9"]
+fn holds_a_card_until_it_is_killed() {
+    if std::env::var_os("EVENER_XDP_HOLD").is_some() {
+        let end = open("va", A, &[Mode::Native]).unwrap();
+        println!("\nholds {}", end.card.summary());
+        std::thread::sleep(2 * PATIENCE);
+    }
+}
+
+#[test]
+fn nothing_is_left_after_kill_9() {
+    let Some((a, _b)) = pair(1500) else { return };
+    a.run(|| {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "holds_a_card_until_it_is_killed",
+                "--ignored",
+                "--nocapture",
+            ])
+            .env("EVENER_XDP_HOLD", "1")
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let holds = lines
+            .map_while(Result::ok)
+            .any(|line| line.starts_with("holds"));
+        assert!(holds, "the child did not open its card");
+        assert!(attached("va"));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // The kernel takes the link away when the last descriptor is closed, a moment later.
+        let began = Instant::now();
+        while attached("va") {
+            assert!(began.elapsed() < PATIENCE);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        open("va", A, &[Mode::Native]).unwrap();
+    });
+}
