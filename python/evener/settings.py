@@ -510,11 +510,11 @@ EVENER_NET_ENGINE = _choice(
     _NET,
     "EVENER_NET_ENGINE",
     "tcp",
-    ("auto", "tcp", "udp"),
+    ("auto", "tcp", "udp", "xdp"),
     "What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to "
     "processes that take them; to others TCP. auto: half a second of measuring for each other host "
-    "at the start, and the better of the two; to processes without auto TCP.",
-    planned="xdp",
+    "at the start, and the better of the two; to processes without auto TCP. xdp: as udp, past the "
+    "kernel's stack where the card, the kernel and the process's rights allow it.",
 )
 EVENER_NET_IFNAME = _text(
     _NET,

@@ -128,8 +128,8 @@ impl Callers {
         match shared.config.engine {
             Choice::Tcp => Some(Transport::Tcp),
             Choice::Auto => shared.choosing.transport(shared, to),
-            Choice::Udp if to.udp => Some(Transport::Udp),
-            Choice::Udp => {
+            Choice::Udp | Choice::Xdp if to.udp => Some(Transport::Udp),
+            Choice::Udp | Choice::Xdp => {
                 let text =
                     "a peer does not take UDP (EVENER_NET_ENGINE is tcp there): TCP goes to it";
                 shared.log(Level::Info, text);

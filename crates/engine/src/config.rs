@@ -16,6 +16,8 @@ pub enum Choice {
     Tcp,
     /// Packets, to processes that take them.
     Udp,
+    /// The same, past the kernel where a card allows it.
+    Xdp,
 }
 
 /// What can be chosen.

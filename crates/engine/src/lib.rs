@@ -155,12 +155,14 @@ impl Engine {
         token.copy_from_slice(&secret[16..]);
         let processors = sys::processors();
         let workers = match config.workers {
+            // A card's queue has one socket, and one instance has that.
+            _ if config.engine == Choice::Xdp => 1,
             0 => (processors / 4).clamp(1, 8),
             given => given.min(16),
         };
         // Of two engines one waits for peers that speak nothing else.
         let (streams, instances) = match config.engine {
-            Choice::Udp => (1, workers),
+            Choice::Udp | Choice::Xdp => (1, workers),
             Choice::Auto if door.is_some() => (workers, workers),
             Choice::Auto | Choice::Tcp => (workers, 0),
         };
@@ -223,6 +225,7 @@ impl Engine {
                     Choice::Auto => "TCP and UDP engines (auto: measured for each peer)",
                     Choice::Tcp => "TCP engine",
                     Choice::Udp => "UDP engine",
+                    Choice::Xdp => "UDP engine with AF_XDP",
                 },
                 nics.join(", "),
                 shared.config.flows,

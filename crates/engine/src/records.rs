@@ -156,6 +156,7 @@ pub fn json(shared: &Shared) -> String {
             Choice::Auto => "auto",
             Choice::Tcp => "tcp",
             Choice::Udp => "udp",
+            Choice::Xdp => "xdp",
         },
         shared.started.elapsed().as_secs_f64(),
         devices.join(","),

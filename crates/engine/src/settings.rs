@@ -131,6 +131,7 @@ impl Settings {
                     "auto" => Some(Choice::Auto),
                     "tcp" => Some(Choice::Tcp),
                     "udp" => Some(Choice::Udp),
+                    "xdp" => Some(Choice::Xdp),
                     _ => None,
                 })?,
                 interfaces,
@@ -196,7 +197,7 @@ mod tests {
             ("EVENER_NET_TIMEOUT", "-1"),
             ("EVENER_NET_TIMEOUT", "nan"),
             ("EVENER_NET_DEVICES", "two"),
-            ("EVENER_NET_ENGINE", "xdp"),
+            ("EVENER_NET_ENGINE", "rdma"),
             ("EVENER_NET_TRACE_MB", "0"),
         ] {
             let refused = Settings::read(&HashMap::from([(name, value)])).unwrap_err();

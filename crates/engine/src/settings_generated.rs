@@ -18,11 +18,11 @@ pub const NET: Setting = Setting {
     allowed: "auto or off or on",
 };
 
-/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that take them; to others TCP. auto: half a second of measuring for each other host at the start, and the better of the two; to processes without auto TCP.
+/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that take them; to others TCP. auto: half a second of measuring for each other host at the start, and the better of the two; to processes without auto TCP. xdp: as udp, past the kernel's stack where the card, the kernel and the process's rights allow it.
 pub const ENGINE: Setting = Setting {
     name: "EVENER_NET_ENGINE",
     default: "tcp",
-    allowed: "auto or tcp or udp (xdp is planned)",
+    allowed: "auto or tcp or udp or xdp",
 };
 
 /// Interfaces that carry NCCL's traffic, by the rules of NCCL_SOCKET_IFNAME (prefixes; `=` exact names; `^` all but these), which is used where this is unset. Neither set: all that run, less loopback, container bridges and link-local addresses.

@@ -1,11 +1,13 @@
 //! The packet protocol over UDP sockets: any machine, no privilege.
 //!
 //! [`instance`] is what the engine runs: a thread with its own connections, comms and sockets. The
-//! [`Driver`] here is one connection for tests and measurements. [`ports`] has the sockets of both.
+//! [`Driver`] here is one connection for tests and measurements. [`ports`] has the sockets of both,
+//! [`cards`] what goes past the kernel.
 //!
 //! One thread drives a [`Driver`]: it never blocks but in [`Driver::wait`], and nothing is shared.
 
 mod association;
+mod cards;
 #[cfg(any(test, fuzzing))]
 pub mod hostile;
 pub mod instance;

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddrV4;
-use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use crate::frames::{self, ETHERNET, HEADERS, Mac, Template};
@@ -153,7 +153,7 @@ fn listed(all: &[(Mode, Refusal)]) -> String {
 #[derive(Debug)]
 pub struct Card {
     // Detaches when it is closed.
-    _link: OwnedFd,
+    link: OwnedFd,
     interface: String,
     driver: String,
     mode: Mode,
@@ -214,7 +214,7 @@ impl Card {
             match Self::bring_up(wanted, &interface, (&map, &program), *mode, shape) {
                 Ok((link, ports, lacks)) => {
                     let card = Card {
-                        _link: link,
+                        link,
                         interface: wanted.interface.clone(),
                         driver,
                         mode: *mode,
@@ -275,6 +275,11 @@ impl Card {
             });
         }
         Ok((link, ports, all))
+    }
+
+    /// What keeps the program attached: the child of a fork must close its copy.
+    pub fn fd(&self) -> RawFd {
+        self.link.as_raw_fd()
     }
 
     /// The mode that was taken.

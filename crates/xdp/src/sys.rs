@@ -169,6 +169,10 @@ impl Mapping {
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
+        // A child would keep the socket of a ring open, and make the kernel copy pages that the card writes
+        // to. It has no use for either. An error leaves that as it is.
+        // Safety: the range is the new mapping.
+        unsafe { libc::madvise(start, length, libc::MADV_DONTFORK) };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Mapping { start, length })
     }
@@ -181,12 +185,7 @@ impl Mapping {
             0
         };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE | huge;
-        let new = Mapping::new(length, flags, None)?;
-        // A child would make the kernel copy pages that the card writes to; it has no use for them. An error
-        // costs a copy at fork(2).
-        // Safety: the range is the new mapping.
-        unsafe { libc::madvise(new.start.as_ptr().cast(), length, libc::MADV_DONTFORK) };
-        Ok(new)
+        Mapping::new(length, flags, None)
     }
 
     fn ring(socket: BorrowedFd<'_>, length: usize, offset: u64) -> io::Result<Mapping> {

@@ -1,114 +1,20 @@
 //! Cards of two network namespaces, joined by a veth pair. The namespaces belong to threads of the test, and
 //! go with them. Where they are not allowed (root, CAP_NET_ADMIN), each test says so and is skipped.
 
-#![allow(unsafe_code, reason = "unshare(2) has no safe function; see `unshare`")]
+#![allow(clippy::unwrap_used, reason = "in tests")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream, UdpSocket};
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use evener_xdp::port::{Refusal, Sent};
 use evener_xdp::{Card, Mode, Port, Refused, Rule, Wanted};
 
-const A: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
-const B: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
-const PATIENCE: Duration = Duration::from_secs(30);
+mod nodes;
 
-fn unshare() -> bool {
-    // Safety: it concerns this thread alone, and no memory.
-    unsafe { libc::unshare(libc::CLONE_NEWNET) == 0 }
-}
-
-fn ip(line: &str) -> bool {
-    let run = Command::new("ip").args(line.split(' ')).output();
-    run.is_ok_and(|done| {
-        if !done.status.success() {
-            eprintln!("ip {line}: {}", String::from_utf8_lossy(&done.stderr));
-        }
-        done.status.success()
-    })
-}
-
-type Work = Box<dyn FnOnce() + Send>;
-
-/// A thread with a namespace of its own, which runs what it is given.
-struct Node {
-    work: Option<Sender<Work>>,
-    thread: Option<JoinHandle<()>>,
-    /// The thread's number, which names its namespace.
-    id: i32,
-}
-
-impl Node {
-    fn new() -> Option<Node> {
-        let (work, jobs): (Sender<Work>, Receiver<Work>) = channel();
-        let (tell, told) = channel();
-        let thread = std::thread::spawn(move || {
-            // Safety: it has no arguments.
-            let id = unsafe { libc::gettid() };
-            let _ = tell.send((unshare() && ip("link set lo up")).then_some(id));
-            for job in jobs {
-                job();
-            }
-        });
-        Some(Node {
-            id: told.recv().ok()??,
-            work: Some(work),
-            thread: Some(thread),
-        })
-    }
-
-    /// Runs it in the namespace; its answer can be waited for.
-    fn start<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> Receiver<T> {
-        let (tell, told) = channel();
-        let work: Work = Box::new(move || {
-            let _ = tell.send(job());
-        });
-        self.work.as_ref().unwrap().send(work).unwrap();
-        told
-    }
-
-    fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
-        self.start(job)
-            .recv_timeout(PATIENCE)
-            .expect("it failed or hangs")
-    }
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        self.work = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// Two nodes with one link.
-fn pair(mtu: usize) -> Option<(Node, Node)> {
-    let nodes = || {
-        let (a, b) = (Node::new()?, Node::new()?);
-        let id = b.id;
-        a.run(move || {
-            ip(&format!(
-                "link add va mtu {mtu} type veth peer name vb mtu {mtu} netns {id}"
-            )) && ip("addr add 10.9.0.1/24 dev va")
-                && ip("link set va up")
-        })
-        .then_some(())?;
-        b.run(|| ip("addr add 10.9.0.2/24 dev vb") && ip("link set vb up"))
-            .then_some(())?;
-        Some((a, b))
-    };
-    let made = nodes();
-    if made.is_none() {
-        eprintln!("skipped: no network namespaces here (they need root and `ip`)");
-    }
-    made
-}
+use nodes::{A, B, PATIENCE, echo, ip, pair};
 
 /// A card with its sockets, as a caller has them.
 struct End {
@@ -142,7 +48,7 @@ fn open(name: &str, address: Ipv4Addr, modes: &[Mode]) -> Result<End, Refused> {
 fn packet(number: u32, most: usize) -> Vec<u8> {
     let length = 4 + (number as usize * 7919) % (most - 3);
     let mut bytes: Vec<u8> = (0..length)
-        .map(|at| (at as u32 ^ number * 31) as u8)
+        .map(|at| (at as u32 ^ (number * 31)) as u8)
         .collect();
     bytes[..4].copy_from_slice(&number.to_le_bytes());
     bytes
@@ -330,20 +236,6 @@ fn a_second_program_is_refused_and_the_first_stays() {
     });
 }
 
-/// The sum of RFC 1071 over an echo request.
-fn ping(to: Ipv4Addr) -> bool {
-    let done = Command::new("ping")
-        .args(["-c", "1", "-W", "5", &to.to_string()])
-        .output();
-    match done {
-        Ok(done) => done.status.success(),
-        Err(_) => {
-            eprintln!("not tried: no `ping` here");
-            true
-        }
-    }
-}
-
 #[test]
 fn other_traffic_goes_on() {
     let Some((a, b)) = pair(1500) else { return };
@@ -367,9 +259,9 @@ fn other_traffic_goes_on() {
     told.recv_timeout(PATIENCE).unwrap();
     a.run(|| {
         let mut end = open("va", A, &[Mode::Native]).unwrap();
-        assert!(ping(B));
+        assert!(echo(B), "no answer to an echo request");
         let mut stream = TcpStream::connect((B, 5000)).unwrap();
-        let sent: Vec<u8> = (0..BYTES).map(|at| (at * 31 >> 5) as u8).collect();
+        let sent: Vec<u8> = (0..BYTES).map(|at| ((at * 31) >> 5) as u8).collect();
         stream.write_all(&sent).unwrap();
         let mut back = vec![0; BYTES];
         stream.read_exact(&mut back).unwrap();

@@ -56,6 +56,8 @@ struct Own {
     at: SocketAddr,
     path: PathId,
     stats: Arc<PathStats>,
+    /// The card that it goes by, past the kernel.
+    card: Option<usize>,
     /// The peer sends to it.
     heard: bool,
 }
@@ -215,6 +217,11 @@ impl Association {
     /// A socket, to be watched.
     pub fn fd(&self, path: usize) -> Option<i32> {
         Some(self.ports.get(path)?.as_ref()?.port.fd())
+    }
+
+    /// The port number of a path.
+    pub fn number(&self, path: usize) -> Option<u16> {
+        Some(self.ports.get(path)?.as_ref()?.at.port())
     }
 
     // ---- comms ----

@@ -14,9 +14,11 @@ use evener_proto::packet::format::{Header, Kind};
 use evener_proto::packet::{Accepted, Config, Connection, JobKey, accept, greeting};
 
 use super::association::{Association, Effect};
+use super::cards::Cards;
 use super::own;
 use super::ports::{Batch, Came, LARGEST, Port, Reader};
 use crate::comm::Comm;
+use crate::config::Choice;
 use crate::doorbell::BITS;
 use crate::lock::lock;
 use crate::log::Level;
@@ -42,6 +44,8 @@ const HELLOS: Duration = Duration::from_secs(30);
 const SWEEP: Duration = Duration::from_millis(100);
 const WAKER: u64 = u64::MAX;
 const DOOR: u64 = u64::MAX - 1;
+/// With the place of a card in its low bits.
+const CARD: u64 = 1 << 63;
 
 /// Where hellos arrive, and which instance has got which.
 pub struct Door {
@@ -128,6 +132,13 @@ impl Instance {
         if let Some(door) = &door {
             epoll.add_readable(door.port.fd(), DOOR)?;
         }
+        let mut batch = Batch::default();
+        if shared.config.engine == Choice::Xdp {
+            batch.cards = Cards::open(&shared);
+        }
+        for (place, fd) in batch.cards.iter().flat_map(Cards::fds).enumerate() {
+            epoll.add_readable(fd, CARD | place as u64)?;
+        }
         Ok(Instance {
             index,
             shared,
@@ -137,7 +148,7 @@ impl Instance {
             bits: vec![Vec::new(); BITS],
             next_bit: 0,
             reader: Reader::new(),
-            batch: Batch::default(),
+            batch,
             leaving: Vec::new(),
             ring,
             stopped: false,
@@ -172,6 +183,12 @@ impl Instance {
                 active |= self.read(&ready) > 0;
             }
             self.turn();
+            if let Some(cards) = &mut self.batch.cards
+                && cards.left()
+            {
+                cards.flush();
+                active = true;
+            }
             let now = self.now();
             inbox.counts.turn(now - turn, active, false);
             turn = now;
@@ -214,6 +231,9 @@ impl Instance {
             one.close(&mut self.batch, &shared, &inbox.counts, now);
             one.bury("the engine has stopped", &shared);
         }
+        if let Some(cards) = &self.batch.cards {
+            shared.log(Level::Info, &cards.summary());
+        }
     }
 
     /// Whether any request waits.
@@ -234,6 +254,7 @@ impl Instance {
             match one.token {
                 WAKER => {}
                 DOOR => came += self.greet(),
+                token if token & CARD != 0 => came += self.read_card((token & !CARD) as usize),
                 token => {
                     let (place, path) = ((token >> 16) as usize, (token & 0xffff) as usize);
                     let began = Instant::now();
@@ -250,6 +271,23 @@ impl Instance {
         came
     }
 
+    /// Reads what a card has. How many packets came.
+    fn read_card(&mut self, card: usize) -> usize {
+        let (began, now) = (Instant::now(), self.now());
+        let all = &mut self.associations;
+        let Some(cards) = &mut self.batch.cards else {
+            return 0;
+        };
+        let came = cards.receive(card, |(place, path), number, came| {
+            if let Some(Some(one)) = all.get_mut(place) {
+                one.hear_card(path, number, came, now);
+            }
+        });
+        let counts = &self.shared.workers[self.index].counts;
+        counts.read(0, began.elapsed());
+        came
+    }
+
     fn turn(&mut self) {
         let now = self.now();
         let shared = self.shared.clone();
@@ -263,6 +301,11 @@ impl Instance {
                 match effect {
                     Effect::Watch { path } => {
                         let token = (place as u64) << 16 | path as u64;
+                        if let (Some(cards), Some(number)) =
+                            (&mut self.batch.cards, one.number(path))
+                        {
+                            cards.own(number, (place, path));
+                        }
                         if let Some(fd) = one.fd(path)
                             && let Err(error) = self.epoll.add_readable(fd, token)
                         {
@@ -527,5 +570,8 @@ impl Instance {
             }
         }
         self.leaving.retain(|peer| !shared.peers.forget(peer));
+        if let Some(cards) = &mut self.batch.cards {
+            cards.sweep(&self.epoll);
+        }
     }
 }

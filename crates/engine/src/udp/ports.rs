@@ -5,10 +5,12 @@
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
 
 use quinn_udp::{BATCH_SIZE, EcnCodepoint, RecvMeta, UdpSocketState};
 use socket2::{Domain, Protocol, Socket, Type};
 
+use super::cards::Cards;
 use crate::fds;
 
 /// Bytes that one call to the kernel takes at most.
@@ -20,7 +22,9 @@ const BUFFER: usize = 4 << 20;
 
 /// One socket: one source port.
 pub struct Port {
-    socket: UdpSocket,
+    socket: Arc<UdpSocket>,
+    /// Others have it too, and see to it that a child of a fork lets go of it.
+    held: bool,
     state: UdpSocketState,
 }
 
@@ -46,7 +50,32 @@ impl Port {
         let _ = state.set_recv_buffer_size((&socket).into(), BUFFER);
         let _ = state.set_send_buffer_size((&socket).into(), BUFFER);
         fds::note(socket.as_raw_fd());
-        Ok(Port { socket, state })
+        Ok(Port {
+            socket: Arc::new(socket),
+            held: false,
+            state,
+        })
+    }
+
+    /// Over a socket that somebody else keeps bound.
+    ///
+    /// # Errors
+    /// Of the socket.
+    pub(super) fn held(socket: Arc<UdpSocket>) -> io::Result<Port> {
+        let state = UdpSocketState::new((&*socket).into())?;
+        let _ = state.set_recv_buffer_size((&*socket).into(), BUFFER);
+        let _ = state.set_send_buffer_size((&*socket).into(), BUFFER);
+        Ok(Port {
+            socket,
+            held: true,
+            state,
+        })
+    }
+
+    /// Packets leave by this interface (`None`: by any), where the kernel allows it.
+    pub(super) fn leave_by(&self, device: Option<&str>) {
+        let name = device.map(str::as_bytes);
+        let _ = socket2::SockRef::from(&*self.socket).bind_device(name);
     }
 
     /// The descriptor, to wait for.
@@ -79,14 +108,16 @@ impl Port {
             src_ip: None,
         };
         self.state
-            .try_send((&self.socket).into(), &transmit)
+            .try_send((&*self.socket).into(), &transmit)
             .is_ok()
     }
 }
 
 impl Drop for Port {
     fn drop(&mut self) {
-        fds::forget(self.socket.as_raw_fd());
+        if !self.held {
+            fds::forget(self.socket.as_raw_fd());
+        }
     }
 }
 
@@ -123,7 +154,7 @@ impl Reader {
         // An error says that a port of the peer is closed, or that nothing is there.
         let count = port
             .state
-            .recv((&port.socket).into(), &mut slices, &mut metas)
+            .recv((&*port.socket).into(), &mut slices, &mut metas)
             .ok()?;
         let mut came = 0;
         for (buffer, meta) in self.0.iter().zip(&metas).take(count) {
@@ -148,6 +179,8 @@ pub struct Batch {
     filled: usize,
     segment: usize,
     path: usize,
+    /// Ways past the kernel.
+    pub(super) cards: Option<Cards>,
 }
 
 impl Default for Batch {
@@ -157,6 +190,7 @@ impl Default for Batch {
             filled: 0,
             segment: 0,
             path: 0,
+            cards: None,
         }
     }
 }
@@ -165,6 +199,22 @@ impl Batch {
     /// Where the next packet is to be written.
     pub fn place(&mut self) -> &mut [u8] {
         &mut self.bytes[self.filled..self.filled + LARGEST]
+    }
+
+    /// A packet of `length` bytes was written there: it goes by this card, where there is a way. `false`: it has
+    /// to be added.
+    pub(super) fn by_card(
+        &mut self,
+        card: Option<usize>,
+        from: u16,
+        to: SocketAddr,
+        length: usize,
+    ) -> bool {
+        let packet = self.bytes.get(self.filled..self.filled + length);
+        match (&mut self.cards, card, packet) {
+            (Some(cards), Some(card), Some(packet)) => cards.send(card, from, to, packet),
+            _ => false,
+        }
     }
 
     /// A packet of `length` bytes for this path was written there. What waited and does not go with it

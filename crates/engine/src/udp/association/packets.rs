@@ -46,6 +46,22 @@ impl Association {
         came.unwrap_or(0)
     }
 
+    /// Hears a packet that a card has for this path, at this port number.
+    pub fn hear_card(&mut self, path: usize, number: u16, came: &Came<'_>, now: Duration) {
+        let own = self.ports.get_mut(path).and_then(Option::as_mut);
+        let Some(own) = own.filter(|own| own.at.port() == number) else {
+            return;
+        };
+        own.stats.received(came.packet.len() as u64);
+        own.heard = true;
+        let ip = came.to.unwrap_or(own.at.ip());
+        let result = self.hear(came, now);
+        if let Some(ring) = &self.ring {
+            let to = SocketAddr::new(ip, number);
+            ring.packet(now, (came.from, to), came.packet, Some(result));
+        }
+    }
+
     /// Hears a packet; its bytes go where they belong.
     ///
     /// # Errors
@@ -156,7 +172,7 @@ impl Association {
             self.counted.copied_out(sent.length);
             let path = usize::from(sent.path);
             if self.ports.get(path).is_none_or(Option::is_none)
-                && let Err(error) = self.open_port(path, shared)
+                && let Err(error) = self.open_port(path, shared, batch)
             {
                 // As if the network had lost it: the path turns suspect, and another is taken.
                 let text = format!("no UDP socket to {}: {error}", self.peer.name());
@@ -171,6 +187,13 @@ impl Association {
                 let packet = &batch.place()[..sent.length];
                 ring.packet(now, (own.at, *to), packet, None);
             }
+            if let (Some(own), Some(to)) = (port, remote(remotes, path))
+                && batch.by_card(own.card, own.at.port(), *to, sent.length)
+            {
+                own.stats.sent(sent.length as u64);
+                counts.wrote(sent.length, Duration::ZERO);
+                continue;
+            }
             batch.add(
                 path,
                 sent.length,
@@ -183,9 +206,12 @@ impl Association {
         batch.flush(|path, packets, segment| {
             send(&self.ports, &self.remotes, counts, path, packets, segment);
         });
+        if let Some(cards) = &mut batch.cards {
+            cards.flush();
+        }
     }
 
-    fn open_port(&mut self, path: usize, shared: &Shared) -> io::Result<()> {
+    fn open_port(&mut self, path: usize, shared: &Shared, batch: &mut Batch) -> io::Result<()> {
         let none = || io::Error::from(io::ErrorKind::AddrNotAvailable);
         let remote = *remote(&self.remotes, path).ok_or_else(none)?;
         let matching = |v4: bool| {
@@ -202,8 +228,18 @@ impl Association {
         } else {
             (IpAddr::from([0u16; 8]), None)
         };
-        let port = Port::bind(SocketAddr::new(address, 0), device)?;
-        let at = port.address()?;
+        let card = batch
+            .cards
+            .as_mut()
+            .and_then(|cards| Some((cards.of(nic.index)?, cards.port()?)));
+        let (card, port) = match card {
+            Some((card, port)) => {
+                port.leave_by(device);
+                (Some(card), port)
+            }
+            None => (None, Port::bind(SocketAddr::new(address, 0), device)?),
+        };
+        let at = SocketAddr::new(address, port.address()?.port());
         let stats = Arc::new(PathStats::new(
             nic.name.clone(),
             at.port(),
@@ -218,6 +254,7 @@ impl Association {
             at,
             path: id,
             stats,
+            card,
             heard: false,
         });
         self.effects.push(Effect::Watch { path });
