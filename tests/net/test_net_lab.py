@@ -45,6 +45,20 @@ def exchange(
     return merge([line.partition(": ")[2] for line in lines])
 
 
+def test_packets_go_past_the_kernel_and_nothing_is_lost() -> None:
+    log: list[str] = []
+    with Lab(Spec.parse("2x1@400mbit,paths=4,queue=20ms")) as lab:
+        faults = ("1s:path1:blackhole", "2s:path1:heal")
+        env = {ENGINE: "xdp", "EVENER_DRIVE_LOG": "1"}
+        rows = exchange(lab, 3.0, *faults, env=env, log=log)
+    assert rows[0]["messages"] >= 16
+    said = [line for line in log if " xdp: " in line]
+    if any("UDP is taken" in line for line in said):
+        pytest.skip(f"no AF_XDP here: {said}")
+    sent = [int(line.split(" xdp: ")[1].split()[0]) for line in said if "past the kernel" in line]
+    assert len(sent) == 2 and min(sent) > 100, said
+
+
 @each_engine
 @pytest.mark.parametrize(
     "faults",

@@ -65,7 +65,7 @@ impl Template {
         Template { bytes, sum }
     }
 
-    /// Writes the headers of a datagram with so many bytes of payload. `false`: there is no room for them,
+    /// Writes the headers of a datagram with this many bytes of payload. `false`: there is no room for them,
     /// or it is longer than IPv4 can say.
     pub fn write(&self, to: &mut [u8], payload: usize) -> bool {
         let (Some(to), Ok(length)) = (

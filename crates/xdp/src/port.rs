@@ -23,6 +23,8 @@ use crate::sys;
 const HEADROOM: usize = 256;
 /// The largest MTU that drivers take for packets of one frame of a page.
 const ONE_FRAME: usize = 3498;
+/// A queue that is busy is waited for.
+const LATER: Duration = Duration::from_millis(300);
 /// Templates that are kept: paths to peers.
 const TEMPLATES: usize = 4096;
 
@@ -100,7 +102,7 @@ pub enum Refused {
     /// No such interface, or the kernel does not speak of it.
     #[error("{0}: {1}: name an interface that `ip link` shows")]
     Interface(String, #[source] io::Error),
-    /// Somebody else's program is attached.
+    /// Another program is attached.
     #[error(
         "{interface}: another XDP program{} is attached, and stays: detach it (ip link set {interface} \
          xdp off), or use another interface", id(*.program)
@@ -225,7 +227,7 @@ impl Card {
                     return Ok((card, ports));
                 }
                 Err(why) => {
-                    // Somebody was quicker.
+                    // Another process was quicker.
                     let busy = [Some(libc::EBUSY), Some(libc::EEXIST)];
                     let attach = matches!(why, Refusal::Attach(_));
                     if attach && busy.contains(&why.error().raw_os_error()) {
@@ -257,7 +259,16 @@ impl Card {
         let (mut ports, mut all) = (Vec::new(), Lacks::default());
         for queue in &wanted.queues {
             let refused = |error| Refusal::Bind(*queue, error);
-            let opened = Socket::open(interface.index, *queue, mode, shape);
+            // The kernel frees the queue of a socket that was closed some time later.
+            let began = Instant::now();
+            let opened = loop {
+                let opened = Socket::open(interface.index, *queue, mode, shape);
+                let busy = |error: &io::Error| error.raw_os_error() == Some(libc::EBUSY);
+                if began.elapsed() > LATER || !opened.as_ref().err().is_some_and(busy) {
+                    break opened;
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            };
             let (socket, lacks) = opened.map_err(refused)?;
             // From here on packets come.
             sys::map_socket(map.as_fd(), *queue, socket.as_fd()).map_err(refused)?;

@@ -52,7 +52,7 @@ struct Shared<T> {
     flags: NonNull<AtomicU32>,
     entries: NonNull<T>,
     mask: u32,
-    /// Keeps the memory; `None`: somebody else does.
+    /// Keeps the memory; `None`: a test does.
     _mapping: Option<Mapping>,
 }
 

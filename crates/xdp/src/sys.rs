@@ -77,7 +77,7 @@ impl Attributes {
     }
 }
 
-/// A map from queue to socket, for so many queues.
+/// A map from queue to socket, for this many queues.
 pub(crate) fn socket_map(queues: u32) -> io::Result<OwnedFd> {
     let attributes = Attributes::new()
         .u32(0, BPF_MAP_TYPE_XSKMAP)
@@ -263,7 +263,7 @@ pub(crate) fn register(socket: BorrowedFd<'_>, memory: &Mapping, frame: u32) -> 
     set(socket, libc::SOL_XDP, libc::XDP_UMEM_REG, &registration)
 }
 
-/// Makes and maps one ring with so many entries of `entry` bytes.
+/// Makes and maps one ring with this many entries of `entry` bytes.
 pub(crate) fn ring(
     socket: BorrowedFd<'_>,
     which: Which,

@@ -18,8 +18,7 @@ _LEAST = {
 _LAST_OF_THREE = {"net.ipv4.tcp_rmem": 64 << 20, "net.ipv4.tcp_wmem": 64 << 20}
 _SHM = "NCCL and data loaders do not end with `No space left on device` or a bus error"
 _AF_XDP = 44
-# True for this release: its engine has a port for TCP alone.
-_XDP_CHANGES = "nothing changes today: Evener's net uses TCP only"
+_XDP_CHANGES = "for EVENER_NET_ENGINE=xdp alone; without it that takes UDP sockets"
 _CAP_NET_RAW, _CAP_BPF, _CAP_SYS_ADMIN = 13, 39, 21
 
 

@@ -148,7 +148,9 @@ def plan(
         changes += _of_interface(name, root, mtu, processors)
     if huge_pages is not None:
         path = root / "proc/sys/vm/nr_hugepages"
-        changes += _atleast(path, huge_pages, "asked for; for AF_XDP, which is planned")
+        changes += _atleast(
+            path, huge_pages, "asked for; EVENER_NET_ENGINE=xdp takes 4 or 8 for each card"
+        )
     return changes
 
 

@@ -57,7 +57,7 @@ impl Port {
         })
     }
 
-    /// Over a socket that somebody else keeps bound.
+    /// Over a socket that stays bound without this port.
     ///
     /// # Errors
     /// Of the socket.
