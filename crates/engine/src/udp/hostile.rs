@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use evener_proto::Side;
 use evener_proto::packet::auth::Key;
-use evener_proto::packet::format::{HEADER, Header, Kind};
+use evener_proto::packet::format::{HEADER, Header, Kind, VERSION};
 use evener_proto::packet::{Accepted, Config, Connection, JobKey, Own, accept};
 
 use super::association::Association;
@@ -65,7 +65,7 @@ pub fn packet(
 ) -> Vec<u8> {
     let mut packet = vec![0; HEADER];
     let header = Header {
-        version: 1,
+        version: VERSION,
         kind,
         ack_now: flags.1,
         path: flags.0,
