@@ -28,8 +28,16 @@ const BEHIND: usize = 1 << 10;
 /// One of this many segments lost is a path that bursts are too much for. Fewer are cheaper sent again
 /// than paced: a timer for each packet is a quarter of what a connection costs.
 const LOSSY: u64 = 100;
+/// And so much of what was sent: it shares its path with too many.
+const MUCH: u32 = 8;
 /// This many looks must say so: a start always loses some.
 const LOSSY_LOOKS: u32 = 4;
+/// Memory is lent to the kernel where a path delivers this much between two looks, bytes per second:
+/// there a copy costs something, and the memory is back in a millisecond. A message waits for what is
+/// lent. (The kernel's rate will not do: of a token bucket it may be that of a burst.)
+const LENDS: f64 = 50e6;
+/// Not any more where it says so little.
+const LENDS_NOT: u64 = 12_500_000;
 /// See [`Conn::is_stuck`].
 const STUCK: Duration = Duration::from_millis(10);
 
@@ -207,8 +215,15 @@ impl Conn {
     }
 
     /// Adapts to what the kernel says: unsent bytes for about half a millisecond of what the path
-    /// delivers, and no bursts where those are what it loses.
-    pub fn adapt(&mut self, info: &TcpInfo) {
+    /// delivers, and no bursts where those are what it loses. `passed`: since the last time.
+    /// Whether much of what was sent since then was sent again.
+    pub fn adapt(&mut self, info: &TcpInfo, passed: Duration) -> bool {
+        let carried = info.bytes_acknowledged.saturating_sub(self.acknowledged);
+        if carried as f64 >= LENDS * passed.as_secs_f64() {
+            self.zero.set_quick(true);
+        } else if info.delivery_rate < LENDS_NOT {
+            self.zero.set_quick(false);
+        }
         self.least_rtt = Duration::from_micros(info.least_rtt_us.into());
         let fd = self.fd.as_raw_fd();
         if info.delivery_rate > 0 {
@@ -232,6 +247,7 @@ impl Conn {
             // Where the kernel refuses, things stay as they are.
             let _ = sys::set_paced(fd);
         }
+        lost > 1 && lost * MUCH > sent
     }
 
     // ---- in ----

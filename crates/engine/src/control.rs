@@ -162,8 +162,9 @@ impl Control {
                         }
                     }
                     News::Recovered(key, path) => {
+                        let now = self.now();
                         if let Some(state) = self.peers.get_mut(&key) {
-                            state.dialer.recovered(path);
+                            state.dialer.recovered(path, now);
                         }
                     }
                     News::Stop => {

@@ -350,10 +350,12 @@ impl Engine {
         for worker in &self.shared.workers {
             worker.ask(Task::Stop);
         }
+        // Control is the first: it writes the last record, of all that the others have done.
+        let mut threads = std::mem::take(&mut *lock(&self.threads)).into_iter();
+        let control = threads.next();
+        threads.for_each(|thread| drop(thread.join()));
         self.shared.news(News::Stop);
-        for thread in std::mem::take(&mut *lock(&self.threads)) {
-            let _ = thread.join();
-        }
+        control.into_iter().for_each(|thread| drop(thread.join()));
         // From here on nobody answers; and what was handed over last is closed, not kept.
         self.shared.broken.store(true, Ordering::SeqCst);
         for worker in &self.shared.workers {

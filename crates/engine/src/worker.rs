@@ -56,6 +56,10 @@ const ROOMY: usize = 8;
 const BULK: u64 = 2 << 20;
 /// Timers are looked at this often where the loop is busy.
 const TICK: Duration = Duration::from_millis(2);
+/// A worker that is told to stop goes on for this long at most, until every peer has confirmed that it
+/// heard of the comms that were closed. A connection that is closed with bytes in it may be reset, and
+/// what it had not delivered is lost with it: the goodbye too, and the peer would wait for us.
+const GOODBYE: Duration = Duration::from_secs(1);
 const WAKER: u64 = u64::MAX;
 
 /// What this worker has of a peer.
@@ -87,7 +91,8 @@ pub struct Worker {
     next_bit: usize,
     scratch: Vec<u8>,
     load: Load,
-    stopped: bool,
+    /// It was told to stop: when it does at the latest.
+    stops: Option<Duration>,
 }
 
 /// The peer's lock; what waiting for it costs is counted.
@@ -130,7 +135,7 @@ impl Worker {
             next_bit: 0,
             scratch: vec![0; 256 << 10],
             load: Load::default(),
-            stopped: false,
+            stops: None,
         })
     }
 
@@ -146,7 +151,7 @@ impl Worker {
         let (mut idle_since, mut timers_at) = (self.now(), Duration::ZERO);
         let (mut turn, mut polled) = (idle_since, idle_since);
         let roomy = sys::processors() >= ROOMY;
-        while !self.stopped {
+        while !self.is_over() {
             let (mut active, mut moved) = (false, 0);
             if inbox.has_tasks.swap(false, SyncOrdering::SeqCst) {
                 for task in inbox.take() {
@@ -203,6 +208,10 @@ impl Worker {
                 if self.links.iter().flatten().any(|mine| mine.delivery.full) {
                     until = until.min(now + FULL_LOOK);
                 }
+                if let Some(latest) = self.stops {
+                    // Another worker may hear that the peer knows.
+                    until = until.min(latest).min(now + TICK);
+                }
                 inbox.bell.sleep();
                 if !inbox.has_news() {
                     let timeout = until.saturating_sub(self.now());
@@ -221,6 +230,15 @@ impl Worker {
                 timers_at = timers_at.min(idle_since + TICK);
             }
         }
+    }
+
+    /// Whether it was told to stop, and its peers were told.
+    fn is_over(&self) -> bool {
+        let Some(latest) = self.stops else {
+            return false;
+        };
+        let mut peers = self.links.iter().flatten().map(|mine| &mine.peer);
+        self.now() >= latest || peers.all(|peer| lock(&peer.link).lane.is_parted())
     }
 
     /// Whether requests to some peer come here first.
@@ -383,7 +401,7 @@ impl Worker {
             }
             // Of UDP's instances.
             Task::Hello { .. } => {}
-            Task::Stop => self.stopped = true,
+            Task::Stop => self.stops = Some(self.now() + GOODBYE),
         }
     }
 
@@ -411,7 +429,11 @@ impl Worker {
                 }
                 Effect::Suspected(path) => {
                     self.mark(peer, path, true);
-                    self.shared.news(News::Suspected(peer.key, path));
+                    // Where paths are too many, it is silent because of the others, and carries again.
+                    let scarce = lock(&peer.link).lane.is_scarce();
+                    if !scarce {
+                        self.shared.news(News::Suspected(peer.key, path));
+                    }
                     self.reclaim(peer, path);
                 }
                 Effect::Recovered(path) => {

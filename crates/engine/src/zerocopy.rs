@@ -2,7 +2,8 @@
 //! Linux), tried on each connection and dropped where it does not pay.
 //!
 //! # Trying
-//! The first large piece of a message that a connection sends goes without a copy. The kernel says
+//! The first large piece of a message that a connection sends, once its path is known to be quick, goes
+//! without a copy. The kernel says
 //! later that it has done with the memory, and whether it had to copy after all: it does where the
 //! bytes stay on the machine (loopback, a veth of a container) and where the card cannot gather. Then
 //! the call was dearer than a plain one, and the connection goes back to plain ones for good; so it
@@ -93,6 +94,8 @@ struct Flight {
 pub struct ZeroCopy {
     mode: Mode,
     verdict: Verdict,
+    /// The path was quick at the last look.
+    quick: bool,
     /// The number that the kernel gives to the next call.
     next: u32,
     /// The piece that is being written.
@@ -117,7 +120,12 @@ impl ZeroCopy {
             Verdict::Works => true,
             Verdict::Asked | Verdict::Copied | Verdict::Refused => false,
         };
-        tries && left >= LEAST
+        tries && left >= LEAST && (self.quick || self.mode == Mode::Always)
+    }
+
+    /// Whether the path is quick: on a slow one the kernel would keep memory for long.
+    pub fn set_quick(&mut self, quick: bool) {
+        self.quick = quick;
     }
 
     /// How it stands.
@@ -217,6 +225,8 @@ mod tests {
     #[test]
     fn a_piece_is_lent_until_every_call_has_its_notice() {
         let mut zero = ZeroCopy::new(Mode::Auto);
+        assert!(!zero.wants(LEAST), "nothing is known of the path");
+        zero.set_quick(true);
         assert!(zero.wants(LEAST) && !zero.wants(LEAST - 1));
         zero.next = u32::MAX;
         zero.called(1, 5);

@@ -4,15 +4,16 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use evener_engine::comm::Comm;
-use evener_engine::hello::{Greeting, Handle};
+use evener_engine::hello::{ADDRESS, Answer, GREETING, Greeting, Handle};
 use evener_engine::{Choice, Config, Engine, Error, Memory, Slot, Status};
 use evener_proto::Frame;
+use evener_proto::wire::HEADER;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -550,4 +551,104 @@ fn a_peer_that_ends_says_so_over_udp() {
         }
     });
     a.release(&send);
+}
+
+/// A peer that has one comm, takes what comes only when it is told to, and answers a goodbye.
+struct Slow {
+    stream: TcpStream,
+}
+
+impl Slow {
+    /// Takes the one connection that comes, up to the opening of a comm.
+    fn meet(listener: &TcpListener) -> Slow {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        let mut start = [0; GREETING];
+        stream.read_exact(&mut start).unwrap();
+        let mut rest = vec![0; Greeting::length(&start).unwrap() - GREETING];
+        assert_eq!(rest.len() % ADDRESS, 0);
+        stream.read_exact(&mut rest).unwrap();
+        let answer = Answer {
+            addresses: vec!["127.0.0.1".parse().unwrap()],
+        };
+        stream.write_all(&answer.emit()).unwrap();
+        let mut slow = Slow { stream };
+        loop {
+            if let Some(Frame::Open { comm, .. }) = slow.hear() {
+                let accepted = true;
+                slow.say(Frame::Opened { comm, accepted });
+                let (message, room) = (0, u64::MAX >> 1);
+                slow.say(Frame::Credit {
+                    comm,
+                    message,
+                    room,
+                });
+                return slow;
+            }
+        }
+    }
+
+    fn say(&mut self, frame: Frame) {
+        self.stream.write_all(&frame.emit()).unwrap();
+    }
+
+    /// The next frame, its bytes left out; none where the stream is over.
+    fn hear(&mut self) -> Option<Frame> {
+        let mut header = [0; HEADER];
+        self.stream.read_exact(&mut header).ok()?;
+        let frame = Frame::parse(&header).unwrap();
+        let mut bytes = vec![0; frame.payload() as usize];
+        self.stream.read_exact(&mut bytes).ok()?;
+        Some(frame)
+    }
+}
+
+/// Its only connection is full when it ends: it must not end before the peer has heard of that.
+#[test]
+fn a_process_that_ends_in_the_middle_of_a_message_says_goodbye() {
+    let config = Config {
+        engine: Choice::Tcp,
+        interfaces: Some("lo".into()),
+        workers: 1,
+        flows: 1,
+        most_flows: 1,
+        ..Config::default()
+    };
+    let a = engine_with(config);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut handle = Handle {
+        process: [0xff; 16],
+        token: [1; 16],
+        listener: 7,
+        port: listener.local_addr().unwrap().port(),
+        udp: false,
+        measures: false,
+        addresses: vec!["127.0.0.1".parse().unwrap()],
+    }
+    .emit();
+    std::thread::scope(|scope| {
+        let peer = scope.spawn(|| Slow::meet(&listener));
+        let send = until(|| a.connect(&mut handle).unwrap());
+        let mut slow = peer.join().unwrap();
+        let mut huge = vec![3; 64 << 20];
+        post(&a, &send, &mut huge).unwrap();
+        // By then the kernel takes no more: its buffers hold some megabytes.
+        std::thread::sleep(Duration::from_millis(300));
+        let (ending, comm) = (&a, send.clone());
+        let end = scope.spawn(move || {
+            ending.release(&comm);
+            ending.stop();
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        let mut heard = false;
+        while let Some(frame) = slow.hear() {
+            if let Frame::CloseSend { comm } = frame {
+                heard = true;
+                let of_send = true;
+                slow.say(Frame::Closed { comm, of_send });
+            }
+        }
+        assert!(heard, "it ended without a goodbye");
+        end.join().unwrap();
+    });
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use evener_engine::comm::Comm;
 use evener_engine::conn::Conn;
 use evener_engine::stats::PathStats;
+use evener_engine::sys::TcpInfo;
 use evener_engine::zerocopy::{Mode, Verdict};
 use evener_engine::{Config, Engine, Memory, Slot, Status};
 use evener_proto::PathId;
@@ -39,6 +40,12 @@ fn connection(mode: Mode) -> (Conn, Arc<PathStats>, TcpStream) {
     let stats = Arc::new(PathStats::new("lo".into(), 1, "test".into()));
     let mut conn = Conn::new(ours.into(), 0, PathId(1), 1, stats.clone());
     conn.offer_zero_copy(mode);
+    let quick = TcpInfo {
+        delivery_rate: 1 << 30,
+        bytes_acknowledged: 1 << 30,
+        ..TcpInfo::default()
+    };
+    let _ = conn.adapt(&quick, Duration::from_millis(4));
     (conn, stats, listener.accept().unwrap().0)
 }
 

@@ -4,7 +4,9 @@
 //! fabric's equal-cost paths a flow takes is decided by a hash of its addresses and ports, so every
 //! dial takes a new source port. A flow that ends is dialled again for ever: at once the first time
 //! (a new port is likely to be another path), then after a back-off that doubles up to [`LONGEST`],
-//! with a random part so that many flows do not knock together.
+//! with a random part so that many flows do not knock together. That holds for one that connects and
+//! ends again as well, until it has been up for [`PROVEN`] or has carried much: on a network that is
+//! too slow for all flows a dial at once is what fills it.
 //!
 //! A flow that was lost is dialled at once from another port, and its *former* port is tried again
 //! for ever beside it ([`COMEBACK`]): a fabric that repairs a path gives the same port the same path.
@@ -33,6 +35,8 @@ use crate::path::PathId;
 /// Longest wait between two attempts.
 pub const LONGEST: Duration = Duration::from_secs(5);
 const FIRST: Duration = Duration::from_millis(50);
+/// A flow that was up for so long has found a way.
+const PROVEN: Duration = Duration::from_secs(2);
 /// Between two attempts to use a lost flow's port again; later ones are farther apart.
 const COMEBACK: Duration = Duration::from_millis(250);
 /// A gain of throughput that is worth another flow.
@@ -89,6 +93,9 @@ struct Flow {
     route: Route,
     state: State,
     attempts: u32,
+    /// How often it came up and went down again before it was proven; and since when it is up.
+    falls: u32,
+    since: Duration,
     /// What its present or last port was chosen from.
     entropy: u64,
     /// Of one that tries a lost port again: the flow that took its place, and the path that it was.
@@ -141,6 +148,12 @@ pub struct Dialer {
     replaced: Vec<PathId>,
 }
 
+/// `first`, doubled this many times, [`LONGEST`] at most; and a random part.
+fn backed_off(first: Duration, times: u32, random: u64) -> Duration {
+    let wait = (first * 2u32.pow(times.min(7))).min(LONGEST);
+    wait.mul_f64(0.75 + 0.5 * (random % 1024) as f64 / 1024.0)
+}
+
 /// What was sent over a path since the last measure.
 #[derive(Debug, Clone, Copy)]
 pub struct Delivered {
@@ -183,6 +196,8 @@ impl Dialer {
                 route,
                 state: State::Waiting(at),
                 attempts: 0,
+                falls: 0,
+                since: Duration::ZERO,
                 entropy: 0,
                 comeback_of: None,
             },
@@ -266,27 +281,31 @@ impl Dialer {
     }
 
     /// A dial succeeded.
-    pub fn connected(&mut self, id: u64, path: PathId) {
+    pub fn connected(&mut self, id: u64, path: PathId, now: Duration) {
         let Some(flow) = self.flows.get_mut(&id) else {
             // It was let go meanwhile.
             self.replaced.push(path);
             return;
         };
-        flow.state = State::Up(path);
+        (flow.state, flow.since) = (State::Up(path), now);
         let of = flow.comeback_of.take();
-        if let Some(other) = of.and_then(|(of, _)| self.flows.remove(&of))
-            && let State::Up(path) = other.state
-        {
-            self.replaced.push(path);
+        if let Some(other) = of.and_then(|(of, _)| self.flows.remove(&of)) {
+            // It is the same flow's trouble, whichever port it has.
+            if let Some(flow) = self.flows.get_mut(&id) {
+                flow.falls = flow.falls.max(other.falls);
+            }
+            if let State::Up(path) = other.state {
+                self.replaced.push(path);
+            }
         }
     }
 
     /// A path that was suspect carries again, before it was given up.
-    pub fn recovered(&mut self, path: PathId) {
+    pub fn recovered(&mut self, path: PathId, now: Duration) {
         let was = |flow: &Flow| flow.comeback_of.is_some_and(|(_, was)| was == path);
         let found = self.flows.iter().find(|(_, flow)| was(flow));
         if let Some(id) = found.map(|(id, _)| *id) {
-            self.connected(id, path);
+            self.connected(id, path, now);
         }
     }
 
@@ -295,18 +314,16 @@ impl Dialer {
         let jitter = self.random();
         if let Some(flow) = self.flows.get_mut(&id) {
             let wait = match flow.comeback_of {
-                Some(_) => COMEBACK * 2u32.pow((flow.attempts / 8).min(5)),
-                None => FIRST * 2u32.pow(flow.attempts.min(7)),
+                Some(_) => backed_off(COMEBACK, (flow.attempts / 8).min(5), jitter),
+                None => backed_off(FIRST, flow.attempts, jitter),
             };
-            let wait = wait.min(LONGEST);
             flow.attempts += 1;
-            let share = 0.75 + 0.5 * (jitter % 1024) as f64 / 1024.0;
-            flow.state = State::Waiting(now + wait.mul_f64(share));
+            flow.state = State::Waiting(now + wait);
         }
     }
 
-    /// A path is suspect or dead: another is dialled at once, and its port again later. Whether it was
-    /// one of ours.
+    /// A path is suspect or dead: another is dialled at once (later, if the one before it ended soon as
+    /// well), and its port again later. Whether it was one of ours.
     pub fn down(&mut self, path: PathId, now: Duration) -> bool {
         let Some(id) = self.of(path) else {
             return false;
@@ -318,11 +335,23 @@ impl Dialer {
         let Some(flow) = self.flows.get_mut(&id) else {
             return false;
         };
-        flow.state = State::Waiting(now);
+        if now >= flow.since + PROVEN {
+            flow.falls = 0;
+        }
+        let wait = match flow.falls {
+            0 => Duration::ZERO,
+            falls => backed_off(FIRST, falls - 1, self.random()),
+        };
+        let Some(flow) = self.flows.get_mut(&id) else {
+            return false;
+        };
+        flow.state = State::Waiting(now + wait);
+        flow.falls += 1;
         if !tried {
-            let (route, entropy) = (flow.route, flow.entropy);
-            let comeback = self.add(route, now + COMEBACK);
+            let (route, entropy, falls) = (flow.route, flow.entropy, flow.falls);
+            let comeback = self.add(route, now + COMEBACK + wait);
             if let Some(flow) = self.flows.get_mut(&comeback) {
+                flow.falls = falls;
                 flow.entropy = entropy;
                 flow.comeback_of = Some((id, path));
             }
@@ -335,7 +364,7 @@ impl Dialer {
         for flow in self.flows.values_mut() {
             if matches!(flow.state, State::Waiting(_)) {
                 flow.state = State::Waiting(now);
-                flow.attempts = 0;
+                (flow.attempts, flow.falls) = (0, 0);
             }
         }
     }
@@ -343,7 +372,7 @@ impl Dialer {
     /// A path has carried data for a while: its flow's troubles are forgotten.
     pub fn proven(&mut self, path: PathId) {
         if let Some(flow) = self.of(path).and_then(|id| self.flows.get_mut(&id)) {
-            flow.attempts = 0;
+            (flow.attempts, flow.falls) = (0, 0);
         }
     }
 

@@ -31,6 +31,8 @@ pub struct Report {
     pub unconfirmed: bool,
     /// Some were acknowledged since the last report.
     pub advanced: bool,
+    /// Much of what was sent since then was sent again.
+    pub lossy: bool,
     /// Smoothed round trip, where known.
     pub rtt: Option<Duration>,
     /// Delivered bytes per second while there was something to deliver, where known.
@@ -47,6 +49,12 @@ const SUSPECT: Duration = Duration::from_millis(60);
 /// more, goes over another path as well: a lost tail holds up one piece for a timeout of the
 /// kernel's (200 ms), and without this everything behind it.
 pub(crate) const LATE: Duration = Duration::from_millis(10);
+/// On a path that moves, one is late after this long at least; see [`send`](crate::send).
+pub(crate) const SLOW: Duration = Duration::from_millis(20);
+/// A path whose pieces came late *rests*: for this long at first, for twice as long each time ...
+const REST: Duration = Duration::from_millis(200);
+/// ... until it has confirmed this many bytes between two rests.
+const PROVEN: u64 = 512 << 10;
 /// Suspect for this long, and sixteen round trips: dead.
 const DEAD: Duration = Duration::from_millis(1000);
 /// How long chunks waited is told at least this often while they come.
@@ -93,6 +101,11 @@ pub(crate) struct Path {
     untold: u64,
     quickest: Quickest,
     born: Duration,
+    /// Others have the chunks until this time.
+    rests: Duration,
+    rest: Duration,
+    /// What it had confirmed when its last rest began.
+    rested_at: u64,
 }
 
 /// What time did to a path.
@@ -122,7 +135,34 @@ impl Path {
             untold: 0,
             quickest: Quickest::default(),
             born: now,
+            rests: Duration::ZERO,
+            rest: Duration::ZERO,
+            rested_at: 0,
         }
+    }
+
+    /// Whether it takes what it is asked to take.
+    pub fn is_awake(&self, now: Duration) -> bool {
+        self.state == PathState::Live && now >= self.rests
+    }
+
+    /// Something came late on it: it rests, for `most` at most.
+    pub fn rest(&mut self, most: Duration, now: Duration) {
+        let proven = self.confirmed - self.rested_at >= PROVEN;
+        let longer = if proven { REST } else { self.rest * 2 };
+        self.rest = longer.clamp(REST, most.max(REST));
+        self.rests = now + self.rest;
+        self.rested_at = self.confirmed;
+    }
+
+    /// When its rest ends.
+    pub fn rests(&self) -> Duration {
+        self.rests
+    }
+
+    /// Its rest is over.
+    pub fn wake(&mut self) {
+        self.rests = Duration::ZERO;
     }
 
     /// A frame is handed to the path: as it is to be sent.

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use crate::path::PathId;
+use crate::path::{PathId, SLOW};
 use crate::wire::{MAX_CHUNK, WHOLE};
 
 /// Messages of one comm and lane that may be unfinished at a time.
@@ -29,10 +29,30 @@ struct Carried {
     piece: Piece,
     /// The path's count of bytes at the piece's end.
     end: u64,
-    /// From then on it is late.
+    /// From then on it is late, where its path stands still.
     due: Duration,
+    /// When it was given to it, and how much all paths had to deliver then, with it: see [`Pace`].
+    given: (Duration, u64),
     /// It was offered to others.
     again: bool,
+}
+
+/// How quick all paths are together.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pace {
+    /// Bytes per second, above 0.
+    pub rate: f64,
+    /// The shortest round trip.
+    pub trip: Duration,
+}
+
+impl Pace {
+    /// When a piece is late that was given to a path that moves: half as long again as all paths take
+    /// for what was ahead of it, and two round trips.
+    fn late(&self, (at, ahead): (Duration, u64)) -> Duration {
+        let fair = Duration::from_secs_f64((ahead as f64 / self.rate).min(60.0));
+        at.saturating_add(SLOW.max(fair * 3 / 2 + self.trip * 2))
+    }
 }
 
 #[derive(Debug)]
@@ -111,26 +131,45 @@ impl Outgoing {
             piece,
             end: u64::MAX,
             due: Duration::MAX,
+            given: (Duration::MAX, 0),
             again: false,
         });
         Some(piece)
     }
 
-    /// Where the piece that was taken last ends in its path's count of bytes, and when it is late.
-    pub fn taken(&mut self, end: u64, due: Duration) {
+    /// Where the piece that was taken last ends in its path's count of bytes, when it is late if that
+    /// stands still; when it was given, and how much all paths had to deliver then.
+    pub fn taken(&mut self, end: u64, due: Duration, given: (Duration, u64)) {
         if let Some(last) = self.out.last_mut() {
-            (last.end, last.due) = (end, due);
+            (last.end, last.due, last.given) = (end, due, given);
         }
     }
 
-    /// Pieces that are late, and that their path has not confirmed, go again, once. Whether there
-    /// was any. `confirmed`: the count of bytes that a path has confirmed.
-    pub fn offer_late(&mut self, now: Duration, confirmed: impl Fn(PathId) -> u64) -> bool {
+    /// Pieces that are late, and that their path has not confirmed, go again, once: the paths they were
+    /// on. `standing`: what a path has confirmed, and whether it stands still; `pace`: where there is
+    /// nothing else to send, how long pieces may take on a path that moves.
+    pub fn offer_late(
+        &mut self,
+        pace: Option<Pace>,
+        now: Duration,
+        standing: impl Fn(PathId) -> Option<(u64, bool)>,
+        slow: &mut Vec<PathId>,
+    ) -> bool {
         let before = self.again.len();
         for carried in &mut self.out {
-            if !carried.again && carried.due <= now && confirmed(carried.path) < carried.end {
+            let behind = pace.is_some_and(|pace| pace.late(carried.given) <= now);
+            if carried.again || !(behind || carried.due <= now) {
+                continue;
+            }
+            // Of a path that is gone, all has gone again.
+            let Some((confirmed, still)) = standing(carried.path) else {
+                continue;
+            };
+            let late = behind || (still && carried.due <= now);
+            if late && confirmed < carried.end {
                 carried.again = true;
                 self.again.push(carried.piece);
+                slow.push(carried.path);
             }
         }
         self.again.len() > before

@@ -165,6 +165,7 @@ impl Fabric {
                     let report = Report {
                         unconfirmed: flow.held > 0.0,
                         advanced: flow.stuck_until <= self.now,
+                        lossy: false,
                         rtt: Some(LATENCY * 2),
                         rate: (flow.rate > 0.0).then_some(flow.rate),
                     };

@@ -196,6 +196,7 @@ impl Node {
                 let report = Report {
                     unconfirmed,
                     advanced: bytes % 2 == 0,
+                    lossy: false,
                     rtt: Some(Duration::from_micros(bytes % 100_000)),
                     rate: Some(bytes as f64),
                 };

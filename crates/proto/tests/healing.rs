@@ -6,6 +6,7 @@ mod sim;
 
 use std::time::Duration;
 
+use evener_proto::Side;
 use proptest::prelude::*;
 use sim::World;
 
@@ -60,6 +61,47 @@ fn a_path_that_comes_back_in_time_carries_again() {
         world.lanes[0].path_state(victim),
         Some(evener_proto::PathState::Live)
     );
+}
+
+/// Two cards, of 100 and of 5 Mb/s, with eight connections over each.
+#[test]
+fn no_message_waits_for_a_card_that_is_much_slower_than_the_other() {
+    let mut world = World::new(8, MS / 50, 12.5e6 / 8.0);
+    for _ in 0..8 {
+        world.connect(MS / 50, 0.6e6 / 8.0);
+    }
+    world.reports = true;
+    load(&mut world, 8, 256 << 10);
+    assert!(world.run(MS * 2000, |w| w.sent.len() == 8));
+    // The quick card alone takes 168 ms; a piece on the slow one 820.
+    assert!(world.now < 450 * MS, "{:?}", world.now);
+    // And those rest that kept it waiting.
+    let now = world.now;
+    let awake = |id: &u64| world.lanes[0].is_awake(evener_proto::PathId(*id), now);
+    assert!((9..=16).filter(awake).count() < (1..=8).filter(awake).count());
+}
+
+#[test]
+fn a_goodbye_is_over_when_the_peer_has_heard_it() {
+    let mut world = World::new(2, MS / 50, 1e6);
+    load(&mut world, 4, 1 << 20);
+    world.run(2 * MS, |_| false);
+    assert!(world.lanes[0].is_parted());
+    world.lanes[0].close(1, Side::Send);
+    assert!(!world.lanes[0].is_parted());
+    // The path that took it ends: it is said again over the other.
+    world.run(MS, |_| false);
+    let victim = *world.wires.keys().next().unwrap();
+    world.reset(victim);
+    assert!(!world.lanes[0].is_parted());
+    assert!(world.run(MS * 1000, |w| w.lanes[0].is_parted()));
+    assert_eq!(world.failed, [(1, 1, Side::Receive)]);
+    // Nobody can be told where there is no path.
+    world.comm(2);
+    world.lanes[0].close(2, Side::Send);
+    let last = *world.wires.keys().next().unwrap();
+    world.reset(last);
+    assert!(world.lanes[0].is_parted());
 }
 
 #[test]

@@ -265,7 +265,7 @@ impl Control {
                     state.dialer.failed(flow, now);
                     return Ok(());
                 };
-                state.dialer.connected(flow, path);
+                state.dialer.connected(flow, path, now);
                 let peer = state.peer.clone();
                 {
                     let mut known = lock(&peer.addresses);

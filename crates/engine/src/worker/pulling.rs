@@ -187,7 +187,8 @@ fn pull(link: &mut Link, mine: &mut Mine, conns: &mut [Option<Box<Conn>>], now: 
             conn.push(frame.emit(), None);
             any = true;
         }
-        if has_room(conn) {
+        // One that rests leaves it to others.
+        if has_room(conn) && link.lane.is_awake(conn.path, now) {
             open.push(*number);
         }
     }
@@ -228,6 +229,18 @@ fn pull(link: &mut Link, mine: &mut Mine, conns: &mut [Option<Box<Conn>>], now: 
     let mut bite = 0;
     while link.lane.has_frames() && bite < BITE {
         let least = (0..open.len()).min_by(|one, other| open[*one].0.total_cmp(&open[*other].0));
+        // Where paths are too many, an empty one may stand still for long: what all wait for goes over
+        // the quickest that moves.
+        let moves = |(_, number): &(f64, usize)| {
+            let conn = conns.get(*number).and_then(Option::as_ref);
+            conn.is_some_and(|conn| !conn.is_stuck(now))
+        };
+        let first = if link.lane.has_statement() && link.lane.is_scarce() {
+            open.iter().position(moves)
+        } else {
+            None
+        };
+        let least = first.or(least);
         let Some(place) = least else {
             return any;
         };

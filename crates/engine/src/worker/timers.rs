@@ -49,15 +49,16 @@ impl Worker {
                 let Some(Some(conn)) = self.conns.get_mut(number) else {
                     continue;
                 };
-                conn.asked = now;
+                let passed = now - std::mem::replace(&mut conn.asked, now);
                 WorkerStats::add(&counts.looks, 1);
                 let Ok(info) = sys::tcp_info(conn.fd.as_raw_fd()) else {
                     continue;
                 };
                 conn.stats.looked(&info);
-                conn.adapt(&info);
+                let lossy = conn.adapt(&info, passed);
                 let report = Report {
                     unconfirmed: info.unacknowledged > 0 || info.unsent > 0 || conn.queued() > 0,
+                    lossy,
                     advanced: info.bytes_acknowledged != conn.acknowledged,
                     rtt: Some(Duration::from_micros(info.rtt_us.into())),
                     rate: (info.delivery_rate > 0).then_some(info.delivery_rate as f64),

@@ -41,12 +41,52 @@ fn a_path_that_ends_is_replaced_at_once() {
     let flows = dials(&dialer.orders(Duration::ZERO));
     assert_eq!(flows.len(), 4);
     for flow in &flows {
-        dialer.connected(*flow, PathId(*flow));
+        dialer.connected(*flow, PathId(*flow), Duration::ZERO);
     }
     let now = Duration::from_secs(1);
     assert!(dialer.down(PathId(flows[2]), now));
     assert_eq!(dials(&dialer.orders(now)), [flows[2]]);
     assert!(!dialer.down(PathId(99), now));
+}
+
+/// On a network that is too slow for all flows, one that is dialled at once ends as soon as the last.
+#[test]
+fn one_that_ends_soon_each_time_is_dialled_less_and_less_often() {
+    let mut dialer = Dialer::new(&[ROUTE], 4, 8, 1);
+    let (mut now, mut dialled) = (Duration::ZERO, 0);
+    let mut up: Vec<(PathId, Duration)> = Vec::new();
+    while now < Duration::from_secs(20) {
+        let (over, rest) = up.into_iter().partition(|(_, at)| now >= *at + FIRST);
+        up = rest;
+        for (path, _) in over {
+            let _: bool = dialer.down(path, now);
+        }
+        for order in dialer.orders(now) {
+            match order {
+                Order::Dial { flow, .. } => {
+                    dialled += 1;
+                    let path = PathId(dialled);
+                    dialer.connected(flow, path, now);
+                    up.push((path, now));
+                }
+                Order::Close(path) => up.retain(|(one, _)| *one != path),
+            }
+        }
+        now += Duration::from_millis(10);
+    }
+    // At once, each of four would come up 400 times.
+    assert!(dialled < 160, "{dialled}");
+    // Who stays up is dialled at once again.
+    for (path, _) in &up {
+        dialer.down(*path, now);
+    }
+    now += LONGEST * 2;
+    let orders = dialer.orders(now);
+    let one = dials(&orders)[0];
+    dialer.connected(one, PathId(9999), now);
+    now += PROVEN;
+    assert!(dialer.down(PathId(9999), now));
+    assert!(dials(&dialer.orders(now)).contains(&one));
 }
 
 #[test]
@@ -121,7 +161,7 @@ fn both_served(seed: u64) -> (f64, u64) {
                         opened += 1;
                         let ways = [entropy % PATHS, (entropy >> 32) % PATHS];
                         on.insert(PathId(opened), ways);
-                        dialers[side].connected(flow, PathId(opened));
+                        dialers[side].connected(flow, PathId(opened), now);
                     }
                     Order::Close(path) => {
                         on.remove(&path);
@@ -157,14 +197,14 @@ fn both_sides_find_their_paths_and_then_leave_each_other_alone() {
 fn a_path_that_recovers_takes_its_place_back() {
     let mut dialer = Dialer::new(&[ROUTE], 2, 8, 1);
     for flow in dials(&dialer.orders(Duration::ZERO)) {
-        dialer.connected(flow, PathId(flow));
+        dialer.connected(flow, PathId(flow), Duration::ZERO);
     }
     let now = Duration::from_secs(1);
     dialer.down(PathId(1), now);
     for flow in dials(&dialer.orders(now)) {
-        dialer.connected(flow, PathId(77));
+        dialer.connected(flow, PathId(77), Duration::ZERO);
     }
-    dialer.recovered(PathId(1));
+    dialer.recovered(PathId(1), Duration::ZERO);
     assert_eq!(dialer.orders(now), [Order::Close(PathId(77))]);
     assert_eq!(dialer.up(), 2);
     assert!(dialer.orders(now + LONGEST).is_empty());
@@ -175,7 +215,7 @@ fn a_path_that_recovers_takes_its_place_back() {
 fn a_port_is_not_tried_again_where_nothing_leads_to_the_peer() {
     let mut dialer = Dialer::new(&[ROUTE], 2, 8, 1);
     for flow in dials(&dialer.orders(Duration::ZERO)) {
-        dialer.connected(flow, PathId(flow));
+        dialer.connected(flow, PathId(flow), Duration::ZERO);
     }
     let mut now = Duration::from_secs(1);
     for path in [1, 2] {
@@ -255,7 +295,7 @@ impl Fabric {
                         dialer.failed(flow, self.now);
                     } else {
                         self.on.insert(path, on);
-                        dialer.connected(flow, path);
+                        dialer.connected(flow, path, self.now);
                     }
                 }
                 Order::Close(path) => {

@@ -22,7 +22,7 @@ impl Lane {
         let path = self.paths.get_mut(&id)?;
         let own = path.own.pop_front();
         let limit = path.window.chunk(least);
-        let usable = path.state == PathState::Live || live == 0;
+        let usable = path.is_awake(now) || live == 0;
         let frame = match own {
             Some(frame) => Some(frame),
             None if !usable => None,
@@ -33,18 +33,16 @@ impl Lane {
                 self.next_chunk(id, limit.min(share), now)
             }),
         }?;
-        let path = self.paths.get_mut(&id)?;
-        Some(path.on_sent(frame, now))
+        self.hand(id, frame, now)
     }
 
     /// The next frame for a path that must not have chunks now.
     pub fn transmit_statement(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
-        if self.path_state(id)? != PathState::Live {
+        if !self.paths.get(&id)?.is_awake(now) {
             return None;
         }
         let frame = self.next_statement()?;
-        let path = self.paths.get_mut(&id)?;
-        Some(path.on_sent(frame, now))
+        self.hand(id, frame, now)
     }
 
     /// Whether there is anything to be said, chunks left aside.
@@ -56,7 +54,7 @@ impl Lane {
     pub fn transmit_own(&mut self, id: PathId, now: Duration) -> Option<Transmit> {
         let path = self.paths.get_mut(&id)?;
         let frame = path.own.pop_front()?;
-        Some(path.on_sent(frame, now))
+        self.hand(id, frame, now)
     }
 
     /// Whether [`Lane::transmit`] would find something for any live path.
@@ -146,7 +144,8 @@ impl Lane {
             let piece = message.take(id, limit)?;
             if let Some(path) = self.paths.get(&id) {
                 let bytes = HEADER as u64 + u64::from(piece.length);
-                message.taken(path.given + bytes, path.due(piece.length, now));
+                let due = path.due(piece.length, now);
+                message.taken(path.given + bytes, due, (now, self.ahead + bytes));
             }
             if !message.pending() {
                 self.ready.pop_front();

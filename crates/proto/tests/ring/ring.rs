@@ -321,6 +321,7 @@ impl Ring {
                 let report = Report {
                     unconfirmed: flow.truly > 0.0,
                     advanced: true,
+                    lossy: false,
                     rtt: Some(LATENCY * 2),
                     rate: None,
                 };

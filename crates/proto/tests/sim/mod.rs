@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
+use evener_proto::path::Report;
 use evener_proto::wire::HEADER;
 use evener_proto::{Event, Frame, Lane, LaneConfig, PathId, PathState, Place, Side};
 
@@ -56,6 +57,8 @@ pub struct World {
     pub redial: Option<Duration>,
     redials: Vec<(Duration, Duration, f64)>,
     pub chunk_bytes: u64,
+    /// The ends know what each path has delivered, as from a kernel.
+    pub reports: bool,
 }
 
 impl World {
@@ -82,6 +85,7 @@ impl World {
             redial: None,
             redials: Vec::new(),
             chunk_bytes: 0,
+            reports: false,
         };
         for _ in 0..paths {
             world.connect(latency, rate);
@@ -304,10 +308,20 @@ impl World {
         }
     }
 
+    fn report(&mut self) {
+        for (id, wire) in self.wires.iter().filter(|_| self.reports) {
+            for (lane, free) in self.lanes.iter_mut().zip(wire.free) {
+                let left = free.saturating_sub(self.now).as_secs_f64() * wire.rate;
+                lane.delivered(*id, left as u64, self.now);
+            }
+        }
+    }
+
     /// Runs until `done` or the time is over. Whether it was done.
     pub fn run(&mut self, limit: Duration, mut done: impl FnMut(&World) -> bool) -> bool {
         let end = self.now + limit;
         loop {
+            self.report();
             self.pump();
             if done(self) {
                 return true;
@@ -333,6 +347,7 @@ impl World {
                 return done(self);
             };
             self.now = self.now.max(next);
+            self.report();
             if let Some((at, id, from)) = arrival
                 && at <= self.now
             {
@@ -353,6 +368,14 @@ impl World {
             }
             for end in 0..2 {
                 if self.lanes[end].deadline().is_some_and(|at| at <= self.now) {
+                    for (id, wire) in self.wires.iter().filter(|_| self.reports) {
+                        let report = Report {
+                            unconfirmed: wire.free[end] > self.now,
+                            advanced: true,
+                            ..Report::default()
+                        };
+                        self.lanes[end].report(*id, &report, self.now);
+                    }
                     self.lanes[end].on_time(self.now);
                     self.drain(end);
                 }
