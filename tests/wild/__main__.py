@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.wild import environments, runner
-from tests.wild.cases import CASES, DOORS, PLAIN, Case, Door
+from tests.wild.cases import CASES, DOORS, PLAIN, PROGRAMS, Case, Door
 from tests.wild.runner import Row
 
 
@@ -28,21 +28,31 @@ def main() -> int:
         and args.keyword in case.name
     ]
     doors = [door for door in DOORS if not args.door or door.name in args.door]
+    programs = [
+        program
+        for program in PROGRAMS
+        if not args.door
+        and (not args.only or program.name in args.only)
+        and args.keyword in program.name
+    ]
     unknown = set(args.door) - {door.name for door in DOORS}
-    if unknown or not cases:
+    if unknown or not (cases or programs):
         what = f"no door {', '.join(sorted(unknown))}" if unknown else "no case of that name"
         print(f"error: {what}", file=sys.stderr)
         print("  fix: python -m tests.wild --list shows all", file=sys.stderr)
         return 2
     if args.list:
         _list(cases)
+        for program in programs:
+            print(f"{program.name}: {program.module}.py, beside itself without Evener")
         return 0
     cases = [case for case in cases if _doors(case, doors)]
     # Ended from outside, it still ends what it started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     started = time.monotonic()
     rows: list[Row] = []
-    problems = {name: environments.make(name) for name in sorted({case.env for case in cases})}
+    wanted = {each.env for each in (*cases, *programs)}
+    problems = {name: environments.make(name) for name in sorted(wanted)}
     versions = {name: environments.versions(name) for name, why in problems.items() if not why}
     for case in cases:
         package = case.package or "(loop)"
@@ -63,10 +73,20 @@ def main() -> int:
         )
         if args.json:
             args.json.write_text(_json(rows, args.steps), encoding="utf-8")
+    for program in programs:
+        print(f"{program.name} ...", file=sys.stderr, flush=True)
+        row = Row(program.name, program.module, "", "itself", result="not installed")
+        row.why = problems[program.env]
+        rows.append(row if row.why else runner.alone(program, environments.python(program.env)))
+        if args.json:
+            args.json.write_text(_json(rows, args.steps), encoding="utf-8")
     _show(rows, args.verbose)
     bad = [row for row in rows if not row.ok]
     seconds = time.monotonic() - started
-    print(f"{len(rows)} runs of {len(cases)} programs in {seconds:.0f} s: {len(bad)} not equal")
+    print(
+        f"{len(rows)} runs of {len(cases) + len(programs)} programs in {seconds:.0f} s: "
+        f"{len(bad)} not equal"
+    )
     return 1 if bad else 0
 
 

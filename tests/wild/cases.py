@@ -137,3 +137,27 @@ CASES = (
     Case("ignite", "pytorch-ignite", "horovod_ignite", "horovod", doors=("horovod",)),
     Case("open-clip", "open_clip_torch", "horovod_open_clip", "horovod", doors=("horovod",)),
 )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that compares itself, on its own processes: it runs with and without a part of
+    Evener and says what is not equal. `module`: of tests.wild; its exit status is 1 then."""
+
+    name: str
+    module: str
+    args: tuple[str, ...] = ()
+    env: str = "main"
+    seconds: float = 300.0
+
+
+PROGRAMS = (
+    *(
+        Program(f"zero-{name}", "zero_frameworks", ("-k", name))
+        for name in ("trainer-lora", "trainer-best", "trainer-generates", "trl-sft",
+                     "accelerate-lora", "lightning-accumulates")
+    ),
+    Program("zero-models", "zero_models"),
+    Program("moe-models", "moe_models"),
+    Program("pipeline-models", "pipeline_models"),
+)  # fmt: skip

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from evener.door.enter import SITE
 from evener.launch.door import ALIAS
-from tests.wild.cases import PLAIN, Case, Door
+from tests.wild.cases import PLAIN, Case, Door, Program
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = 2
@@ -270,6 +270,34 @@ def _difference(plain: Run, run: Run) -> tuple[float, str]:
             if off.numel() and float(off.max()) > worst:
                 worst, where = float(off.max()), name
     return (apart / moved) ** 0.5 if moved else float("inf"), where
+
+
+def alone(program: Program, python: Path) -> Row:
+    """Run a program that compares itself; never longer than its time."""
+    row = Row(program.name, program.module, "", "itself")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("EVENER_", "LIGHT_"))}
+    environment = {
+        **kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
+        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix=f"wild-{program.name}-") as folder:
+        log = Path(folder, "log")
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [str(python), "-m", f"tests.wild.{program.module}", *program.args],
+                cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                problem = _wait([process], program.seconds)
+            finally:
+                _kill(process)
+        row.result = "equal"
+        if problem:
+            row.ok, row.result = False, "failed"
+            row.why = "\n".join([problem, *_tail(log.read_text(errors="replace"))])
+    return row
 
 
 def compare(

@@ -43,6 +43,8 @@ class Chunk:
     keeps: bool
     """The weights stay on the accelerator even where the states are on the host."""
     placeholder: torch.Tensor
+    stays: bool = False
+    """`keeps` wherever the states go: the weights are read while their unit does not run."""
     loaded: bool = False
     requested: bool = False
     stale: bool = True

@@ -26,18 +26,21 @@ def call_of(example: Any) -> Call:
 
 
 def signature(args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
-    """What tells one call's memory from another's: shapes and dtypes, and which names are given.
+    """What tells one call's memory from another's: shapes and dtypes, which names are given, and
+    flags and words, as they choose between branches (numbers often count steps, and do not).
     `dtype`: what floating-point inputs are cast to."""
     from torch.utils._pytree import tree_flatten
 
     def kind(tensor: torch.Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
+    def told(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return tuple(leaf.shape), kind(leaf)
+        return leaf if isinstance(leaf, bool | str) else type(leaf)
+
     leaves, spec = tree_flatten((args, kwargs))
-    shapes = tuple(
-        (tuple(x.shape), kind(x)) if isinstance(x, torch.Tensor) else type(x) for x in leaves
-    )
-    return shapes, str(spec)
+    return tuple(map(told, leaves)), str(spec)
 
 
 def guess(model: nn.Module, rows: int, length: int) -> Call:

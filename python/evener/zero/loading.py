@@ -91,10 +91,11 @@ class Loading:
                 self._free(chunk)
 
     def keep(self, chunk: Chunk) -> None:
-        """This chunk's weights stay from now on; between two passes."""
-        if not chunk.keeps:
+        """This chunk's weights stay from now on, also where its states leave the accelerator later;
+        between two passes."""
+        if not chunk.stays:
             self._acquire(chunk)
-            chunk.keeps = True
+            chunk.keeps = chunk.stays = True
             self._always.append(chunk)
 
     def end(self) -> None:

@@ -207,7 +207,7 @@ class Room:
                 gradient.copy_(chunk.gradient)
         before = sum(t.nbytes for t in tensors)
         chunk.states, chunk.gradient, chunk.resident = states, gradient, False
-        if chunk.group.kept:
+        if chunk.group.kept or chunk.stays:
             before -= chunk.bytes
         else:
             chunk.keeps, chunk.loaded, chunk.stale = False, False, True

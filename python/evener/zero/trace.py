@@ -317,7 +317,6 @@ def _run(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     strays: set[str] = set()
     with _swapped(model, mode, device, dtype) as made:
-        lazily = {id(p) for p in head.linear.parameters()} if head is not None else set()
         ghosts: list[tuple[Unit, list[Any]]] = []
         owner: dict[int, tuple[int, str]] = {}
         number = 0
@@ -330,8 +329,7 @@ def _run(
                 mine.append(_Ghost(number, groups[-1]))
                 number += 1
                 for piece in pieces:
-                    # What a lazy head reads it holds for as long (see vocabulary).
-                    if unit.module is not None and id(piece.parameter) not in lazily:
+                    if unit.module is not None:
                         key = piece.parameter.untyped_storage()._cdata
                         owner[key] = index, piece.name
             ghosts.append((dataclasses.replace(unit, groups=groups), mine))
