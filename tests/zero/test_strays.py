@@ -4,6 +4,7 @@ found by the trace of the call that does it, and then on the accelerator whereve
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def test_a_call_that_reads_the_last_layer_itself(loss: str) -> None:
         engine.room._evict(1 << 30)  # all that may go to the host does
 
     try:
+        assert list(inspect.signature(model.forward).parameters) == ["tokens", "direct"]
         assert losses(engine, under) == pytest.approx(want, rel=1e-6)
         head = next(c for c in engine.chunks() if c.group.name == "head/0")
         assert not head.resident and head.keeps

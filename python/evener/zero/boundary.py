@@ -16,6 +16,7 @@ caller's: `trace` plans for it, and it cannot be run again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -215,7 +216,12 @@ class Boundary:
         self._room = room
         self._retry = retry
         self._mutable: list[torch.Tensor] | None = None
-        model.forward = self._forward
+
+        @functools.wraps(self.inner)  # generation looks at the names of its arguments
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(*args, **kwargs)
+
+        model.forward = forward
 
     def close(self) -> None:
         """The model's own forward again."""

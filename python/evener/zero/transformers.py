@@ -9,6 +9,7 @@ is traced it is told that it is not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,6 +75,7 @@ def without_cache(model: nn.Module) -> Callable[[], None]:
         return lambda: None
     inner = model.forward
 
+    @functools.wraps(inner)  # generation looks at the names of its arguments
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
