@@ -37,7 +37,7 @@ LEVELS = [
         "base",
         {
             "settings", "errors", "log", "interfaces", "units", "records", "programs", "ssh",
-            "_click", "_kernels", "_optimizers",
+            "page", "_click", "_kernels", "_optimizers",
         },
     ),
     ("native", {"_native"}),

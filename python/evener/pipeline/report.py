@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import UsageError
+from evener.page import opening
 from evener.pipeline.plan import Plan
 from evener.pipeline.simulate import Mark
 
@@ -63,6 +64,7 @@ def page(record: dict[str, Any]) -> str:
         took = measured["stages"].get(str(stage.index)) if measured else None
         stages.append({"plan": stage, "measured": took})
     return environment.from_string(text).render(
+        opening=opening(headline(record), _STYLE),
         headline=headline(record),
         plan=plan,
         stages=stages,
@@ -70,6 +72,13 @@ def page(record: dict[str, Any]) -> str:
         drawings=[_drawing(lines, plan.ranks, width) for width in ("wide", "narrow")],
         keys=[(kind, _COLOURS[kind], _NAMES[kind]) for kind in _used(lines)],
     )
+
+
+_STYLE = """
+td.name, th.name { text-align: left; }
+.key { display: inline-block; width: 12px; height: 12px; margin: 0 5px 0 12px; }
+.key:first-child { margin-left: 0; }
+"""
 
 
 def _used(lines: list[tuple[str, list[Mark]]]) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.errors import UsageError
+from evener.page import opening
 from evener.zero.spans import Span, summary
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def page(record: dict[str, Any]) -> str:
     if plan:
         head += f", {plan['step_seconds'] * 1000:.1f} ms were predicted (bound by {plan['bound']})"
     parts = [
-        _STYLE.replace("TITLE", escape(head)),
+        opening(head, _STYLE),
         f"<header><p>evener zero, {found['steps']} recorded steps on {escape(record['device'])}, "
         f"{record['ranks']} rank(s)</p><h1>{escape(head)}</h1></header>",
         "<h2>Timeline</h2>",
@@ -245,28 +246,11 @@ def _residency(record: dict[str, Any]) -> str:
     return "".join(out) + f"<details><summary>every chunk</summary>{table}</details>"
 
 
-_STYLE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>TITLE</title>
-<style>
-body { margin: 0; color: #1b1f24; background: #fff; font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 0 20px 60px; }
-header { border-bottom: 3px solid #1b1f24; padding: 28px 0 18px; }
-header p { margin: 0; color: #57606a; } h1 { font-size: 1.6rem; margin: 4px 0 0; }
-h2 { font-size: 1.2rem; margin: 36px 0 10px; border-bottom: 1px solid #d0d7de; }
+_STYLE = """
 h3 { font-size: 1rem; margin: 10px 0 4px; }
-table { border-collapse: collapse; } td, th { text-align: right; padding: 2px 14px 2px 0; }
-td:first-child, th:first-child { text-align: left; } th { border-bottom: 1px solid #d0d7de; }
-.scroll { overflow-x: auto; } svg { width: 100%; display: block; } .narrow { display: none; }
-svg text { font: 12px system-ui, sans-serif; } svg line { stroke: #e3e7eb; }
 .kind { white-space: nowrap; margin-right: 12px; }
 .key { display: inline-block; width: 12px; height: 12px; margin-right: 5px; }
 .bar { display: flex; height: 26px; overflow: hidden; }
 .bar i { border-right: 1px solid #fff; min-width: 1px; }
-@media (max-width: 30rem) {
-  main { padding: 0 14px 40px; }
-  table { font-size: .8rem; } td, th { padding-right: 6px; } h1 { font-size: 1.3rem; }
-}
-@media screen and (max-width: 600px) { .wide { display: none; } .narrow { display: block; } }
 .accelerator { background: #1f5fa8; } .host { background: #d69400; } .ssd { background: #7b4fa8; }
-</style></head><body><main>"""
+"""

@@ -13,6 +13,7 @@ from html import escape
 from evener.net.trace import pcapng
 from evener.net.trace.pcapng import Event
 from evener.net.trace.summary import Connection, Summary, percentile
+from evener.page import opening
 
 MOST = 12
 """Connections that are drawn."""
@@ -28,7 +29,7 @@ def page(summary: Summary) -> str:
     longest = max((one.longest for one in drawn), default=0.0)
     head = f"{sent:,} packets, {lost:,} lost, longest stall {longest:.1f} ms"
     parts = [
-        _STYLE.replace("TITLE", escape(head)),
+        opening(head, _STYLE),
         f"<header><p>evener net trace, {len(summary.connections)} connection(s)</p>"
         f"<h1>{escape(head)}</h1></header>",
     ]
@@ -190,22 +191,9 @@ def _chart(
     return "".join(out)
 
 
-_STYLE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>TITLE</title>
-<style>
-body { margin: 0; color: #1b1f24; background: #fff; font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 0 20px 60px; }
-header { border-bottom: 3px solid #1b1f24; padding: 28px 0 18px; }
-header p { margin: 0; color: #57606a; } h1 { font-size: 1.6rem; margin: 4px 0 0; }
-h2 { font-size: 1.1rem; margin: 36px 0 6px; border-bottom: 1px solid #d0d7de;
-     overflow-wrap: anywhere; }
-svg { width: 100%; display: block; } .narrow { display: none; }
-svg text { font: 12px system-ui, sans-serif; } svg line { stroke: #b6bec7; }
-polyline { fill: none; stroke-width: 1.5; }
+_STYLE = """
+svg line { stroke: #b6bec7; } polyline { fill: none; stroke-width: 1.5; }
 .rate { stroke: #1f5fa8; } .window { stroke: #b6bec7; } .flying { stroke: #2e7d4f; }
 .trip { stroke: #d69400; } .sent { fill: #1f5fa8; } .lost { fill: #d1242f; }
 .silent { fill: #1b1f24; }
-@media (max-width: 30rem) { main { padding: 0 14px 40px; } h1 { font-size: 1.3rem; } }
-@media screen and (max-width: 600px) { .wide { display: none; } .narrow { display: block; } }
-</style></head><body><main>"""
+"""
