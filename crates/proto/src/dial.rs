@@ -6,7 +6,8 @@
 //! (a new port is likely to be another path), then after a back-off that doubles up to [`LONGEST`],
 //! with a random part so that many flows do not knock together. That holds for one that connects and
 //! ends again as well, until it has been up for [`PROVEN`] or has carried much: on a network that is
-//! too slow for all flows a dial at once is what fills it.
+//! too slow for all flows a dial at once is what fills it. Where no other flow is up, it waits no
+//! longer than the first time: nothing else carries.
 //!
 //! A flow that was lost is dialled at once from another port, and its *former* port is tried again
 //! for ever beside it ([`COMEBACK`]): a fabric that repairs a path gives the same port the same path.
@@ -332,6 +333,10 @@ impl Dialer {
             .flows
             .values()
             .any(|flow| flow.comeback_of.is_some_and(|(of, _)| of == id));
+        let others = self
+            .flows
+            .iter()
+            .any(|(other, flow)| *other != id && matches!(flow.state, State::Up(_)));
         let Some(flow) = self.flows.get_mut(&id) else {
             return false;
         };
@@ -340,7 +345,8 @@ impl Dialer {
         }
         let wait = match flow.falls {
             0 => Duration::ZERO,
-            falls => backed_off(FIRST, falls - 1, self.random()),
+            falls if others => backed_off(FIRST, falls - 1, self.random()),
+            _ => FIRST,
         };
         let Some(flow) = self.flows.get_mut(&id) else {
             return false;
