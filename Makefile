@@ -70,10 +70,14 @@ demo: setup ## train on a simulated two-node cluster, show what the network cost
 	@echo "Four equal paths behind two routers, which nobody can see:"
 	@$(BIN)/evener bench net --lab 2x1@200mbit,paths=4,queue=20ms $(DEMO_NET) --json demo/net-four-paths.json
 
-test: setup lint test-rust test-python ## all checks and tests that need no GPU
+# Type checks of Python run while Rust is compiled. Cargo has its own count of jobs.
+CARGO := env -u MAKEFLAGS -u MFLAGS cargo
+test: setup ## all checks and tests that need no GPU
+	@$(MAKE) --no-print-directory --output-sync=recurse -j2 lint test-rust
+	@$(MAKE) --no-print-directory test-python
 
 test-rust: $(STAMPS)/deps
-	cargo test --quiet --workspace --locked
+	$(CARGO) test --quiet --workspace --locked
 
 loom: $(STAMPS)/deps ## every interleaving of the engine's rings and of an embedding that grows
 	RUSTFLAGS="--cfg loom" cargo test --quiet --release --locked -p evener-engine --lib --target-dir target/loom loom
@@ -121,7 +125,7 @@ upstream-horovod: $(STAMPS)/upstream ## upstream Horovod's own tests: make upstr
 
 lint: $(STAMPS)/native
 	cargo fmt --all --check
-	cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy --quiet --workspace --all-targets --locked -- -D warnings
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
