@@ -228,8 +228,13 @@ impl Reducer {
                 return outer.all_reduce(shard, FLOAT32, number::SUM);
             }
             self.sparse.fetch_add(1, Ordering::Relaxed);
-            let gradient = square(&floats(shard));
+            // Which limit holds is known when all have said what they know: it may be the strict one.
+            let looks = topk.guard.due(kept.steps + 1, true);
+            let gradient = looks.then(|| square(&floats(shard)));
             exchange(&topk, halves, outer, shard, kept)?;
+            let Some(gradient) = gradient else {
+                return Ok(());
+            };
             let Some((ratio, limit)) = judge(&topk.guard, linear, gradient, outer, kept)? else {
                 return Ok(());
             };
@@ -292,7 +297,7 @@ fn entries(count: usize, topk: &TopK, step: u64) -> usize {
         .min(count)
 }
 
-/// The ratio and the limit of a gradient that must go whole; `square` is that of this rank's own.
+/// In a step that is looked at: the ratio and the limit of a gradient that must go whole.
 fn judge(
     guard: &Guard,
     linear: bool,
@@ -300,10 +305,6 @@ fn judge(
     outer: &Members,
     kept: &Kept,
 ) -> Result<Option<(f64, f64)>, Lost> {
-    // Which limit holds is known when all have said what they know; this asks as if it were the strict.
-    if !guard.due(kept.steps, true) {
-        return Ok(None);
-    }
     let mine = [
         square(&kept.entries),
         square_of_gradient,

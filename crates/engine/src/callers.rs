@@ -140,11 +140,11 @@ impl Callers {
 
     /// Begins a comm to the handle's listener over this transport.
     pub(crate) fn open(&self, to: &Handle, transport: Transport) -> Arc<Comm> {
-        let key = self.lane(PeerKey {
+        let key = self.emptiest(PeerKey {
             process: to.process,
             mirror: false,
             transport,
-            lane: 0,
+            connection: 0,
         });
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let peer = self
@@ -159,9 +159,9 @@ impl Callers {
     }
 
     /// With the connection that has the fewest comms.
-    fn lane(&self, key: PeerKey) -> PeerKey {
+    fn emptiest(&self, key: PeerKey) -> PeerKey {
         let shared = &self.shared;
-        let lanes = match key.transport {
+        let connections = match key.transport {
             Transport::Tcp => 1,
             Transport::Udp => shared.instances().len().min(usize::from(u8::MAX)),
         };
@@ -169,8 +169,8 @@ impl Callers {
             let peer = shared.peers.get(key);
             peer.map_or(0, |peer| peer.claims.load(Ordering::Relaxed))
         };
-        let all = (0..lanes).map(|lane| PeerKey {
-            lane: lane as u8,
+        let all = (0..connections).map(|number| PeerKey {
+            connection: number as u8,
             ..key
         });
         all.min_by_key(comms).unwrap_or(key)

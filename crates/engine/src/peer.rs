@@ -29,7 +29,7 @@ pub struct PeerKey {
     pub transport: Transport,
     /// Which of the connections to it; of TCP there is one. One thread moves all packets of a connection,
     /// so comms are dealt out over as many as there are threads.
-    pub lane: u8,
+    pub connection: u8,
 }
 
 /// See the module.

@@ -92,7 +92,7 @@ mod tests {
             process: [7; 16],
             mirror: false,
             transport: Transport::Tcp,
-            lane: 0,
+            connection: 0,
         }
     }
 

@@ -5,7 +5,6 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -13,9 +12,11 @@ use evener_engine::comm::Comm;
 use evener_engine::hello::{ADDRESS, Answer, GREETING, Greeting, Handle};
 use evener_engine::{Choice, Config, Engine, Error, Memory, Slot, Status};
 use evener_proto::Frame;
-use evener_proto::wire::HEADER;
 
-const LIMIT: Duration = Duration::from_secs(30);
+use common::{LIMIT, finish, pair, until};
+
+mod common;
+use evener_proto::wire::HEADER;
 
 /// What must hold whatever carries the bytes.
 macro_rules! with_each_engine {
@@ -70,45 +71,9 @@ fn engine_with(config: Config) -> Engine {
     Engine::start(config, Box::new(log)).unwrap()
 }
 
-fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + LIMIT;
-    loop {
-        if let Some(value) = step() {
-            return value;
-        }
-        assert!(Instant::now() < end, "nothing happened for {LIMIT:?}");
-        std::thread::yield_now();
-    }
-}
-
-/// A comm from `a` to `b`.
-fn pair(a: &Engine, b: &Engine) -> (Arc<Comm>, Arc<Comm>) {
-    let (listener, mut handle) = b.listen();
-    let (mut send, mut receive) = (None, None);
-    until(|| {
-        if send.is_none() {
-            send = a.connect(&mut handle).unwrap();
-        }
-        if receive.is_none() {
-            receive = b.accept(&listener).unwrap();
-        }
-        (send.is_some() && receive.is_some()).then_some(())
-    });
-    b.close_listener(&listener);
-    (send.unwrap(), receive.unwrap())
-}
-
 fn post<'a>(engine: &Engine, comm: &'a Comm, bytes: &mut [u8]) -> Option<&'a Slot> {
     // SAFETY: every test keeps its buffers until the request is finished or the comm released.
     unsafe { engine.post(comm, Memory::of(bytes)) }.unwrap()
-}
-
-fn finish(slot: &Slot) -> usize {
-    until(|| match slot.test() {
-        Status::Pending => None,
-        Status::Done(length) => Some(length),
-        Status::Failed(_) => panic!("the request failed"),
-    })
 }
 
 fn pattern(seed: usize, length: usize) -> Vec<u8> {

@@ -4,16 +4,15 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
+use common::{finish, pair, until};
 use evener_engine::comm::Comm;
-use evener_engine::{Choice, Config, Engine, Memory, Slot, Status};
-use nodes::{Node, pair};
+use evener_engine::{Choice, Config, Engine, Memory, Slot};
+use nodes::{Node, pair as namespaces};
 
+mod common;
 #[path = "../../xdp/tests/nodes/mod.rs"]
 mod nodes;
-
-const LIMIT: Duration = Duration::from_secs(60);
 
 type Said = Arc<Mutex<Vec<String>>>;
 
@@ -36,50 +35,15 @@ fn engine(node: &Node, name: &'static str, choice: Choice) -> (Engine, Said) {
     (engine, said)
 }
 
-fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + LIMIT;
-    loop {
-        if let Some(value) = step() {
-            return value;
-        }
-        assert!(Instant::now() < end, "nothing happened for {LIMIT:?}");
-        std::thread::yield_now();
-    }
-}
-
-fn connect(a: &Engine, b: &Engine) -> (Arc<Comm>, Arc<Comm>) {
-    let (listener, mut handle) = b.listen();
-    let (mut send, mut receive) = (None, None);
-    until(|| {
-        if send.is_none() {
-            send = a.connect(&mut handle).unwrap();
-        }
-        if receive.is_none() {
-            receive = b.accept(&listener).unwrap();
-        }
-        (send.is_some() && receive.is_some()).then_some(())
-    });
-    b.close_listener(&listener);
-    (send.unwrap(), receive.unwrap())
-}
-
 fn post<'a>(engine: &Engine, comm: &'a Comm, bytes: &mut [u8]) -> &'a Slot {
     // SAFETY: the buffers are kept until the request is finished.
     until(|| unsafe { engine.post(comm, Memory::of(bytes)) }.unwrap())
 }
 
-fn finish(slot: &Slot) -> usize {
-    until(|| match slot.test() {
-        Status::Pending => None,
-        Status::Done(length) => Some(length),
-        Status::Failed(_) => panic!("the request failed"),
-    })
-}
-
 /// Messages of many sizes, compared.
 fn exchange(a: &Engine, b: &Engine) {
     for (from, to) in [(a, b), (b, a)] {
-        let (send, receive) = connect(from, to);
+        let (send, receive) = pair(from, to);
         for length in [0, 1, 1431, 1432, 65_536, 300_000, 4 << 20] {
             let mut bytes: Vec<u8> = (0..length)
                 .map(|at: usize| (at * 31 + length) as u8)
@@ -106,7 +70,9 @@ fn sent(said: &Said) -> Option<u64> {
 
 #[test]
 fn messages_arrive_past_the_kernel() {
-    let Some((a, b)) = pair(1500) else { return };
+    let Some((a, b)) = namespaces(1500) else {
+        return;
+    };
     let (one, at_a) = engine(&a, "va", Choice::Xdp);
     let (other, at_b) = engine(&b, "vb", Choice::Xdp);
     exchange(&one, &other);
@@ -129,7 +95,9 @@ fn messages_arrive_past_the_kernel() {
 
 #[test]
 fn a_job_may_mix_engines() {
-    let Some((a, b)) = pair(1500) else { return };
+    let Some((a, b)) = namespaces(1500) else {
+        return;
+    };
     let (one, _) = engine(&a, "va", Choice::Xdp);
     for choice in [Choice::Udp, Choice::Tcp] {
         let (other, _) = engine(&b, "vb", choice);
@@ -140,7 +108,9 @@ fn a_job_may_mix_engines() {
 
 #[test]
 fn where_the_card_is_taken_udp_goes_on_and_it_is_said() {
-    let Some((a, b)) = pair(1500) else { return };
+    let Some((a, b)) = namespaces(1500) else {
+        return;
+    };
     let (first, _) = engine(&a, "va", Choice::Xdp);
     let (second, at_second) = engine(&a, "va", Choice::Xdp);
     let (other, _) = engine(&b, "vb", Choice::Xdp);
@@ -154,10 +124,12 @@ fn where_the_card_is_taken_udp_goes_on_and_it_is_said() {
 
 #[test]
 fn paths_that_are_cut_cost_nothing_but_time_and_their_numbers_are_used_again() {
-    let Some((a, b)) = pair(1500) else { return };
+    let Some((a, b)) = namespaces(1500) else {
+        return;
+    };
     let (one, _) = engine(&a, "va", Choice::Xdp);
     let (other, _) = engine(&b, "vb", Choice::Xdp);
-    let (send, receive) = connect(&one, &other);
+    let (send, receive) = pair(&one, &other);
     for round in 0..20usize {
         let mut bytes = vec![round as u8 + 1; 1 << 20];
         let mut into = vec![0; 1 << 20];

@@ -8,29 +8,21 @@ use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use evener_engine::comm::Comm;
 use evener_engine::conn::Conn;
 use evener_engine::stats::PathStats;
 use evener_engine::sys::TcpInfo;
 use evener_engine::zerocopy::{Mode, Verdict};
-use evener_engine::{Config, Engine, Memory, Slot, Status};
+use evener_engine::{Config, Engine, Memory};
 use evener_proto::PathId;
 use evener_proto::wire::HEADER;
 
-const PIECE: usize = 256 << 10;
+use common::{finish, pair, until};
 
-fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + Duration::from_secs(30);
-    loop {
-        if let Some(value) = step() {
-            return value;
-        }
-        assert!(Instant::now() < end, "nothing happened");
-        std::thread::yield_now();
-    }
-}
+mod common;
+
+const PIECE: usize = 256 << 10;
 
 /// A connection of the engine's, its counters, and the other end.
 fn connection(mode: Mode) -> (Conn, Arc<PathStats>, TcpStream) {
@@ -127,30 +119,6 @@ fn engine(mode: Mode) -> Engine {
         ..Config::default()
     };
     Engine::start(config, Box::new(|_, _| ())).unwrap()
-}
-
-fn pair(a: &Engine, b: &Engine) -> (Arc<Comm>, Arc<Comm>) {
-    let (listener, mut handle) = b.listen();
-    let (mut send, mut receive) = (None, None);
-    until(|| {
-        if send.is_none() {
-            send = a.connect(&mut handle).unwrap();
-        }
-        if receive.is_none() {
-            receive = b.accept(&listener).unwrap();
-        }
-        (send.is_some() && receive.is_some()).then_some(())
-    });
-    b.close_listener(&listener);
-    (send.unwrap(), receive.unwrap())
-}
-
-fn finish(slot: &Slot) {
-    until(|| match slot.test() {
-        Status::Pending => None,
-        Status::Done(_) => Some(()),
-        Status::Failed(_) => panic!("the request failed"),
-    });
 }
 
 /// Messages whose memory changes as soon as they are finished, while connections are cut and change

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 from evener.compile import store
-from evener.log import logger
 
 _MARK = "_evener_remembers"
 
@@ -42,7 +40,7 @@ def remember() -> None:
             return True
         answer = bool(asks(self, code))
         if answer:
-            _write(path, sorted({*_read(path), key}))
+            store.replace(path, sorted({*_read(path), key}), "what torch has checked,")
         return answer
 
     setattr(check_build, _MARK, True)
@@ -70,13 +68,3 @@ def _read(path: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
-
-
-def _write(path: Path, keys: list[str]) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")  # several ranks have one file
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(keys) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        logger.warning("compile: %s cannot be written: %s", path, error)

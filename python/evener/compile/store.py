@@ -71,13 +71,19 @@ def save(name: str, maker: str, signatures: dict[str, Any]) -> None:
     """Replace the record."""
     path = _path(name)
     record = {"version": VERSION, "name": name, "maker": maker, "signatures": signatures}
-    part = path.with_suffix(f".{os.getpid()}.part")  # several ranks have one record
+    replace(path, record, "the record")
+
+
+def replace(path: Path, content: Any, what: str) -> None:
+    """Write a file as JSON, all or nothing. Where that fails, one line says it: nothing depends on
+    it."""
+    part = path.with_suffix(f".{os.getpid()}.part")  # several ranks have one file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(content) + "\n", encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        logger.warning("compile: the record %s cannot be written: %s", path, error)
+        logger.warning("compile: %s %s cannot be written: %s", what, path, error)
 
 
 def read(place: Path) -> list[dict[str, Any]]:

@@ -292,7 +292,7 @@ impl Control {
             process: greeting.from,
             mirror: greeting.from == shared.process,
             transport: Transport::Tcp,
-            lane: 0,
+            connection: 0,
         };
         let peer = shared.peer(
             key,

@@ -87,7 +87,7 @@ fn peer() -> Arc<Peer> {
         process: [1; 16],
         mirror: true,
         transport: Transport::Udp,
-        lane: 0,
+        connection: 0,
     };
     let config = crate::Config::default();
     let link = Link::new(&config, Arc::default(), Duration::ZERO);

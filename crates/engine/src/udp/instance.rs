@@ -389,7 +389,7 @@ impl Instance {
                     process,
                     mirror: true,
                     transport: Transport::Udp,
-                    lane: 0,
+                    connection: 0,
                 };
                 let shared = self.shared.clone();
                 let addresses = [from.ip()];
