@@ -18,6 +18,11 @@ def of(rank: int) -> int:
     return rank % torch.cuda.device_count()
 
 
+def pair() -> list[int]:
+    """Ranks per host of two ranks: one host where each has a GPU, else two that share one."""
+    return [2] if torch.cuda.device_count() >= 2 else [1, 1]
+
+
 def needs(*hosts: int) -> pytest.MarkDecorator:
     """Skips a test of these numbers of ranks per host where the GPUs do not do for it."""
     ranks, largest, found = sum(hosts), max(hosts), torch.cuda.device_count()

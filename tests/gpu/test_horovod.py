@@ -142,8 +142,8 @@ def collectives(rank: int, size: int) -> None:
 
 
 def test_every_operation_on_gpu_tensors() -> None:
-    worlds.run([2], collectives, timeout=150, gpu=True, env=ENV)
+    worlds.run(gpus.pair(), collectives, timeout=150, gpu=True, env=ENV)
 
 
 def test_operations_and_optimizer_on_two_gpus() -> None:
-    worlds.run([2], operations, timeout=150, gpu=True, env=ENV)
+    worlds.run(gpus.pair(), operations, timeout=150, gpu=True, env=ENV)
