@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import time
 from pathlib import Path
@@ -441,6 +442,60 @@ def test_activations_on_the_host_change_no_bit(tied: bool, monkeypatch: pytest.M
     assert_same(engine, plain)
     # One place for each block, taken in every step again.
     assert [len(free) for free in engine._passes.offload._free.values()] == [4]
+    engine.close()
+
+
+class Biased(Model):
+    """Its blocks share two inputs, as T5's do: one transposed, one that is no dense tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 32)
+        self.seen: list[tuple[tuple[int, ...], ...]] = []
+        for layer in self.layers:
+            layer.forward = functools.partial(self.block, layer.forward)  # type: ignore[method-assign]
+
+    def block(self, inner: Any, x: torch.Tensor, bias: torch.Tensor, wide: torch.Tensor) -> Any:
+        self.seen.append((x.stride(), bias.stride(), wide.stride()))
+        return inner(x + bias.transpose(0, 1) * wide)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        bias = self.table(torch.arange(16)).transpose(0, 1)
+        wide = self.table(torch.arange(1)).expand(4, 16, 32)
+        for layer in self.layers:
+            x = layer(x, bias, wide)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+def test_inputs_come_back_from_the_host_as_they_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evener.zero.activations.SMALL", 1)
+    torch.manual_seed(0)
+    model = Biased()
+    plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
+    engine, *_ = zero.initialize(
+        model=model,
+        config=configuration(
+            evener={"checkpointing": "offload", "budget": {"gpu": "1GB", "host": "4GB"}}
+        ),
+        machine=zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9),
+        batch=(4, 16),
+    )
+    assert engine._passes.offload is not None
+    for tokens in batches(3):
+        model.seen.clear()
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+        loss_of(plain.model, tokens).backward()
+        plain.step()
+        # Forward, and recomputed from the last to the first.
+        assert len(model.seen) == 8 and model.seen[4:] == model.seen[3::-1]
+        assert {bias for _, bias, _ in model.seen} == {(1, 32)}
+    assert_same(engine, plain)
+    # The bias left once for all four blocks; what is expanded stayed. The pool is of four pages.
+    places = {key: len(free) for key, free in engine._passes.offload._free.items()}
+    assert places == {(4 * 16 * 32, torch.float32): 3, (16 * 32, torch.float32): 1}
     engine.close()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from evener.zero.config import read
 from evener.zero.planning import cut_and_trace
 from evener.zero.profile import Profile, Rehearsed, step_seconds
-from evener.zero.rehearsal import Spec, rehearse, specs
+from evener.zero.rehearsal import Spec, _made, rehearse, specs
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -73,6 +73,15 @@ def test_one_unit_of_each_kind_runs_and_nothing_moves() -> None:
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_inputs_have_the_strides_of_those_they_stand_for() -> None:
+    given = (torch.randn(4, 6).t(), torch.randn(4, 1).expand(4, 6), torch.randn(0, 3))
+    (made, _) = _made(specs(given, {}), CPU)
+    assert [x.stride() for x in made] == [x.stride() for x in given]
+    assert [x.shape for x in made] == [x.shape for x in given]
+    flat, _ = _made(specs((torch.eye(3).to_sparse(),), {}), CPU)
+    assert flat[0].shape == (3, 3)
 
 
 class Keeps(Block):
@@ -143,8 +152,8 @@ def test_what_cannot_run_alone_is_planned_from_its_trace(caplog: pytest.LogCaptu
 def test_inputs_are_remembered_by_their_shapes() -> None:
     x = torch.zeros(2, 3, requires_grad=True)
     (first, second), named = specs((x, (None, 4)), {"mask": torch.ones(2, dtype=torch.bool)})
-    assert first == Spec((2, 3), torch.float32, True)
-    assert second == (None, 4) and named == {"mask": Spec((2,), torch.bool, False)}
+    assert first == Spec((2, 3), torch.float32, True, (3, 1))
+    assert second == (None, 4) and named == {"mask": Spec((2,), torch.bool, False, (1,))}
     _, profile = profile_of(Model(Block(32)))
     (args, named) = profile.calls[max(profile.calls)]
     assert args[0].shape == (2, 4, WIDTH) and named["mask"].dtype == torch.bool

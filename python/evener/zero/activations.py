@@ -2,7 +2,10 @@
 
 A hook on what autograd saves copies a block's input out as soon as the block has run, and back when
 the block after it is recomputed: two are on the accelerator at a time, and the copies run beside
-the computation. The bits are those that were saved. What the pool has no room for stays.
+the computation. Bits and strides are those that were saved: kernels are chosen by strides, and
+recomputation must choose the same ones (T5 hands a transposed position bias to all blocks, and
+CUDA's attention has another kernel for it than for a contiguous one). A tensor that several blocks
+save leaves once. What is not dense stays, and so does what the pool has no room for.
 """
 
 from __future__ import annotations
@@ -31,9 +34,28 @@ class _Saved:
 
     home: torch.Tensor
     shape: torch.Size
+    strides: tuple[int, ...]
     out: Event
     back: torch.Tensor | None = None
     ready: Event | None = None
+    asked: bool = False
+    """By a block; what is there and was not asked for was fetched ahead."""
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are one piece of memory, in whatever order."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1:
+            if stride != size:
+                return False
+            size *= length
+    return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @dataclass
@@ -46,6 +68,10 @@ class Offload:
     _free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = field(default_factory=dict)
     _order: list[weakref.ref[_Saved]] = field(default_factory=list)
     _leaving: list[tuple[Event, torch.Tensor]] = field(default_factory=list)
+    _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[_Saved]]] = field(
+        default_factory=dict
+    )
+    """What was saved from which memory: a storage's address alone may be another's by now."""
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
         """While a checkpointed block is entered."""
@@ -55,6 +81,7 @@ class Offload:
         """After a backward pass."""
         self._order.clear()
         self._leaving.clear()
+        self._known.clear()
 
     def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if free := self._free.get((numel, dtype)):
@@ -68,13 +95,23 @@ class Offload:
         size = tensor.numel() * tensor.element_size()
         if size < SMALL or tensor.device != self.device.device or not tensor.is_floating_point():
             return tensor
+        if not _dense(tensor):
+            return tensor
+        storage, strides = tensor.untyped_storage(), tensor.stride()
+        key = storage._cdata, tensor.storage_offset(), tensor.shape, strides, tensor._version
+        if key in self._known:
+            owner, earlier = self._known[key]
+            again = earlier()
+            if again is not None and owner() is storage:
+                return again
         home = self._room(tensor.numel(), tensor.dtype)
         if home is None:
             return tensor
         self.device.wait("d2h", self.device.record("compute"))
         with self.device.on("d2h"), self.spans.device("copy", "d2h", "activations"):
-            home.copy_(tensor.detach().reshape(-1), non_blocking=True)
-        saved = _Saved(home, tensor.shape, self.device.record("d2h"))
+            home.copy_(_flat(tensor.detach()), non_blocking=True)
+        saved = _Saved(home, tensor.shape, strides, self.device.record("d2h"))
+        self._known[key] = weakref.ref(storage), weakref.ref(saved)
         # When autograd lets go of it its room is free: the next copy into it waits for all that
         # computed before that, so for what still reads it.
         weakref.finalize(saved, self._free.setdefault((home.numel(), home.dtype), []).append, home)
@@ -87,11 +124,13 @@ class Offload:
 
     def _fetch(self, saved: _Saved) -> None:
         # Allocated where it is used, so that its memory goes round in that stream alone.
-        saved.back = torch.empty(saved.shape, dtype=saved.home.dtype, device=self.device.device)
+        saved.back = torch.empty_strided(
+            saved.shape, saved.strides, dtype=saved.home.dtype, device=self.device.device
+        )
         self.device.wait("h2d", self.device.record("compute"))
         with self.device.on("h2d"), self.spans.device("copy", "h2d", "activations"):
             self.device.wait("h2d", saved.out)
-            saved.back.view(-1).copy_(saved.home, non_blocking=True)
+            _flat(saved.back).copy_(saved.home, non_blocking=True)
             saved.ready = self.device.record("h2d")
 
     def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
@@ -102,11 +141,11 @@ class Offload:
         back, ready = saved.back, saved.ready
         assert back is not None and ready is not None
         self.device.wait("compute", ready)
-        while self._order:
-            last = self._order.pop()()
-            if last is not None and last is not saved:
-                if last.back is None:
+        if not saved.asked:
+            saved.asked = True
+            while self._order:
+                last = self._order.pop()()
+                if last is not None and last.back is None:
                     self._fetch(last)  # the block before: it is asked for next
-                self._order.append(weakref.ref(last))
-                break
+                    break
         return back

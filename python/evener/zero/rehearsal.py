@@ -47,6 +47,8 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     gradient: bool
+    strides: tuple[int, ...]
+    """Kernels are chosen by them. Empty: as a new tensor has them."""
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,7 +60,8 @@ def specs(args: Any, kwargs: Any) -> Call:
     def spec(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return Spec(tuple(value.shape), value.dtype, value.requires_grad)
+        strides = value.stride() if value.layout == torch.strided else ()
+        return Spec(tuple(value.shape), value.dtype, value.requires_grad, strides)
 
     found: Call = tree_map(spec, (tuple(args), dict(kwargs)))
     return found
@@ -74,7 +77,13 @@ def _made(call: Call, device: torch.device) -> Call:
             return torch.ones(value.shape, dtype=value.dtype, device=device)
         if not value.dtype.is_floating_point:
             return torch.zeros(value.shape, dtype=value.dtype, device=device)
-        made = torch.randn(value.shape, dtype=value.dtype, device=device)
+        if not value.strides:
+            made = torch.randn(value.shape, dtype=value.dtype, device=device)
+        else:
+            # What was expanded is drawn once.
+            shape = [n if s else 1 for n, s in zip(value.shape, value.strides, strict=True)]
+            made = torch.empty_strided(shape, value.strides, dtype=value.dtype, device=device)
+            made = made.normal_().expand(value.shape)
         return made.requires_grad_(value.gradient)
 
     found: Call = tree_map(make, call)
