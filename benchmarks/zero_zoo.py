@@ -216,7 +216,7 @@ def measure(
     tiny: bool,
     budget_host: int,
     more: bool = False,
-    rehearse: bool = False,
+    rehearse: bool = True,
 ) -> dict[str, Any]:
     """One row. `rehearse`: as the configuration has it. `more`: and why it takes what it takes
     (`zero_diagnose`)."""
@@ -411,7 +411,10 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run failed rows again")
     parser.add_argument("--fresh", action="store_true", help="a process for each row")
     parser.add_argument("--diagnose", action="store_true", help="why a row takes what it takes")
-    parser.add_argument("--rehearse", action="store_true", help="units run before the plan")
+    parser.add_argument(
+        "--rehearse", action=argparse.BooleanOptionalAction, default=True,
+        help="units run before the plan",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU: a dry run")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/zero_zoo.json"))
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -455,7 +458,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--work", json.dumps(mine), "--host", str(given.host)]
         command += ["--tiny"] if given.tiny else []
         command += ["--diagnose"] if given.diagnose else []
-        command += ["--rehearse"] if given.rehearse else []
+        command += ["--no-rehearse"] if not given.rehearse else []
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True, bufsize=1
         ) as process:

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from evener.zero import api
+from evener.zero.budget import Budget
 from evener.zero.config import read
+from evener.zero.planner import Machine
 from evener.zero.planning import cut_and_trace
 from evener.zero.profile import Profile, Rehearsed, step_seconds
 from evener.zero.rehearsal import Spec, _made, rehearse, specs
@@ -172,3 +175,28 @@ def test_a_plan_takes_what_was_measured_in_the_place_of_the_trace() -> None:
     assert beside == 10 + 2 * 18  # 3 x 6 s of launches
     assert plain == 10 + 2 * 25
     assert again == 20 + 2 * 45
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "cores", "runs"),
+    [("auto", 1, 0, True), ("auto", 2, 0, False), (False, 1, 0, False), ("auto", 1, 132, False)],
+)
+def test_units_run_where_one_process_plans_for_the_gpu_that_is_here(
+    asked: bool | str, ranks: int, cores: int, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read({"evener": {"rehearse": asked}} if asked != "auto" else {}, 1)
+    profile = Profile((), (), frozenset())
+    monkeypatch.setattr(api, "world_size", lambda: ranks)
+    monkeypatch.setattr(api, "_budget", lambda *_: Budget(8 << 30, 8 << 30))
+    monkeypatch.setattr(api, "rehearse", lambda *_: (Rehearsed(1, 1.0, 1.0, 1.0, 1.0),))
+    machine = Machine(1e12, 1e10, 1e10, 1e9, 1e9, cores=cores)
+    found = api._rehearsed(profile, [], config, torch.device("cuda"), machine, None)
+    assert found is not None and bool(found.rehearsed) == runs
+
+
+def test_what_modules_launch_takes_longer_than_what_autograd_does() -> None:
+    work = ((0, 0, 100),)
+    profile = Profile((), (), frozenset(), forward=work, backward=work, backward_recomputed=work)
+    forward, beside, plain, again = step_seconds(profile, 1.0, 0.0, 0.01, 4.0)
+    assert plain == again == pytest.approx(1.0)
+    assert forward > plain and beside == pytest.approx(4 * forward)

@@ -132,10 +132,11 @@ def _rehearsed(
     machine: Machine,
     head: Head | None,
 ) -> Profile | None:
-    """With what the units take on this GPU, where that is asked for; on several ranks what they
-    take on the first, as all must plan the same. Of a machine that is not here, and on a CPU,
-    nothing is measured."""
-    if profile is None or not config.rehearse or device.type != "cuda" or machine.cores:
+    """With what the units take on this GPU. Of several ranks all run them where that is asked for,
+    and the first one's times count, as all must plan the same. Of a machine that is not here, and
+    on a CPU, nothing is measured."""
+    wanted = world_size() == 1 if config.rehearse == "auto" else config.rehearse
+    if profile is None or not wanted or device.type != "cuda" or machine.cores:
         return profile
     skip = head.linear if head is not None else None
     budget = _budget(config, device, 1).gpu

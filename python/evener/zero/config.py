@@ -39,7 +39,7 @@ class Config:
     each block by torch.compile (a string: by this backend). nodes: "replicate" (each node has a
     copy of the states), "shard", or "auto": what the plan finds faster of those that fit. crossing:
     the form of gradients between nodes (`evener.zero.form.names`). rehearse: one unit of each kind
-    runs on the GPU before the plan (`rehearsal`).
+    runs on the GPU before the plan (`rehearsal`); "auto": where one process plans for a GPU.
     """
 
     stage: int = 3
@@ -69,7 +69,7 @@ class Config:
     device: str = "auto"
     nodes: str = "auto"
     crossing: str = "exact"
-    rehearse: bool = False
+    rehearse: bool | str = "auto"
     ignored: list[str] = field(default_factory=list)
 
 
@@ -240,7 +240,7 @@ def read(source: str | Path | Mapping[str, Any] | Config | None, ranks: int = 1)
     config.checkpointing = _choice(own, "checkpointing", (False, True, "auto", "offload"), False)
     config.balance = _choice(own, "balance", ("auto", False, True), "auto")
     config.stale_updates = bool(_choice(own, "stale_updates", (False, True), False))
-    config.rehearse = bool(_choice(own, "rehearse", (False, True), False))
+    config.rehearse = _choice(own, "rehearse", ("auto", False, True), "auto")
     config.nodes = str(_choice(own, "nodes", ("auto", "replicate", "shard"), "auto"))
     config.crossing = str(_choice(own, "crossing", forms(), "exact"))
     config.compile = own.get("compile", False)

@@ -9,8 +9,9 @@ plan's working set, so this needs no room that a step would not need; it gets no
 budget all the same. `Rehearsed` is what a plan takes from it (`planner`).
 
 What runs is a copy of the unit: hooks of the user do not see it, and what it keeps on itself is
-gone with it. A kind that cannot run so is planned from its trace, and one line says it. It is off
-unless `evener.rehearse` asks for it: no GPU has run it yet.
+gone with it. A kind that cannot run so is planned from its trace, and one line says it. On several
+ranks it runs only where `evener.rehearse` is true: a unit may hold collectives, and ranks that run
+out of time at different units would wait for each other.
 """
 
 from __future__ import annotations
