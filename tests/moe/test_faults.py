@@ -26,7 +26,7 @@ def fail(rank: int, size: int, how: str, when: str) -> Any:
         if how == "dead":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "memory":
-            torch.empty(1 << 46, dtype=torch.uint8)  # as much as no machine has
+            torch.empty(1 << 60, dtype=torch.uint8)  # more than a process can address
         raise ValueError("the data is of the wrong kind")
 
     if rank == 1:
