@@ -157,7 +157,7 @@ PROGRAMS = (
         for name in ("trainer-lora", "trainer-best", "trainer-generates", "trl-sft",
                      "accelerate-lora", "lightning-accumulates")
     ),
-    Program("zero-models", "zero_models"),
+    *(Program(f"zero-models-{n}", "zero_models", ("--part", f"{n}/8")) for n in range(1, 9)),
     Program("moe-models", "moe_models"),
     Program("pipeline-models", "pipeline_models"),
 )  # fmt: skip

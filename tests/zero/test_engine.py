@@ -16,8 +16,12 @@ from torch import nn
 from evener import records, zero
 from evener.errors import EvenerError, UsageError
 from evener.stats import show
+from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
+from evener.zero.device import SimulatedDevice
+from evener.zero.host import HostMemory
 from evener.zero.rules import AdamW
+from evener.zero.spans import Spans
 
 from .models import Model, Plain, batches, loss_of
 
@@ -497,6 +501,18 @@ def test_inputs_come_back_from_the_host_as_they_left(monkeypatch: pytest.MonkeyP
     places = {key: len(free) for key, free in engine._passes.offload._free.items()}
     assert places == {(4 * 16 * 32, torch.float32): 3, (16 * 32, torch.float32): 1}
     engine.close()
+
+
+def test_only_plain_tensors_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass has more to it than its elements: lazy logits have a graph of their own."""
+    monkeypatch.setattr("evener.zero.activations.SMALL", 1)
+    device = SimulatedDevice()
+    offload = Offload(device, Spans(device), HostMemory(16 << 20))
+    plain = torch.randn(4, 4)
+    other = plain.as_subclass(type("Other", (torch.Tensor,), {}))
+    assert offload._pack(other) is other
+    saved = offload._pack(plain)
+    assert saved is not plain and torch.equal(offload._unpack(saved), plain)
 
 
 @pytest.mark.parametrize("budget", [None, {"gpu": "1GB", "host": "4GB"}])

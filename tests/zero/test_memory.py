@@ -17,7 +17,9 @@ from torch.nn import functional
 
 from evener import zero
 from evener.zero import boundary
+from evener.zero import trace as tracing
 from evener.zero.device import SimulatedDevice
+from evener.zero.profile import Held, peaks
 from evener.zero.trace import trace
 from evener.zero.units import cut
 
@@ -102,6 +104,36 @@ class Speech(Model):
         wanted = labels.masked_select(there)
         times = torch.full((len(tokens),), tokens.shape[1])
         return functional.ctc_loss(scores, wanted, times, there.sum(-1))
+
+
+class Deep(nn.Module):
+    """A block that holds much inside itself."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_large_block_that_alone_is_recomputed_is_planned_to_the_byte() -> None:
+    """In a backward pass a block is entered before the one after it is left. Swin's first stage is
+    such a block."""
+    model = WithLoss(WIDTH)
+    model.layers = nn.ModuleList([Deep(WIDTH, 12), Deep(WIDTH, 1)])
+    units, call = cut(model), (batches(1, rows=64), {})
+    cpu = torch.device("cpu")
+    chunks = [Held(n, 0, 0, False, False) for n, u in enumerate(units) for _ in u.groups]
+    profile = trace(model, units, *call, device=cpu, dtype=torch.float32)
+    for chosen in [set(), {n for n, u in enumerate(units) if u.name == "layers.0"}]:
+        real = tracing._run(
+            model, units, *call, cpu, torch.float32, False, None, frozenset(chosen), 0
+        )[0]
+        _, planned = peaks(profile, chunks, recompute=chosen, depth=2)
+        assert planned == pytest.approx(max(m.peak for m in real), rel=0.01), chosen
 
 
 def test_a_loss_of_ctc_is_traced() -> None:

@@ -5,7 +5,8 @@ the block after it is recomputed: two are on the accelerator at a time, and the 
 the computation. Bits and strides are those that were saved: kernels are chosen by strides, and
 recomputation must choose the same ones (T5 hands a transposed position bias to all blocks, and
 CUDA's attention has another kernel for it than for a contiguous one). A tensor that several blocks
-save leaves once. What is not dense stays, and so does what the pool has no room for.
+save leaves once. What is not dense or no plain tensor stays, and so does what the pool has no room
+for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from evener.errors import EvenerError
@@ -95,7 +97,8 @@ class Offload:
         size = tensor.numel() * tensor.element_size()
         if size < SMALL or tensor.device != self.device.device or not tensor.is_floating_point():
             return tensor
-        if not _dense(tensor):
+        # A subclass is more than its elements: lazy logits have a graph of their own.
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or not _dense(tensor):
             return tensor
         storage, strides = tensor.untyped_storage(), tensor.stride()
         key = storage._cdata, tensor.storage_offset(), tensor.shape, strides, tensor._version

@@ -241,7 +241,8 @@ def peaks(
             elif inside in inputs:
                 waiting[inside] = inputs[inside]
         elif moment.kind == "leave":
-            inside = None
+            if moment.index == inside:  # in a backward pass the unit before is entered first
+                inside = None
             if moment.index not in order[place : place + depth] and moment.index in loaded:
                 loaded.discard(moment.index)
                 for each in of_unit.get(moment.index, []):
