@@ -206,7 +206,7 @@ impl Driver {
         let now = self.now();
         if let Some(connection) = &mut self.connection {
             let place = &mut |place: Place<'_>| memory.place(place);
-            let _ = connection.receive(came.packet, came.marked, now, place);
+            let _ = connection.receive(came.packet, came.arrival, now, place);
             return;
         }
         match accept(self.config.clone(), self.key, self.own, came.packet, now) {

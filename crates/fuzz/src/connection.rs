@@ -9,7 +9,7 @@ use std::time::Duration;
 use evener_engine::udp::hostile::{met, next, packet};
 use evener_proto::packet::auth::Key;
 use evener_proto::packet::format::Kind;
-use evener_proto::packet::{Connection, Event, Place};
+use evener_proto::packet::{Arrival, Connection, Event, Place};
 use libfuzzer_sys::fuzz_target;
 
 /// Packets that are kept to be said again.
@@ -44,7 +44,7 @@ struct User {
 impl User {
     fn hear(&mut self, victim: &mut Connection, packet: &[u8], now: Duration) {
         let posted = &self.posted;
-        let _ = victim.receive(packet, false, now, &mut |place: Place<'_>| {
+        let _ = victim.receive(packet, Arrival::default(), now, &mut |place: Place<'_>| {
             let room = posted[&(place.channel, place.message)];
             let end = place.offset + place.bytes.len() as u64;
             assert!(end <= room, "beyond a buffer");
@@ -66,9 +66,9 @@ impl User {
 fn opened() -> Option<(Connection, Connection, Key)> {
     let (now, (mut honest, mut victim, key)) = (Duration::ZERO, met()?);
     let welcome = next(&mut victim, now)?;
-    honest.receive(&welcome, false, now, &mut |_| {}).ok()?;
+    honest.receive(&welcome, Arrival::default(), now, &mut |_| {}).ok()?;
     let proof = next(&mut honest, now)?;
-    victim.receive(&proof, false, now, &mut |_| {}).ok()?;
+    victim.receive(&proof, Arrival::default(), now, &mut |_| {}).ok()?;
     Some((honest, *victim, key))
 }
 
@@ -129,7 +129,7 @@ fn run(data: &[u8]) -> Option<()> {
             let Some(packet) = next(&mut victim, now) else {
                 break;
             };
-            let _ = honest.receive(&packet, false, now, &mut |_| {});
+            let _ = honest.receive(&packet, Arrival::default(), now, &mut |_| {});
         }
         if let Some(due) = victim.deadline() {
             let _ = due;

@@ -5,6 +5,7 @@
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ranges {
     parts: Vec<(u64, u64)>,
+    total: u64,
 }
 
 impl Ranges {
@@ -16,12 +17,19 @@ impl Ranges {
         // The first part that ends at or after `start` may touch the new one.
         let first = self.parts.partition_point(|part| part.1 < start);
         let last = self.parts.partition_point(|part| part.0 <= end);
-        let (mut low, mut high) = (start, end);
-        if first < last {
-            low = low.min(self.parts[first].0);
-            high = high.max(self.parts[last - 1].1);
+        // It is on the way of every packet: no general replacement where one part grows.
+        if first == last {
+            self.total += end - start;
+            self.parts.insert(first, (start, end));
+            return;
         }
-        self.parts.splice(first..last, [(low, high)]);
+        let merged = &self.parts[first..last];
+        let old: u64 = merged.iter().map(|part| part.1 - part.0).sum();
+        let high = end.max(merged[merged.len() - 1].1);
+        let part = &mut self.parts[first];
+        *part = (start.min(part.0), high);
+        self.total = self.total - old + (part.1 - part.0);
+        self.parts.drain(first + 1..last);
     }
 
     /// Whether all of `start..end` is there.
@@ -35,7 +43,7 @@ impl Ranges {
 
     /// How many bytes are there.
     pub fn total(&self) -> u64 {
-        self.parts.iter().map(|part| part.1 - part.0).sum()
+        self.total
     }
 }
 

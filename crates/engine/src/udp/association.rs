@@ -17,7 +17,6 @@
 
 mod packets;
 
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,6 +24,7 @@ use std::time::Duration;
 
 use evener_proto::packet::{Connection, Event, Over};
 use evener_proto::{PathId, Side, Why};
+use rustc_hash::FxHashMap;
 
 use super::ports::{Batch, LARGEST, Port};
 use super::signals::{self, SIGNAL, Signal, Signals, WINDOW};
@@ -88,9 +88,9 @@ pub struct Association {
     initiates: bool,
     ports: Vec<Option<Own>>,
     remotes: Vec<SocketAddr>,
-    ends: HashMap<u32, End>,
+    ends: FxHashMap<u32, End>,
     /// Channels of comms, by the sending process' numbers.
-    channels: HashMap<u64, u32>,
+    channels: FxHashMap<u64, u32>,
     next_channel: u32,
     signals: Signals,
     effects: Vec<Effect>,
@@ -134,8 +134,8 @@ impl Association {
             initiates,
             ports: Vec::new(),
             remotes,
-            ends: HashMap::new(),
-            channels: HashMap::new(),
+            ends: FxHashMap::default(),
+            channels: FxHashMap::default(),
             next_channel: signals::CHANNEL + 1,
             signals: Signals::default(),
             effects: Vec::new(),

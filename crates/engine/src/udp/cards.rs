@@ -13,8 +13,9 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use evener_proto::packet::Arrival;
 use evener_xdp::port::Sent;
 use evener_xdp::{Card, Rule, Wanted};
 
@@ -262,7 +263,10 @@ impl Cards {
                     packet: came.packet,
                     from: SocketAddr::V4(came.from),
                     to: Some(IpAddr::V4(*came.to.ip())),
-                    marked: came.marked,
+                    arrival: Arrival {
+                        marked: came.marked,
+                        waited: Duration::ZERO,
+                    },
                 };
                 each(owner, came.to.port(), &packet);
             }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use evener_proto::Side;
 use evener_proto::packet::auth::Key;
 use evener_proto::packet::format::{HEADER, Header, Kind, VERSION};
-use evener_proto::packet::{Accepted, Config, Connection, JobKey, Own, accept};
+use evener_proto::packet::{Accepted, Arrival, Config, Connection, JobKey, Own, accept};
 
 use super::association::Association;
 use super::ports::Came;
@@ -132,7 +132,10 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
             packet: &packet,
             from,
             to: None,
-            marked: what & 2 != 0,
+            arrival: Arrival {
+                marked: what & 2 != 0,
+                waited: Duration::from_micros(u64::from(what & 4) * 1000),
+            },
         };
         let _ = victim.hear(&came, Duration::from_millis(number));
         victim.digest(&shared, Duration::from_millis(number));

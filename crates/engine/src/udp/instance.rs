@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use evener_proto::Side;
 use evener_proto::packet::format::{Header, Kind};
-use evener_proto::packet::{Accepted, Config, Connection, JobKey, accept, greeting};
+use evener_proto::packet::{Accepted, Arrival, Config, Connection, JobKey, accept, greeting};
 
 use super::association::{Association, Effect};
 use super::cards::Cards;
@@ -289,14 +289,13 @@ impl Instance {
     }
 
     fn turn(&mut self) {
-        let now = self.now();
         let shared = self.shared.clone();
         let counts = &shared.workers[self.index].counts;
         for place in 0..self.associations.len() {
             let Some(Some(one)) = self.associations.get_mut(place) else {
                 continue;
             };
-            one.turn(&mut self.batch, &shared, counts, now);
+            one.turn(&mut self.batch, &shared, counts);
             for effect in one.effects() {
                 match effect {
                     Effect::Watch { path } => {
@@ -369,7 +368,7 @@ impl Instance {
             packet,
             from,
             to: None,
-            marked: false,
+            arrival: Arrival::default(),
         };
         let mut all = self.associations.iter_mut().flatten();
         if let Some(known) = all.find(|one| one.peer.key.mirror && one.random == random) {

@@ -6,7 +6,9 @@ use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use evener_proto::packet::Arrival;
 use quinn_udp::{BATCH_SIZE, EcnCodepoint, RecvMeta, UdpSocketState};
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -129,26 +131,40 @@ pub struct Came<'a> {
     pub from: SocketAddr,
     /// To which address of this host, where the kernel says so.
     pub to: Option<IpAddr>,
-    /// A switch says that its queue is long.
-    pub marked: bool,
+    /// What is known of the way here.
+    pub arrival: Arrival,
 }
+
+/// Buffers that a call fills where the kernel brings many packets in one (GRO). More would hold back
+/// what is to be said about the first ones, and leave the processor's cache before they are read.
+const FEW: usize = 6;
+/// Bytes of a buffer, on the average, from which on the packets count as many.
+const MANY: usize = 8 << 10;
 
 /// Buffers for packets that come, for one thread. The default has none.
 #[derive(Default)]
-pub struct Reader(Vec<Vec<u8>>);
+pub struct Reader {
+    buffers: Vec<Vec<u8>>,
+    /// How many the next call has.
+    next: usize,
+}
 
 impl Reader {
     /// With as many buffers as one call fills.
     pub fn new() -> Self {
-        Reader(vec![vec![0; 1 << 16]; BATCH_SIZE])
+        Reader {
+            buffers: vec![vec![0; 1 << 16]; BATCH_SIZE],
+            next: BATCH_SIZE,
+        }
     }
 
     /// One call to the kernel: `each` gets what came. How many packets; `None`: nothing was there.
     pub fn read(&mut self, port: &Port, mut each: impl FnMut(Came<'_>)) -> Option<usize> {
         let mut metas = [RecvMeta::default(); BATCH_SIZE];
         let mut slices: Vec<IoSliceMut<'_>> = self
-            .0
+            .buffers
             .iter_mut()
+            .take(self.next)
             .map(|buffer| IoSliceMut::new(buffer))
             .collect();
         // An error says that a port of the peer is closed, or that nothing is there.
@@ -156,16 +172,26 @@ impl Reader {
             .state
             .recv((&*port.socket).into(), &mut slices, &mut metas)
             .ok()?;
+        let bytes: usize = metas.iter().take(count).map(|meta| meta.len).sum();
+        let few = bytes >= MANY * count.max(1);
+        self.next = if few { FEW } else { BATCH_SIZE };
         let mut came = 0;
-        for (buffer, meta) in self.0.iter().zip(&metas).take(count) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok();
+        for (buffer, meta) in self.buffers.iter().zip(&metas).take(count) {
             let bytes = buffer.get(..meta.len).unwrap_or_default();
+            // By the kernel's stamp. If the clock was set just now, it is wrong for a moment.
+            let waited = now.zip(meta.timestamp);
+            let waited = waited.map_or(Duration::ZERO, |(now, at)| now.saturating_sub(at));
             for packet in bytes.chunks(meta.stride.max(1)) {
                 came += 1;
                 each(Came {
                     packet,
                     from: SocketAddr::new(meta.addr.ip().to_canonical(), meta.addr.port()),
                     to: meta.dst_ip.map(|ip| ip.to_canonical()),
-                    marked: meta.ecn == Some(EcnCodepoint::Ce),
+                    arrival: Arrival {
+                        marked: meta.ecn == Some(EcnCodepoint::Ce),
+                        waited,
+                    },
                 });
             }
         }

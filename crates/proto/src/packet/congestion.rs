@@ -56,6 +56,9 @@ pub const TARGET: Duration = Duration::from_micros(150);
 const SEVERAL: f64 = 8.0;
 /// ... but no more seconds than this: a longer queue harms others.
 const LONGEST: f64 = 1e-3;
+/// Packets of this time go over one path, one after the other: a short time beside the target, and on
+/// quick networks a full call to the kernel.
+const RUN: Duration = Duration::from_micros(30);
 /// More for small windows: Swift's flow scaling.
 const SCALING: f64 = 2.0;
 /// Windows at the start hold this many packets together.
@@ -213,6 +216,11 @@ impl Congestion {
     /// Bytes that all may have in flight together.
     pub fn total(&self) -> f64 {
         (self.total * self.back).clamp(self.packet, self.most.max(self.packet))
+    }
+
+    /// Bytes that one path should take in a row: what the connection sends in [`RUN`].
+    pub fn run(&self) -> f64 {
+        self.delivery.rate() * RUN.as_secs_f64()
     }
 
     /// How many of these paths compete with TCP.

@@ -162,6 +162,15 @@ pub struct Place<'a> {
     pub bytes: &'a [u8],
 }
 
+/// What is known of how a datagram came.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Arrival {
+    /// A switch says that its queue is long.
+    pub marked: bool,
+    /// How long it was here before it was looked at: that is no queue of the network's.
+    pub waited: Duration,
+}
+
 /// A datagram that is to be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transmit {
@@ -208,6 +217,8 @@ pub struct Connection {
     unconfirmed: Unconfirmed,
     /// Bytes in flight over all paths.
     flying: u64,
+    /// When something was last held back by the windows.
+    filled: Duration,
     paths: Paths,
     congestion: Congestion,
     reordering: Reordering,
@@ -303,6 +314,7 @@ impl Connection {
             keys: None,
             unconfirmed: Unconfirmed::new(config.first_number),
             flying: 0,
+            filled: Duration::ZERO,
             congestion: Congestion::new(
                 paths.count(),
                 used,

@@ -47,9 +47,14 @@ impl Delivery {
         self.present = self.present.max(rate);
     }
 
+    /// Bytes per second; 0 until something is known.
+    pub fn rate(&self) -> f64 {
+        self.present.max(self.before)
+    }
+
     /// Seconds that this many bytes take; 0 until something is known.
     pub fn takes(&self, bytes: f64) -> f64 {
-        let rate = self.present.max(self.before);
+        let rate = self.rate();
         if rate > 0.0 { bytes / rate } else { 0.0 }
     }
 }

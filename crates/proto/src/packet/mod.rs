@@ -39,7 +39,8 @@ pub mod trace;
 
 pub use auth::JobKey;
 pub use connection::{
-    Accepted, Config, Connection, Dropped, Event, Over, Place, ROUND_TRIPS, Transmit, accept,
+    Accepted, Arrival, Config, Connection, Dropped, Event, Over, Place, ROUND_TRIPS, Transmit,
+    accept,
 };
 pub use greeting::Own;
 pub use outgoing::Span;

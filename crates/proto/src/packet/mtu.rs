@@ -55,7 +55,7 @@ impl Mtu {
 
     /// The size of a probe that is due.
     pub fn probe(&mut self, now: Duration) -> Option<usize> {
-        if now < self.next {
+        if self.size >= self.most || now < self.next {
             return None;
         }
         if self.attempts >= ATTEMPTS {

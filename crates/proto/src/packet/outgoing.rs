@@ -5,9 +5,11 @@
 //! cut anew, so a packet is never sent again as it was. A message is complete when packets that held
 //! all of its bytes were acknowledged: the receiver places bytes before it acknowledges.
 //!
-//! Messages up to [`SMALL`] go first, then large ones in turn, a packet each: what is short does not
-//! wait behind what is long (shortest first is what pFabric and Homa found best), and none of several
-//! long ones waits for another.
+//! Messages up to [`SMALL`] go first, then large ones: what is short does not wait behind what is long
+//! (shortest first is what pFabric and Homa found best). Large ones of a channel go one after the other,
+//! as their receiver uses them: if all went at once, all would be complete at once, and who sends a few
+//! at a time (NCCL: eight) would have nothing to send then. Channels are in turn, [`TURN`] bytes each, so
+//! none waits for another.
 
 use std::collections::VecDeque;
 
@@ -21,6 +23,8 @@ pub type Key = (u32, u64);
 
 /// Longest message that goes before others.
 pub const SMALL: u64 = 64 << 10;
+/// Bytes of a channel's large messages before it is another channel's turn.
+const TURN: u64 = 32 << 10;
 /// Credits that are kept for messages that are not there yet.
 const MOST_CREDITS: usize = 1 << 16;
 
@@ -65,6 +69,14 @@ pub enum Met {
     },
 }
 
+/// The large messages of a channel that have something to send, the next first.
+#[derive(Debug, Default)]
+struct Line {
+    messages: VecDeque<u64>,
+    /// Bytes in its present turn.
+    sent: u64,
+}
+
 /// All messages of one side.
 #[derive(Debug, Default)]
 pub struct Outgoing {
@@ -75,7 +87,9 @@ pub struct Outgoing {
     credits: FxHashMap<Key, u64>,
     messages: FxHashMap<Key, Message>,
     small: VecDeque<Key>,
-    large: VecDeque<Key>,
+    lines: FxHashMap<u32, Line>,
+    /// Channels whose line is not empty, in turn.
+    large: VecDeque<u32>,
     /// Channels of which nothing goes any more.
     closed: FxHashSet<u32>,
 }
@@ -150,16 +164,15 @@ impl Outgoing {
         if std::mem::replace(&mut message.queued, true) {
             return;
         }
-        let list = if message.total <= SMALL {
-            &mut self.small
-        } else {
-            &mut self.large
-        };
-        if first {
-            list.push_front(key)
-        } else {
-            list.push_back(key)
+        if message.total <= SMALL {
+            put(&mut self.small, key, first);
+            return;
         }
+        let line = self.lines.entry(key.0).or_default();
+        if line.messages.is_empty() {
+            put(&mut self.large, key.0, first);
+        }
+        put(&mut line.messages, key.1, first);
     }
 
     /// Nothing of this channel goes any more, and its credits mean nothing. Its numbers go on: what is
@@ -170,7 +183,8 @@ impl Outgoing {
         self.credits.retain(|key, _| key.0 != channel);
         self.messages.retain(|key, _| key.0 != channel);
         self.small.retain(|key| key.0 != channel);
-        self.large.retain(|key| key.0 != channel);
+        self.lines.remove(&channel);
+        self.large.retain(|of| *of != channel);
     }
 
     /// Whether there is something that could go now.
@@ -188,18 +202,13 @@ impl Outgoing {
         let most = room.checked_sub(CHUNK + 1)? as u64 + 1;
         let most = most.min(u64::from(u16::MAX));
         loop {
-            let small = !self.small.is_empty();
-            let list = if small {
-                &mut self.small
-            } else {
-                &mut self.large
-            };
-            let key = list.pop_front()?;
-            let Some(message) = self.messages.get_mut(&key) else {
-                continue;
-            };
-            message.queued = false;
-            let Some((offset, end)) = message.pull(most) else {
+            let small = self.small.front().copied();
+            let key = small.or_else(|| self.next_large())?;
+            let found = self.messages.get_mut(&key);
+            let found = found.and_then(|message| Some((message.pull(most)?, message)));
+            let Some(((offset, end), message)) = found else {
+                // It has gone, or what was lost of it has arrived after all.
+                self.leave(key);
                 continue;
             };
             let span = Span {
@@ -209,10 +218,39 @@ impl Outgoing {
                 length: (end - offset) as u32,
                 last: end == message.total,
             };
-            if !message.lost.is_empty() || !message.ended {
-                self.queue(key, small);
+            let large = message.total > SMALL;
+            if message.lost.is_empty() && message.ended {
+                self.leave(key);
+            }
+            if large && let Some(line) = self.lines.get_mut(&key.0) {
+                line.sent += u64::from(span.length);
+                if line.sent >= TURN && !line.messages.is_empty() {
+                    line.sent = 0;
+                    self.large.rotate_left(1);
+                }
             }
             return Some(span);
+        }
+    }
+
+    fn next_large(&self) -> Option<Key> {
+        let channel = *self.large.front()?;
+        Some((channel, *self.lines.get(&channel)?.messages.front()?))
+    }
+
+    /// The first of its list has nothing to send now.
+    fn leave(&mut self, key: Key) {
+        if let Some(message) = self.messages.get_mut(&key) {
+            message.queued = false;
+        }
+        if self.small.front() == Some(&key) {
+            self.small.pop_front();
+        } else if let Some(line) = self.lines.get_mut(&key.0) {
+            line.messages.pop_front();
+            if line.messages.is_empty() {
+                line.sent = 0;
+                self.large.pop_front();
+            }
         }
     }
 
@@ -244,6 +282,14 @@ impl Outgoing {
             self.messages.remove(&key);
         }
         complete
+    }
+}
+
+fn put<T>(list: &mut VecDeque<T>, one: T, first: bool) {
+    if first {
+        list.push_front(one);
+    } else {
+        list.push_back(one);
     }
 }
 
@@ -310,11 +356,32 @@ mod tests {
         }
         out.send(0, 1 << 20);
         out.send(1, 1 << 20);
-        let turn: Vec<u32> = (0..4).map(|_| out.pull(1000).unwrap().channel).collect();
-        assert_eq!(turn, [0, 1, 0, 1]);
+        let turn: Vec<u32> = (0..100).map(|_| out.pull(1000).unwrap().channel).collect();
+        let first = turn.iter().position(|channel| *channel == 1).unwrap();
+        assert_eq!(first, (TURN as usize).div_ceil(1000 - CHUNK));
+        assert_eq!(turn[2 * first], 0);
         out.send(2, 2000);
         let turn: Vec<u32> = (0..4).map(|_| out.pull(1000).unwrap().channel).collect();
         assert_eq!(turn[..3], [2, 2, 2]);
+    }
+
+    #[test]
+    fn large_ones_of_a_channel_go_one_after_the_other() {
+        let mut out = Outgoing::default();
+        for message in 0..3 {
+            out.credit(0, message, 1 << 17);
+            out.send(0, 1 << 17);
+        }
+        let all: Vec<Span> = std::iter::from_fn(|| out.pull(1000)).collect();
+        assert!(all.is_sorted_by_key(|span| (span.message, span.offset)));
+        assert_eq!(all.len(), 3 * (1usize << 17).div_ceil(1000 - CHUNK));
+        // What is lost goes before what is new.
+        assert!(!out.has_work());
+        out.credit(0, 3, 1 << 17);
+        out.send(0, 1 << 17);
+        out.lost(&all[3]);
+        assert_eq!(out.pull(1000).unwrap().message, 0);
+        assert_eq!(out.pull(1000).unwrap().message, 3);
     }
 
     proptest! {

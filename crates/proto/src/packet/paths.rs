@@ -10,18 +10,45 @@
 //! Which path is next: the one whose window is the least full. A path that a hash put beside many
 //! others, or on a slow link, has a small window ([`congestion`](super::congestion)), so bytes go where
 //! there is room. A few packets in a row take the same path: one call to the kernel carries them all.
+//!
+//! On a quick network a connection's window is some dozens of packets, a few for each of sixteen paths,
+//! and a call to the kernel costs as much as several packets. So there a path may have a *run* of what
+//! belongs to several others, up to the connection's window, and then others are in turn ([`Share`]).
+//! The bytes that each gets per turn are in parts of its window, so who is slow gets little.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 /// Most paths of a connection: a packet has 8 bits for them.
 pub const MOST: usize = 256;
-/// Packets in a row over one path: as many as half of its window, but no more than one call to the
-/// kernel takes. Fewer leave a quick path to single calls, more fill a queue of few packets alone.
+/// Packets in a row over one path: as many as half of its window (all of it, if it is a run), but no
+/// more than one call to the kernel takes. Fewer leave a quick path to single calls, more fill a queue
+/// of few packets alone.
 const BURST: u32 = 44;
 
-fn burst(window: f64, size: u64) -> u32 {
-    (window / (2 * size) as f64).clamp(2.0, f64::from(BURST)) as u32
+/// What a connection may send, for the choice of a path.
+#[derive(Debug, Clone, Copy)]
+pub struct Share {
+    /// Bytes that all paths may have in flight together, and how many are.
+    pub total: f64,
+    /// Bytes that are.
+    pub flying: u64,
+    /// Bytes that one path should take in a row.
+    pub run: f64,
+}
+
+impl Share {
+    /// How many windows a path may have in flight: 1 where its own window is run enough.
+    fn stretch(&self, used: usize) -> f64 {
+        (self.run * used as f64 / self.total.max(1.0)).clamp(1.0, used as f64)
+    }
+
+    /// Whether a run can begin. A few packets that go at once are a call to the kernel for each few;
+    /// what is on its way is confirmed soon, and then there is room for more.
+    fn begins(&self) -> bool {
+        let room = self.total - self.flying as f64;
+        room >= self.run.min(self.total / 4.0)
+    }
 }
 
 /// Whether a path is used.
@@ -52,7 +79,7 @@ pub struct Path {
     /// Times that its oldest packet was silent for too long, in a row.
     pub silences: u32,
     /// A probe is due.
-    pub probe: bool,
+    probe: bool,
 }
 
 /// All paths of a connection, the peer's excepted.
@@ -65,6 +92,8 @@ pub struct Paths {
     spare: VecDeque<u8>,
     current: u8,
     burst: u32,
+    /// A probe may be due for one of those in use.
+    asks: bool,
     /// For what has no window: greetings, probes, acknowledgements.
     turn: usize,
 }
@@ -93,6 +122,7 @@ impl Paths {
             spare: (used..most).map(|at| at as u8).collect(),
             current: 0,
             burst: 0,
+            asks: false,
             turn: 0,
         }
     }
@@ -125,31 +155,43 @@ impl Paths {
     }
 
     /// The path for a packet of `size` bytes: one whose window, by `window`, has room.
-    pub fn choose(&mut self, size: u64, window: impl Fn(u8) -> f64) -> Option<u8> {
+    pub fn choose(&mut self, size: u64, share: Share, window: impl Fn(u8) -> f64) -> Option<u8> {
         let suspects = !self.any_active();
+        let stretch = share.stretch(self.used.len());
+        let runs = stretch > 1.0;
         let fill = |at: u8| {
             let path = &self.all[usize::from(at)];
             let usable = path.state == State::Active || suspects;
-            let most = window(at);
+            let most = window(at) * stretch;
             // An empty path takes one packet, however small its window is.
             let room = path.flying == 0 || (path.flying + size) as f64 <= most;
-            (usable && room).then(|| (path.flying + size) as f64 / most.max(1.0))
+            // If paths have runs, the empty ones are in turn: else the largest would have all.
+            let fill = if runs && path.flying == 0 {
+                0.0
+            } else {
+                (path.flying + size) as f64 / most.max(1.0)
+            };
+            (usable && room).then_some(fill)
         };
-        let most = burst(window(self.current), size);
+        let most = window(self.current) * (stretch - 0.5) / size as f64;
+        let most = most.clamp(2.0, f64::from(BURST)) as u32;
         if self.burst < most && fill(self.current).is_some() && self.used.contains(&self.current) {
             self.burst += 1;
             return Some(self.current);
         }
+        if runs && !share.begins() {
+            return None;
+        }
         // Equal ones in turn: start behind the last.
         self.turn = (self.turn + 1) % self.used.len();
-        let (late, early) = (&self.used[self.turn..], &self.used[..self.turn]);
-        let filled = late
-            .iter()
-            .chain(early)
-            .filter_map(|at| Some((*at, fill(*at)?)));
-        let (best, _) = filled.min_by(|one, other| one.1.total_cmp(&other.1))?;
-        (self.current, self.burst) = (best, 1);
-        Some(best)
+        let places = (self.turn..self.used.len()).chain(0..self.turn);
+        let filled = places.filter_map(|place| Some((place, fill(self.used[place])?)));
+        let (place, _) = filled.min_by(|one, other| one.1.total_cmp(&other.1))?;
+        if runs {
+            self.turn = place;
+        }
+        (self.current, self.burst) = (self.used[place], 1);
+        Some(self.current)
     }
 
     /// A path for what needs no window, in turn.
@@ -159,6 +201,28 @@ impl Paths {
         let (late, early) = (&self.used[self.turn..], &self.used[..self.turn]);
         let found = late.iter().chain(early).find(active);
         found.copied().unwrap_or(self.used[self.turn])
+    }
+
+    /// A probe is due for this path.
+    pub fn ask(&mut self, at: u8) {
+        if let Some(path) = self.get_mut(at) {
+            path.probe = true;
+            self.asks = true;
+        }
+    }
+
+    /// The next path in use for which a probe is due; it counts as sent.
+    pub fn asked(&mut self) -> Option<u8> {
+        if !self.asks {
+            return None;
+        }
+        let used = self.used.iter().copied();
+        let found = used.into_iter().find(|at| self.all[usize::from(*at)].probe);
+        match found {
+            Some(at) => self.all[usize::from(at)].probe = false,
+            None => self.asks = false,
+        }
+        found
     }
 
     /// A packet of this path was acknowledged: it is sound.
@@ -183,8 +247,9 @@ impl Paths {
         }
         if let Some(path) = self.get_mut(fresh) {
             // What is not known to carry gets a probe first.
-            (path.state, path.probe, path.silences) = (State::Suspect, true, 0);
+            (path.state, path.silences) = (State::Suspect, 0);
         }
+        self.ask(fresh);
         Some(fresh)
     }
 }
@@ -193,29 +258,78 @@ impl Paths {
 mod tests {
     use super::*;
 
+    /// No runs.
+    const PLENTY: Share = Share {
+        total: 1e9,
+        flying: 0,
+        run: 0.0,
+    };
+
     #[test]
     fn the_emptiest_path_is_next_and_bursts_stay_together() {
         let mut paths = Paths::new(4, 8);
-        let first = paths.choose(1000, |_| 1e6).unwrap();
+        let first = paths.choose(1000, PLENTY, |_| 1e6).unwrap();
         for _ in 1..BURST {
-            assert_eq!(paths.choose(1000, |_| 1e6), Some(first));
+            assert_eq!(paths.choose(1000, PLENTY, |_| 1e6), Some(first));
         }
         paths.get_mut(first).unwrap().flying = 8000;
         // A small window is for two in a row.
         paths.burst = 1;
-        assert_eq!(paths.choose(1000, |_| 9000.0), Some(first));
+        assert_eq!(paths.choose(1000, PLENTY, |_| 9000.0), Some(first));
         paths.burst = 4;
-        assert_ne!(paths.choose(1000, |_| 9000.0), Some(first));
-        let second = paths.choose(1000, |_| 1e6).unwrap();
+        assert_ne!(paths.choose(1000, PLENTY, |_| 9000.0), Some(first));
+        let second = paths.choose(1000, PLENTY, |_| 1e6).unwrap();
         assert_ne!(second, first);
         for at in 0..4 {
             paths.get_mut(at).unwrap().flying = 8000;
         }
-        assert_eq!(paths.choose(1000, |_| 8500.0), None);
+        assert_eq!(paths.choose(1000, PLENTY, |_| 8500.0), None);
         assert_eq!(
-            paths.choose(1000, |at| if at == 3 { 1e5 } else { 1e3 }),
+            paths.choose(1000, PLENTY, |at| if at == 3 { 1e5 } else { 1e3 }),
             Some(3)
         );
+    }
+
+    /// Sixteen paths of four packets each, and calls of twenty: who has more bytes in flight than its
+    /// window has no more than its part of the time.
+    #[test]
+    fn on_a_quick_network_paths_have_runs_in_turn() {
+        let (mut paths, size) = (Paths::new(16, 16), 1000);
+        let window = |at: u8| if at == 3 { 1000.0 } else { 4200.0 };
+        let (mut sent, mut runs, mut last) = ([0u32; 16], 0, None);
+        let mut flying = VecDeque::new();
+        for _ in 0..4000 {
+            let share = Share {
+                total: 64_000.0,
+                flying: flying.len() as u64 * size,
+                run: 20_000.0,
+            };
+            let fits = share.flying + size <= share.total as u64;
+            match paths.choose(size, share, window).filter(|_| fits) {
+                Some(at) => {
+                    sent[usize::from(at)] += 1;
+                    runs += u32::from(last != Some(at));
+                    last = Some(at);
+                    paths.get_mut(at).unwrap().flying += size;
+                    flying.push_back(at);
+                }
+                // Twenty packets are confirmed.
+                None => {
+                    for at in flying.drain(..20) {
+                        paths.get_mut(at).unwrap().flying -= size;
+                    }
+                }
+            }
+        }
+        let all: u32 = sent.iter().sum();
+        assert!(all / runs >= 12, "{all} packets in {runs} runs");
+        let slow = f64::from(sent[3]) / f64::from(all);
+        assert!((0.01..0.03).contains(&slow), "{slow} for one of 64 parts");
+        let others = sent.iter().enumerate().filter(|(at, _)| *at != 3);
+        let (least, most) = others.fold((u32::MAX, 0), |(low, high), (_, count)| {
+            (low.min(*count), high.max(*count))
+        });
+        assert!(most - least <= 2 * 20, "{sent:?}");
     }
 
     #[test]
@@ -237,10 +351,10 @@ mod tests {
         let mut paths = Paths::new(2, 2);
         paths.get_mut(0).unwrap().state = State::Suspect;
         for _ in 0..20 {
-            assert_eq!(paths.choose(10, |_| 1e3), Some(1));
+            assert_eq!(paths.choose(10, PLENTY, |_| 1e3), Some(1));
             assert_eq!(paths.any(), 1);
         }
         paths.get_mut(1).unwrap().state = State::Suspect;
-        assert!(paths.choose(10, |_| 1e3).is_some());
+        assert!(paths.choose(10, PLENTY, |_| 1e3).is_some());
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use evener_proto::packet::format::{Frames, Greeting, HEADER, Header, PLAIN};
 use evener_proto::packet::{
-    Accepted, Config, Connection, Dropped, Event, JobKey, Over, Own, Place, accept,
+    Accepted, Arrival, Config, Connection, Dropped, Event, JobKey, Over, Own, Place, accept,
 };
 use proptest::prelude::*;
 
@@ -12,6 +12,11 @@ use super::host::Host;
 use super::model::{Body, End, random};
 use super::scenario::{MILLI, bulk, flows, pair};
 
+/// A switch says that its queue is long.
+const MARKED: Arrival = Arrival {
+    marked: true,
+    waited: Duration::ZERO,
+};
 const KEY: [u8; 16] = [7; 16];
 const OTHER: [u8; 16] = [8; 16];
 
@@ -40,9 +45,12 @@ fn opened() -> (Connection, Connection) {
         panic!("not accepted");
     };
     let welcome = next(&mut other, now).unwrap();
-    one.receive(&welcome, false, now, &mut nowhere).unwrap();
+    one.receive(&welcome, Arrival::default(), now, &mut nowhere)
+        .unwrap();
     let proof = next(&mut one, now).unwrap();
-    other.receive(&proof, false, now, &mut nowhere).unwrap();
+    other
+        .receive(&proof, Arrival::default(), now, &mut nowhere)
+        .unwrap();
     assert_eq!(other.event(), Some(Event::Connected));
     one.post(1, 5000);
     other.post(1, 5000);
@@ -62,7 +70,7 @@ fn talk(one: &mut Connection, other: &mut Connection) -> Vec<Vec<u8>> {
             };
             from.on_time(now);
             while let Some(packet) = next(from, now) {
-                let _ = to.receive(&packet, false, now, &mut |_| {});
+                let _ = to.receive(&packet, Arrival::default(), now, &mut |_| {});
                 said.push(packet);
             }
         }
@@ -110,12 +118,14 @@ fn versions_are_agreed_on_or_both_are_told() {
             Ok(Accepted::Connection(mut other)) => {
                 assert!(works);
                 let welcome = next(&mut other, now).unwrap();
-                one.receive(&welcome, false, now, &mut |_| {}).unwrap();
+                one.receive(&welcome, Arrival::default(), now, &mut |_| {})
+                    .unwrap();
                 assert_eq!(one.event(), Some(Event::Connected));
             }
             Ok(Accepted::Reply(reply)) => {
                 assert!(!works);
-                one.receive(&reply, false, now, &mut |_| {}).unwrap();
+                one.receive(&reply, Arrival::default(), now, &mut |_| {})
+                    .unwrap();
                 assert_eq!(
                     one.event(),
                     Some(Event::Over(Over::Version(theirs.0, theirs.1)))
@@ -183,7 +193,7 @@ proptest! {
         let (mut one, mut other) = opened();
         for mut packet in packets {
             for connection in [&mut one, &mut other] {
-                prop_assert!(connection.receive(&packet, false, MILLI, &mut nowhere).is_err());
+                prop_assert!(connection.receive(&packet, Arrival::default(), MILLI, &mut nowhere).is_err());
             }
             prop_assert!(accept(Config::default(), JobKey::new(KEY), own(4), &packet, MILLI).is_err());
             // The same with a header that is nearly right.
@@ -191,7 +201,7 @@ proptest! {
                 (packet[0], packet[1], packet[2]) = (0xe7, 1, 1 + packet[2] % 4);
                 packet[4..8].copy_from_slice(&1u32.to_le_bytes());
                 let _ = Header::parse(&packet).map(|(_, body)| (Frames::new(body).count(), Greeting::parse(body)));
-                prop_assert!(one.receive(&packet, true, MILLI, &mut nowhere).is_err());
+                prop_assert!(one.receive(&packet, MARKED, MILLI, &mut nowhere).is_err());
             }
         }
         prop_assert_eq!(one.event(), Some(Event::Connected));
@@ -209,15 +219,15 @@ proptest! {
         for (which, at, by) in changes {
             let mut packet = said[usize::from(which) % said.len()].clone();
             for connection in [&mut one, &mut other] {
-                prop_assert!(connection.receive(&packet, false, 40 * MILLI, &mut nowhere).is_err());
+                prop_assert!(connection.receive(&packet, Arrival::default(), 40 * MILLI, &mut nowhere).is_err());
             }
             let at = usize::from(at) % packet.len();
             packet[at] ^= by;
             for connection in [&mut one, &mut other, &mut stranger, &mut victim] {
-                prop_assert!(connection.receive(&packet, false, 40 * MILLI, &mut nowhere).is_err());
+                prop_assert!(connection.receive(&packet, Arrival::default(), 40 * MILLI, &mut nowhere).is_err());
             }
             packet.truncate(at);
-            prop_assert!(one.receive(&packet, false, 40 * MILLI, &mut nowhere).is_err());
+            prop_assert!(one.receive(&packet, Arrival::default(), 40 * MILLI, &mut nowhere).is_err());
         }
     }
 
@@ -250,7 +260,7 @@ proptest! {
             prop_assert!(packet[PLAIN..HEADER] != [0; 8]);
             let now = Duration::from_millis(number);
             let mut inside = true;
-            let result = one.receive(&packet, false, now, &mut |place: Place<'_>| {
+            let result = one.receive(&packet, Arrival::default(), now, &mut |place: Place<'_>| {
                 let room = if place.message == 0 { 5000 } else { 300 };
                 inside &= place.channel == 1 && place.message < 2
                     && place.offset + place.bytes.len() as u64 <= room;

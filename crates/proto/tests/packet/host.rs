@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use evener_proto::packet::{
-    Accepted, Config, Connection, Event, JobKey, Own, Place, Span, Stats, accept,
+    Accepted, Arrival, Config, Connection, Event, JobKey, Own, Place, Span, Stats, accept,
 };
 
 use evener_proto::packet::trace::Note;
@@ -232,18 +232,19 @@ impl End for Host {
                 }
                 continue;
             };
-            let _ = connection.receive(&packet, false, now, &mut |place: Place<'_>| {
-                *placed += place.bytes.len() as u64;
-                *gap = (*gap).max(real.saturating_sub(*last));
-                *last = real;
-                if let Some(memory) = memory {
-                    let to = memory
-                        .get_mut(&(place.channel, place.message))
-                        .expect("posted");
-                    let at = place.offset as usize;
-                    to[at..at + place.bytes.len()].copy_from_slice(place.bytes);
-                }
-            });
+            let _ =
+                connection.receive(&packet, Arrival::default(), now, &mut |place: Place<'_>| {
+                    *placed += place.bytes.len() as u64;
+                    *gap = (*gap).max(real.saturating_sub(*last));
+                    *last = real;
+                    if let Some(memory) = memory {
+                        let to = memory
+                            .get_mut(&(place.channel, place.message))
+                            .expect("posted");
+                        let at = place.offset as usize;
+                        to[at..at + place.bytes.len()].copy_from_slice(place.bytes);
+                    }
+                });
         }
         self.connection.as_ref()?;
         self.events(now);

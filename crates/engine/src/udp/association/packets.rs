@@ -88,7 +88,7 @@ impl Association {
             }
         };
         self.connection
-            .receive(came.packet, came.marked, now, &mut place)?;
+            .receive(came.packet, came.arrival, now, &mut place)?;
         // From here on it is known to come from the peer.
         if !self.initiates {
             // Answers go back to where packets came from last: that way is open.
@@ -109,15 +109,10 @@ impl Association {
     }
 
     /// Does what is due by the clock, sends what may go, and acts on what happened.
-    pub fn turn(
-        &mut self,
-        batch: &mut Batch,
-        shared: &Shared,
-        counts: &WorkerStats,
-        now: Duration,
-    ) {
+    pub fn turn(&mut self, batch: &mut Batch, shared: &Shared, counts: &WorkerStats) {
+        let now = shared.started.elapsed();
         self.connection.on_time(now);
-        self.transmit(batch, shared, counts, now);
+        let now = self.transmit(batch, shared, counts, now);
         if self.digest(shared, now) {
             // What was answered just now.
             self.transmit(batch, shared, counts, now);
@@ -140,13 +135,15 @@ impl Association {
         }
     }
 
+    /// Sends what may go. The time after it: packets are stamped when they go, and not when a long
+    /// turn began, for the difference would look like a queue.
     pub(super) fn transmit(
         &mut self,
         batch: &mut Batch,
         shared: &Shared,
         counts: &WorkerStats,
-        now: Duration,
-    ) {
+        mut now: Duration,
+    ) -> Duration {
         loop {
             let (ends, signals) = (&self.ends, &self.signals);
             let counted = &mut self.counted;
@@ -200,6 +197,7 @@ impl Association {
                 port.map(|own| &own.port),
                 |path, packets, segment| {
                     send(ports, remotes, counts, path, packets, segment);
+                    now = shared.started.elapsed();
                 },
             );
         }
@@ -209,6 +207,7 @@ impl Association {
         if let Some(cards) = &mut batch.cards {
             cards.flush();
         }
+        now
     }
 
     fn open_port(&mut self, path: usize, shared: &Shared, batch: &mut Batch) -> io::Result<()> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 
 use super::Over;
-use super::{Connection, Dropped, Event, Place, ROUND_TRIPS, Stage, micros};
+use super::{Arrival, Connection, Dropped, Event, Place, ROUND_TRIPS, Stage, micros};
 use crate::packet::credit::Verdict;
 use crate::packet::format::{Ack, FormatError, Frame, Frames, Header, Kind};
 use crate::packet::greeting;
@@ -13,23 +13,25 @@ use crate::packet::loss::{Content, Fate};
 use crate::packet::number::expand;
 use crate::packet::trace::What;
 
+/// A wait for this process is no queue, up to this. What is longer is more than one turn of a busy
+/// thread: the thread is too slow, and the sender has to know.
+const OVERLOOKED: Duration = Duration::from_millis(1);
 /// The floor of patience grows to this if packets are late and not lost.
 const WIDEST_FLOOR: Duration = Duration::from_millis(5);
 
 impl Connection {
-    /// Hears a datagram. `marked`: a switch says that its queue is long. `place` gets bytes and where
-    /// they belong, before they are acknowledged.
+    /// Hears a datagram. `place` gets bytes and where they belong, before they are acknowledged.
     ///
     /// # Errors
     /// [`Dropped`]: nothing has changed but a count.
     pub fn receive(
         &mut self,
         packet: &[u8],
-        marked: bool,
+        arrival: Arrival,
         now: Duration,
         place: &mut dyn FnMut(Place<'_>),
     ) -> Result<(), Dropped> {
-        let result = self.hear(packet, marked, now, place);
+        let result = self.hear(packet, arrival, now, place);
         match result {
             Ok(()) => self.stats.received += 1,
             Err(Dropped::Malformed(_) | Dropped::Nonsense(_)) => self.stats.malformed += 1,
@@ -44,7 +46,7 @@ impl Connection {
     fn hear(
         &mut self,
         packet: &[u8],
-        marked: bool,
+        arrival: Arrival,
         now: Duration,
         place: &mut dyn FnMut(Place<'_>),
     ) -> Result<(), Dropped> {
@@ -84,9 +86,10 @@ impl Connection {
         }
         self.received.insert(number, wants, header.ack_now, now);
         if wants {
-            let delay = micros(now).wrapping_sub(header.stamp);
-            self.received.heard(header.path, delay, marked);
-            self.stats.marked += u64::from(marked);
+            let at = now.saturating_sub(arrival.waited.min(OVERLOOKED));
+            let delay = micros(at).wrapping_sub(header.stamp);
+            self.received.heard(header.path, delay, arrival.marked);
+            self.stats.marked += u64::from(arrival.marked);
         }
         for frame in Frames::new(body).flatten() {
             self.act(&frame, number, now, place);
@@ -191,9 +194,7 @@ impl Connection {
                 (self.stage, self.heard) = (Stage::Open, now);
                 self.events.push_back(Event::Connected);
                 // The responder is silent until it hears a packet with the session's key.
-                if let Some(path) = self.paths.get_mut(header.path) {
-                    path.probe = true;
-                }
+                self.paths.ask(header.path);
                 Ok(())
             }
             (Kind::Versions, Stage::Calling(..)) if says.initiator == self.own.random => {
@@ -278,7 +279,8 @@ impl Connection {
             };
             let before = std::mem::replace(&mut sent.fate, Fate::Arrived);
             let (at, size, path) = (sent.at, u64::from(sent.size), sent.path);
-            let limited = sent.limited;
+            // A thread that is slower than its window must not widen it.
+            let limited = sent.limited && self.filled >= at;
             let content = std::mem::take(&mut sent.content);
             self.mtu.arrived(size as usize);
             self.paths.answered(path);

@@ -152,9 +152,7 @@ impl Connection {
         {
             self.kept_alive = now;
             let path = self.paths.any();
-            if let Some(path) = self.paths.get_mut(path) {
-                path.probe = true;
-            }
+            self.paths.ask(path);
         }
     }
 
@@ -163,10 +161,11 @@ impl Connection {
         let Some(path) = self.paths.get_mut(at) else {
             return;
         };
-        (path.state, path.probe, path.due) = (State::Suspect, true, None);
+        (path.state, path.due) = (State::Suspect, None);
         path.silences += 1;
         let silences = path.silences;
         let order = std::mem::take(&mut path.order);
+        self.paths.ask(at);
         for number in order {
             let size = self
                 .unconfirmed

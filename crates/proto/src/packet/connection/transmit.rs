@@ -11,6 +11,7 @@ use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate, Sent};
 use crate::packet::number::low;
 use crate::packet::outgoing::Span;
+use crate::packet::paths::Share;
 
 /// Every this many packets the sender says what it does not care for any more ...
 const FLOOR_EVERY: u64 = 64;
@@ -40,14 +41,7 @@ impl Connection {
         if self.stage != Stage::Open {
             return self.transmit_greeting(now, out);
         }
-        let probed = self.paths.used().iter().copied();
-        let probed = probed
-            .into_iter()
-            .find(|at| self.paths.get(*at).is_some_and(|path| path.probe));
-        if let Some(at) = probed {
-            if let Some(path) = self.paths.get_mut(at) {
-                path.probe = false;
-            }
+        if let Some(at) = self.paths.asked() {
             return self.build(at, Purpose::Probe(0), now, out, read);
         }
         if let Some(size) = self.mtu.probe(now)
@@ -57,14 +51,21 @@ impl Connection {
             return self.build(path, Purpose::Probe(size), now, out, read);
         }
         let size = self.mtu.size();
-        if self.outgoing.has_work() && (self.flying + size as u64) as f64 <= self.congestion.total()
-            || self.outgoing.has_work() && self.flying == 0
-        {
+        let total = self.congestion.total();
+        if self.outgoing.has_work() {
             let congestion = &self.congestion;
-            let path = self.paths.choose(size as u64, |at| congestion.window(at));
-            if let Some(path) = path {
+            let share = Share {
+                total,
+                flying: self.flying,
+                run: congestion.run(),
+            };
+            let window = |at| congestion.window(at);
+            let fits = self.flying == 0 || (self.flying + size as u64) as f64 <= total;
+            let path = fits.then(|| self.paths.choose(size as u64, share, window));
+            if let Some(path) = path.flatten() {
                 return self.build(path, Purpose::Bytes, now, out, read);
             }
+            self.filled = now;
         }
         if !self.unsaid.is_empty() || self.received.deadline().is_some_and(|at| at <= now) {
             let path = self.paths.any();
