@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from evener import zero
-from tests.zero.models import Model, batches
+from tests.zero.models import Block, Model, Plain, batches, loss_of
+from tests.zero.test_engine import assert_same, configuration
 
 MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
 
@@ -74,3 +76,98 @@ def test_a_call_that_reads_the_last_layer_itself(loss: str) -> None:
         assert not head.resident and head.keeps
     finally:
         engine.close()
+
+
+class Sums(Block):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + bias)
+
+
+class Sharing(Model):
+    """Its blocks share an input that needs a gradient, as T5's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 32)
+        self.layers = nn.ModuleList(Sums(32) for _ in range(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, bias = self.embed(tokens), self.table(torch.arange(16))
+        for layer in self.layers:
+            x = layer(x, bias)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+class Detached(Block):
+    """The first thing that it does reads a weight without a gradient: in a backward pass that is
+    read last, when the weight's own gradient has been there for long."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * self.scale.detach() + bias) * self.scale
+
+
+def _tight(model: Model, recompute: bool) -> zero.Engine:
+    """In as little memory as it can be trained in."""
+
+    def start(gpu: int) -> zero.Engine:
+        engine, *_ = zero.initialize(
+            model=model,
+            config=configuration(
+                evener={"checkpointing": recompute, "budget": {"gpu": gpu, "host": 1 << 30}}
+            ),
+            machine=MACHINE,
+            batch=(4, 16),
+        )
+        return engine
+
+    with pytest.raises(zero.NoFitError) as refused:
+        start(1000)
+    return start(refused.value.plan.gpu_bytes)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_leave_though_blocks_share_an_input(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Sharing()
+    plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
+    engine = _tight(model, recompute)
+    loading, seen = engine._loading, []
+    enter = loading.enter
+
+    def entered(unit: int) -> None:
+        enter(unit)
+        units = engine.store.units
+        seen.append(sum(c.loaded for u, mine in units if u.repeated for c in mine))
+
+    monkeypatch.setattr(loading, "enter", entered)
+    for tokens in batches(3):
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+        loss_of(plain.model, tokens).backward()
+        plain.step()
+    assert_same(engine, plain)
+    assert 0 < max(seen) <= 4, seen
+    engine.close()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_weight_that_is_read_after_its_gradient_stays(recompute: bool) -> None:
+    torch.manual_seed(0)
+    model = Sharing()
+    model.layers = nn.ModuleList(Detached(32) for _ in range(3))
+    plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
+    engine = _tight(model, recompute)
+    for tokens in batches(3):
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+        loss_of(plain.model, tokens).backward()
+        plain.step()
+    assert_same(engine, plain)
+    engine.close()

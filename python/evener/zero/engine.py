@@ -176,6 +176,7 @@ class Engine:
             compiler=compiler,
             before=lambda: self.drain() if self._lanes.failed else None,
             head=head,
+            early=traced is not None,
         )
         slots = SLOTS * SLICE * store.formats.host_bytes(len(rule.moments)) if streaming else 0
         largest = max(

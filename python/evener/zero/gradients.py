@@ -62,15 +62,17 @@ class Gradients:
         self._stale_updates = stale_updates
         self._delivered: set[int] = set()
         """Chunks whose gradient this backward pass has delivered."""
-        self._again: set[int] = set()
-        """Those that it had delivered before it failed."""
+        self._again: dict[int, set[int]] = {}
+        """Those that it had delivered before it failed: places that have come since."""
         self._sums: dict[int, tuple[Chunk, torch.Tensor]] = {}
         self._leaving: list[tuple[Event, Any]] = []
 
     def add(self, chunk: Chunk, place: int, gradient: torch.Tensor) -> None:
         """One parameter's gradient; the chunk's leave when it is the last one."""
         if chunk.index in self._again:
-            chunk.touched = True
+            come = self._again[chunk.index]
+            come.add(place)
+            chunk.touched = len(come) == len(chunk.group.pieces)
             return
         earlier = chunk.arrived.get(place)
         chunk.arrived[place] = gradient if earlier is None else earlier + gradient
@@ -100,7 +102,7 @@ class Gradients:
         for chunk in chunks:
             chunk.arrived.clear()
             chunk.touched = False
-        self._again |= self._delivered
+        self._again |= {index: set() for index in (*self._again, *self._delivered)}
         for event, _ in self._leaving:
             event.synchronize()
         self._leaving.clear()

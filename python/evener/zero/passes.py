@@ -5,6 +5,12 @@ reaches a unit when the first gradient of its outputs is there (`register_multi_
 weights are loaded again. It is through when the gradients of its weights and of its inputs are
 done. A recomputed block runs its forward inside that.
 
+An input that all blocks share has its gradient when the last of them is through (T5's position
+bias, what a decoder reads of its encoder), and the weights of all would stay for it. So in a model
+that was traced (`early`) a unit with such an input and no frozen weights is through with the
+gradients of its weights: what computes one has read the weight. Where one is read later all the
+same, because it was detached, the trace finds it, and it stays.
+
 Which units are recomputed may change between two passes (`recompute`). `abort` ends a pass that
 failed, so that it can be run again; `away` takes the hooks off for as long as `trace` runs the same
 model under hooks of its own.
@@ -13,6 +19,7 @@ model under hooks of its own.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,25 +41,30 @@ from evener.zero.vocabulary import Head
 
 @dataclass
 class _Live:
-    """A unit while it runs. inputs: gradients of calls' inputs that are still to come."""
+    """A unit while it runs. inputs: gradients of calls' inputs that are still to come. given: those
+    inputs, by `id`; shares: whether other units have one of them, too."""
 
     unit: Unit
     index: int
     chunks: list[Chunk]
     in_backward: bool = False
     inputs: int = 0
+    given: list[int] = field(default_factory=list)
+    shares: bool = False
     mark: Any = None
     handles: list[Any] = field(default_factory=list)
 
-    def done(self) -> bool:
+    def done(self, early: bool) -> bool:
         """Whether its backward pass is through."""
         waiting = any(c.group.trainable and (c.arrived or not c.touched) for c in self.chunks)
-        return self.in_backward and not waiting and self.inputs == 0
+        early = early and self.shares and all(c.group.trainable for c in self.chunks)
+        return self.in_backward and not waiting and (self.inputs == 0 or early)
 
 
 class Passes:
     """See the head of this file. `recompute`: indices of the units that are. `head`: the layer
-    whose logits are lazy. `before`: called before each forward pass."""
+    whose logits are lazy. `before`: called before each forward pass. `early`: whether gradients of
+    inputs need not be waited for."""
 
     def __init__(
         self,
@@ -67,9 +79,11 @@ class Passes:
         compiler: bool | str,
         before: Callable[[], None],
         head: Head | None = None,
+        early: bool = False,
         tracing: bool = False,
     ) -> None:
         self._loading = loading
+        self._early = early
         self._gradients = gradients
         self._spans = spans
         self.recompute = recompute
@@ -80,6 +94,7 @@ class Passes:
         self._before = before
         self._running = False
         self._suspended = False
+        self._given: Counter[int] = Counter()
         self._live: list[_Live] = []
         self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
         self._hooks: list[Any] = [model.register_forward_pre_hook(lambda *_: self._begin())]
@@ -140,8 +155,10 @@ class Passes:
             for handle in live.handles:
                 handle.remove()
             live.handles.clear()
-            live.inputs = 0
+            live.given.clear()
+            live.inputs, live.shares = 0, False
             live.in_backward = False
+        self._given.clear()
         if self.offload is not None:
             self.offload.clear()
         self._loading.end()
@@ -233,11 +250,14 @@ class Passes:
         )
         if into:
             live.inputs += 1
+            live.given += map(id, into)
+            self._given.update(map(id, into))
             live.handles.append(register_multi_grad_hook(into, lambda *_: self._inputs_done(live)))
 
     def _reached(self, live: _Live) -> None:
         if not live.in_backward:
             live.in_backward = True
+            live.shares = any(self._given[x] > 1 for x in live.given)
             self._loading.enter(live.index)
             live.mark = self._spans.mark("compute")
 
@@ -253,7 +273,7 @@ class Passes:
         self._maybe_done(live)
 
     def _maybe_done(self, live: _Live) -> None:
-        if live.done():
+        if live.done(self._early):
             live.in_backward = False
             self._spans.since(live.mark, "compute", "compute", f"backward {live.unit.name}")
             self._loading.leave(live.index)

@@ -364,6 +364,7 @@ def _run(
             compiler=False,
             before=lambda: None,
             head=head,
+            early=True,
             tracing=True,
         )
         try:
