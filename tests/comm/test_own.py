@@ -13,9 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.accelerated import AcceleratedDataParallel, restore
-from evener.comm.planner.choose import Choice, Decision
+from evener.comm.planner.choose import LIBRARY, Choice, Decision
 from evener.comm.planner.trial import Way
-from evener.comm.planner.ways import LIBRARY
 from evener.ddp import accelerate
 from tests import worlds
 from tests.comm.scripts import heard

@@ -21,11 +21,13 @@ from evener.comm.profile import StepProfile
 TOLERANCE = 0.01
 # By so much the step must be shorter than with exact forms, or it is those that are taken.
 WORTH = 0.015
+# As an algorithm: the model's own reducer, that of torch, with all buckets in one form.
+LIBRARY = "ddp"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One bucket: "2d" or "flat", the form between nodes, and the times expected of its stages.
+    """One bucket: "2d", "flat" or `LIBRARY`, the form between nodes, and its stages' times.
 
     `loss`: the share of computing that its exchange takes from whatever runs beside it.
     """
@@ -46,6 +48,12 @@ class Decision:
     compute_ms: float
     step_ms: float
     exact_ms: float
+
+    @property
+    def library(self) -> str:
+        """The form in which the model's own reducer sends, where it does; or nothing."""
+        own = bool(self.choices) and self.choices[0].algorithm == LIBRARY
+        return self.choices[0].form if own else ""
 
     @property
     def hidden(self) -> bool:

@@ -38,12 +38,12 @@ from evener.comm import guard, wires
 from evener.comm.overlap import StepOverlap
 from evener.comm.planner import choose, probe, report
 from evener.comm.planner.bounds import plausible
-from evener.comm.planner.choose import Decision
+from evener.comm.planner.choose import LIBRARY, Decision
 from evener.comm.planner.costs import Costs
 from evener.comm.planner.ranges import Ranges, beyond
 from evener.comm.planner.simulate import play
-from evener.comm.planner.trial import FAR, SETTLE, Trial, Watch, Way
-from evener.comm.planner.ways import LIBRARY, harshness, library_form, same, ways
+from evener.comm.planner.trial import FAR, Trial, Watch, Way
+from evener.comm.planner.ways import harshness, same, ways
 from evener.comm.profile import Clock, Recorder, StepProfile
 from evener.comm.reducer import Reducer
 
@@ -134,7 +134,6 @@ class Planner:
             trial_steps = settings.EVENER_TRIAL_STEPS.get()
         self._trial_steps = trial_steps
         self._trial: Trial | None = None
-        self._turn = 0
         self._clock = Clock(reducer.device)
         self._marks: list[Any] = []
         self._slower: Watch | None = None
@@ -199,7 +198,7 @@ class Planner:
             planned = self.decision
             found = self._from_first(lambda: self._ways(planned, agreed))
             self._try(found)
-            self._turn = -1  # `step_begins` is still to be called for the step that begins
+            self._marks = []  # `step_begins` is still to be called for the step that begins
 
     def _restart(self) -> None:
         """Watch from here on."""
@@ -338,7 +337,7 @@ class Planner:
         """From the step that begins now on this way; everything that was on its way comes in."""
         self.reducer.finish("")
         made, self._returns = way.decision, ""
-        form = library_form(made)
+        form = made.library
         if self.library is not None and self.library.on not in ("", form):
             self.library.leave()
         if self.forced is None:
@@ -352,18 +351,14 @@ class Planner:
         if self.library is not None and form:
             self.library.enter(form)
         self.decision = made
-        self._turn, self._marks = 0, []
+        self._marks = [self._clock.mark()]
 
     def _tried(self, trial: Trial) -> None:
         """A step of a trial begins; the one before it has ended."""
         window = trial.window
         assert window is not None
-        self._turn += 1
-        # The first step of DDP's own reducer has one bucket, the second makes the others.
-        if self._turn < SETTLE + (2 if self.library is not None and self.library.on else 0):
-            return
         self._marks.append(self._clock.mark())
-        if len(self._marks) <= window.steps:
+        if len(self._marks) <= window.settle + window.steps:
             return
         trial.took(self._agreed(self._times()))
         if trial.window is not None:
@@ -371,7 +366,7 @@ class Planner:
             if following.decision is not self.decision:
                 self._take(following)
             else:
-                self._turn, self._marks = 0, []
+                self._marks = [self._clock.mark()]
             return
         self._trial = None
         self._keep(trial)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from evener.comm import wires
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.trial import Way
-from evener.comm.planner.ways import library_form
 from evener.comm.reducer import Reducer
 
 logger = logging.getLogger("evener.comm")
@@ -40,7 +39,7 @@ class Ranges:
         """The same for a way. One hook of torch's for all buckets: then that of widest range."""
         made = self.held(way.decision)
         moved = {choice.form for choice in made.choices}
-        if library_form(way.decision) and len(moved) > 1:
+        if way.decision.library and len(moved) > 1:
             last = max(moved, key=lambda form: wires.get(form).place)
             choices = tuple(dataclasses.replace(c, form=last) for c in made.choices)
             made = dataclasses.replace(made, choices=choices)

@@ -12,15 +12,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from evener.comm import wires
-from evener.comm.planner.choose import Choice, Decision, choose
+from evener.comm.planner.choose import LIBRARY, Choice, Decision, choose
 from evener.comm.planner.costs import Costs
 from evener.comm.planner.sequence import first_sequence
 from evener.comm.planner.simulate import play
 from evener.comm.planner.trial import Way
 from evener.comm.profile import StepProfile
 
-# As an algorithm: the model's own reducer, that of torch, with all buckets in one form.
-LIBRARY = "ddp"
 # Past this many times the best prediction a way of the planner's own making is not tried.
 _HOPELESS = 1.5
 
@@ -129,13 +127,8 @@ def same(one: Decision, other: Decision) -> bool:
 
 def describe(decision: Decision) -> str:
     """What a way does, in words: the buckets by form, and whether they outlast a step."""
-    if decision.choices and decision.choices[0].algorithm == LIBRARY:
-        return f"DDP's own reducer, {decision.choices[0].form}"
+    if decision.library:
+        return f"DDP's own reducer, {decision.library}"
     kinds = [c.form if c.algorithm == "2d" else f"{c.algorithm} {c.form}" for c in decision.choices]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     return f"{counts}; {'overlap across the step' if decision.overlap else 'no overlap'}"
-
-
-def library_form(made: Decision) -> str:
-    """The form in which the model's own reducer is to send, where it is to do so; or nothing."""
-    return made.choices[0].form if made.choices and made.choices[0].algorithm == LIBRARY else ""
