@@ -117,6 +117,8 @@ CASES = (
     Case("trainer-accumulate", "transformers", "trainer", args=("--accumulate", "--bf16")),
     Case("trainer-reentrant", "transformers", "trainer", args=("--reentrant",)),
     Case("trainer-again", "transformers", "trainer", args=("--again",)),
+    Case("trainer-mixtral", "transformers", "trainer", args=("--model", "mixtral")),
+    Case("trainer-lora", "transformers", "trainer", args=("--model", "lora")),
     Case("trainer-residuals", "transformers", "residuals", doors=("auto",)),
     Case("trainer-topk", "transformers", "residuals", args=("--topk",), doors=("auto",)),
     Case("accelerate", "accelerate", "accelerate_loop"),
