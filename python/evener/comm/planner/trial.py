@@ -31,7 +31,7 @@ from evener.comm.planner.choose import Decision
 from evener.comm.planner.turns import Turns
 
 # Steps at the start of a window that count for nobody: what the way before left is still landing.
-# Where a step takes so many milliseconds, one less.
+# Where a step takes `_LONG_MS` or more, one less.
 SETTLE, _LONG_MS = 2, 50.0
 # DDP's own reducer is made anew: its first step has one bucket, the second makes the others.
 _REBUILDS = 2
@@ -65,7 +65,7 @@ class Way:
 class Window:
     """The next steps: `settle` of way number `way`, then `steps` that count.
 
-    `more`: so many follow, unless the way is seen to be far behind.
+    `more`: the number that follow, unless the way is seen to be far behind.
     """
 
     way: int
@@ -132,7 +132,7 @@ class Trial:
             self._begin(near if self._round % 2 == 0 else near[::-1], steps)
 
     def _begin(self, order: Sequence[int], steps: int) -> None:
-        """A round, in which each of these ways has a turn of so many steps."""
+        """A round, in which each of these ways has a turn of `steps` steps."""
         first = self._round == 0
         figures = [way.decision.step_ms for way in self.ways] if first else self.figures()
         least = min(figures)
