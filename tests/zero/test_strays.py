@@ -171,3 +171,57 @@ def test_a_weight_that_is_read_after_its_gradient_stays(recompute: bool) -> None
         plain.step()
     assert_same(engine, plain)
     engine.close()
+
+
+class _Greedy(torch.autograd.Function):
+    """Takes memory in its backward pass that no trace has seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient + torch.zeros(ctx.size + 1, dtype=torch.uint8)[0], None
+
+
+def test_blocks_that_share_an_input_run_again_in_the_middle_of_a_backward_pass() -> None:
+    """The blocks behind the middle have delivered their gradients; the weights of each have to stay
+    until the last of its gradients has come once more."""
+
+    class Hungry(Sharing):
+        appetite = 0
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x, bias = self.embed(tokens), self.table(torch.arange(16))
+            for number, layer in enumerate(self.layers):
+                x = _Greedy.apply(x, self.appetite) if number == 4 else x
+                x = layer(x, bias)
+            out: torch.Tensor = self.head(self.norm(x))
+            return out
+
+    def run(gpu: int, appetite: int) -> tuple[list[float], zero.Engine, zero.Plan]:
+        torch.manual_seed(0)
+        Hungry.appetite = 0
+        evener = {"device": "simulated", "checkpointing": "auto",
+                  "budget": {"gpu": gpu, "host": 1 << 30}}  # fmt: skip
+        engine, *_ = zero.initialize(
+            model=Hungry(), config=configuration(evener=evener), machine=MACHINE, batch=(4, 16)
+        )
+        Hungry.appetite = appetite
+        found = []
+        for tokens in batches(3):
+            loss = loss_of(engine, tokens)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        memory = engine.memory()
+        engine.close()
+        assert engine.plan is not None
+        assert (memory["passes run again"] > 0) == (appetite > 0)
+        return found, engine, engine.plan
+
+    want, _, plan = run(1 << 40, 0)
+    got, _, _ = run(plan.gpu_bytes * 7 // 10, plan.gpu_bytes // 4)
+    assert got == want
