@@ -4,12 +4,13 @@ plan = evener.pipeline.plan(model, example, stages=4, memory="24GB")
 """
 
 from evener.pipeline import report
-from evener.pipeline.api import Pipeline, auto
+from evener.pipeline.api import auto
 from evener.pipeline.capture import Captured, Example, capture
 from evener.pipeline.checkpoint import weights
 from evener.pipeline.faults import PipelineError
 from evener.pipeline.plan import NoFitError, Plan, Planned, network, plan, planned
 from evener.pipeline.profile import Profile, Rates, estimate, measure, probe
+from evener.pipeline.running import Pipeline
 from evener.pipeline.schedules import KINDS as SCHEDULES
 from evener.pipeline.simulate import Link, Network, Simulated, StageCost, simulate
 
