@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from evener.comm import steps, wires
+from evener.comm.groups import Communicators
 from evener.comm.planner import choose, report
 from evener.comm.planner.choose import Decision
 from evener.comm.planner.costs import Costs, Curve, Link, of_network
+from evener.comm.planner.probe import Probe
 from evener.comm.planner.sequence import best_sequence, first_sequence
 from evener.comm.planner.simulate import play
 from evener.comm.profile import BucketProfile, Recorder, StepProfile
@@ -379,3 +383,21 @@ def test_profiles_are_kept_in_files(tmp_path: Path) -> None:
         StepProfile.load(tmp_path / "bad.json")
     with pytest.raises(UsageError, match="missing"):
         StepProfile.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(("gbit", "once"), [(1, 1), (10, 1), (400, 0)])
+def test_long_calls_of_a_probe_are_timed_once(gbit: float, once: int) -> None:
+    """And which they are follows from what all ranks were told: they make the same calls."""
+    asked = []
+
+    class Calls(Probe):
+        def _time(self, size: int, operation: Any, lanes: Any, times: int = 2) -> float:
+            asked.append((size, times))
+            return size / (gbit * 125e3)
+
+    found = Calls(cast(Communicators, SimpleNamespace(device=torch.device("cpu"))))._curve(
+        (1 << 16, 64 << 20), lambda _: None
+    )
+    assert [size for size, _ in asked] == [int(size) for size, _ in found.points]
+    assert [times for _, times in asked] == [2] * (len(asked) - once) + [1] * once
+    assert asked[0][1] == 2

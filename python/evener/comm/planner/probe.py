@@ -31,6 +31,8 @@ _LEAST_BYTES = 1 << 16
 _GROWTH = 16
 _MOST_BYTES = 128 << 20
 _REPEATS = 3
+# Calls that will take this many milliseconds are timed once: they scatter less than short ones.
+_LONG_MS = 20.0
 _AHEAD = 1 << 20  # cycles, about half a millisecond
 
 
@@ -116,13 +118,19 @@ class Probe:
             # What the last one says of the next: latency makes it too much, never too little.
             most = last * max(2.0, MOST_MS / _REPEATS / max(took, 1e-6))
             size = min(float(large), last * _GROWTH, most)
-            points.append((size, self._time(int(size), operation, lanes)))
+            # By what all ranks were told, so that all make the same calls.
+            times = 1 if took * size / last >= _LONG_MS else 2
+            points.append((size, self._time(int(size), operation, lanes, times)))
             if points[-1][1] > MOST_MS / _REPEATS / 2:
                 break
         return Curve(tuple(points))
 
     def _time(
-        self, size: int, operation: Callable[[torch.Tensor], None], lanes: Lanes | None
+        self,
+        size: int,
+        operation: Callable[[torch.Tensor], None],
+        lanes: Lanes | None,
+        times: int = 2,
     ) -> float:
         """Milliseconds of one call on `size` bytes of FP32 among others: the slowest rank's."""
         numel = padded(size // 4, ALIGN * self.communicators.route.shards)
@@ -144,22 +152,23 @@ class Probe:
                 ticket.wait()
 
         if lanes is None:
-            best = self._best(lambda: operation(data[0]))
+            best = self._best(lambda: operation(data[0]), times=times)
         else:
-            best = self._best(turns, 1) / (2 * OUTER_STREAMS)
+            best = self._best(turns, 1, times) / (2 * OUTER_STREAMS)
         slowest = torch.tensor([best], dtype=torch.float64)
         control = self.communicators.control.handle
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)
         return float(slowest.item())
 
-    def _best(self, call: Callable[[], object], repeats: int = _REPEATS) -> float:
-        """Milliseconds of one call, of a few in a row, as buckets follow each other: best of two.
+    def _best(self, call: Callable[[], object], repeats: int = _REPEATS, times: int = 2) -> float:
+        """Milliseconds of one call, of a few in a row, as buckets follow each other; the best
+        of `times`.
 
         On a GPU by the device's clock: that the host waits for the end is not what a step does.
         """
         call()
         clock, best = Clock(self.device), float("inf")
-        for _ in range(2):
+        for _ in range(times):
             self._meet()
             if clock.gpu:
                 torch.cuda._sleep(_AHEAD)  # the host enqueues all calls meanwhile
