@@ -195,6 +195,20 @@ def test_statistics_are_read_and_shown(tmp_path: Path) -> None:
     assert [word for word in row.split() if word.isdecimal()] == ["3", "24", "31", "17", "13", "19"]
 
 
+def test_what_packets_did_is_shown_when_their_connections_are_over(tmp_path: Path) -> None:
+    record = copy.deepcopy(RECORD)
+    counts = {"sent": 9000, "lost": 5, "timed_out": 6, "late": 7, "rtt_us_log2": [0, 0, 9, 0, 1]}
+    over = {"connections": 0, "trials": 0, "rerolls": 0}
+    record["net"] |= {"packets": counts, "workers": [{"writes": 300}, {"writes": 100}]}  # type: ignore[operator]
+    record["net"]["peers"][0] |= over  # type: ignore[index]
+    (tmp_path / "net-7.json").write_text(json.dumps(record))
+    shown = CliRunner().invoke(net, ["stats", str(tmp_path)]).output
+    row = next(line for line in shown.splitlines() if "udp" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[2:] == ["udp", "9000", "22.5", "5", "6", "7", "<4 us", "<16 us"]
+    assert "1.00 Gb/s" not in shown
+
+
 def test_no_directory_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EVENER_STATS_DIR", raising=False)
     assert CliRunner().invoke(net, ["stats"]).exit_code != 0

@@ -74,6 +74,22 @@ fn main() {
                 "",
             );
         }
+        if want("threads") && rate >= 10.0 {
+            for (nanos, nap) in [
+                (0, 0),
+                (300, 0),
+                (300, 100),
+                (300, 300),
+                (300, 1000),
+                (300, 3000),
+            ] {
+                let busy = (Duration::from_nanos(nanos), Duration::from_micros(nap));
+                let (share, least) = threads(bits, &config, 4, busy);
+                let name = format!("{at}: four threads, {nanos} ns per packet, naps of {nap} us");
+                table.row(&name, share, "");
+                table.row(&format!("{name}: least part of 8"), least, "");
+            }
+        }
         if want("four") {
             for seed in 1..4 {
                 let four = [bits / 4.0; 4];

@@ -19,7 +19,8 @@ def parts(records: list[dict[str, Any]], ended: bool) -> list[Table | str]:
         reasons = Counter(row["why"] for row in gone).most_common()
         told = "; ".join(f"{count} x {why}" for why, count in reasons)
         shown.append(f"Paths that have ended: {told} (--ended shows them)")
-    return [*shown, _nics(records), _peers(records)]
+    packets = _packets(records)
+    return [*shown, _nics(records), *([packets] if packets else []), _peers(records)]
 
 
 def _table(left: str, right: str) -> Table:
@@ -69,9 +70,32 @@ def _nics(records: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _packets(records: list[dict[str, Any]]) -> Table | None:
+    """What the UDP engine did, connections that are over included; None where it sent nothing."""
+    table = _table("engine", "packets per-call lost silent late rtt-p50 rtt-p99")
+    for row in stats.packets(records):
+        counts = (str(row[name]) for name in ("lost", "timed_out", "late"))
+        trips = (_trip(row["rtt_us_log2"], share) for share in (0.5, 0.99))
+        _add(table, row, "udp", str(row["sent"]), f"{row['per_call']:.1f}", *counts, *trips)
+    return table if table.row_count else None
+
+
+def _trip(counts: list[int], share: float) -> str:
+    """The bound below which this share of round trips is: powers of two are counted."""
+    left = share * sum(counts)
+    for power, count in enumerate(counts):
+        left -= count
+        if left <= 0 and count:
+            return f"<{2**power} us"
+    return "-"
+
+
 def _peers(records: list[dict[str, Any]]) -> Table:
     table = _table("peer connections", "tried kept re-rolled late best")
     for peer in stats.peers(records):
+        # Of packets that are over: nothing was tried, as that is done with TCP's connections.
+        if not any(peer.get(name, 0) for name in ("connections", "trials", "rerolls")):
+            continue
         counts = ("trials", "gains", "rerolls", "late")
         _add(
             table,

@@ -36,6 +36,18 @@ def peers(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for record in found for row in _of(record, "peers")]
 
 
+def packets(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per process that has sent packets: what `net.packets` has, and packets per call."""
+    rows = []
+    for record in found:
+        counts, workers = record["net"].get("packets", {}), record["net"].get("workers", [])
+        if counts.get("sent"):
+            calls = sum(one.get("writes", 0) for one in workers)
+            process = {name: record[name] for name in ("host", "pid", "rank")}
+            rows.append({**process, **counts, "per_call": counts["sent"] / max(1, calls)})
+    return rows
+
+
 def _of(record: dict[str, Any], part: str) -> list[dict[str, Any]]:
     process = {name: record[name] for name in ("host", "pid", "rank")}
     age = max(0.0, time.time() - record["time"])

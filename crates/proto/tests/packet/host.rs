@@ -11,6 +11,9 @@ use evener_proto::packet::trace::Note;
 
 use super::model::{BELOW, Body, End, Packet, Route, random};
 
+/// Packets that a busy thread hands to the kernel at once.
+const CALL: usize = 40;
+
 /// A stream of messages, each as soon as one before it is through.
 #[derive(Debug, Clone)]
 pub struct Flow {
@@ -35,7 +38,10 @@ pub struct Host {
     pub clock: Duration,
     /// It does nothing before that time (a process that is stopped).
     pub asleep: Duration,
-    inbox: Vec<Vec<u8>>,
+    /// A packet that goes or comes takes its thread so long; 0: it takes no time.
+    pub cost: Duration,
+    /// With when each came.
+    inbox: Vec<(Vec<u8>, Duration)>,
     pub sends: Vec<Flow>,
     pub posts: Vec<Flow>,
     next: Vec<Duration>,
@@ -87,6 +93,7 @@ impl Host {
             routes: Box::new(routes),
             clock: Duration::ZERO,
             asleep: Duration::ZERO,
+            cost: Duration::ZERO,
             inbox: Vec::new(),
             sends: Vec::new(),
             posts: Vec::new(),
@@ -203,12 +210,12 @@ impl Host {
 }
 
 impl End for Host {
-    fn hear(&mut self, body: Body, _: Duration) {
+    fn hear(&mut self, body: Body, now: Duration) {
         if let Body::Datagram(bytes) = body {
             if self.record {
                 self.recorded.push(bytes.clone());
             }
-            self.inbox.push(bytes);
+            self.inbox.push((bytes, now));
         }
     }
 
@@ -224,7 +231,8 @@ impl End for Host {
         let placed = &mut self.placed;
         let memory = &mut self.memory;
         let (last, gap) = (&mut self.last_placed, &mut self.longest_gap);
-        for packet in self.inbox.drain(..) {
+        let mut handled = self.inbox.len() as u32;
+        for (packet, came) in self.inbox.drain(..) {
             let Some(connection) = &mut self.connection else {
                 let accepted = accept(self.config.clone(), self.key, self.own, &packet, now);
                 if let Ok(Accepted::Connection(connection)) = accepted {
@@ -232,19 +240,22 @@ impl End for Host {
                 }
                 continue;
             };
-            let _ =
-                connection.receive(&packet, Arrival::default(), now, &mut |place: Place<'_>| {
-                    *placed += place.bytes.len() as u64;
-                    *gap = (*gap).max(real.saturating_sub(*last));
-                    *last = real;
-                    if let Some(memory) = memory {
-                        let to = memory
-                            .get_mut(&(place.channel, place.message))
-                            .expect("posted");
-                        let at = place.offset as usize;
-                        to[at..at + place.bytes.len()].copy_from_slice(place.bytes);
-                    }
-                });
+            let arrival = Arrival {
+                waited: real.saturating_sub(came),
+                ..Arrival::default()
+            };
+            let _ = connection.receive(&packet, arrival, now, &mut |place: Place<'_>| {
+                *placed += place.bytes.len() as u64;
+                *gap = (*gap).max(real.saturating_sub(*last));
+                *last = real;
+                if let Some(memory) = memory {
+                    let to = memory
+                        .get_mut(&(place.channel, place.message))
+                        .expect("posted");
+                    let at = place.offset as usize;
+                    to[at..at + place.bytes.len()].copy_from_slice(place.bytes);
+                }
+            });
         }
         self.connection.as_ref()?;
         self.events(now);
@@ -276,18 +287,30 @@ impl End for Host {
                 }
             }
         };
+        let mut more = false;
         while let Some(sent) = connection.transmit(now, &mut buffer, &mut read) {
+            handled += 1;
+            // As many as one call to the kernel: what comes after them is stamped later.
+            more = !self.cost.is_zero() && out.len() >= CALL;
             out.push(Packet {
                 to: self.peer,
                 size: sent.length as u64 + BELOW,
                 route: (self.routes)(sent.path),
                 body: Body::Datagram(buffer[..sent.length].to_vec()),
             });
+            if more {
+                break;
+            }
         }
         if let Some((notes, missed)) = &mut self.notes {
             let (more, less) = connection.notes();
             notes.extend(more);
             *missed += less;
+        }
+        self.asleep = self.asleep.max(real + self.cost * handled);
+        if more {
+            self.events(now);
+            return Some(self.asleep);
         }
         if let Some(next) = connection.deadline() {
             assert!(next > now, "a deadline in the past: {next:?} at {now:?}");

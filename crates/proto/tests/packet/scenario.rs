@@ -234,6 +234,69 @@ pub fn incast(senders: usize, bits: f64, config: &Config, seed: u64) -> (f64, f6
     (share, least, most, dropped / (dropped + packets))
 }
 
+/// Several connections each way share a link each way. Each packet takes a thread of its end so long,
+/// and now and then the thread has to wait for a processor: a nap of half of to twice `nap`, so that it
+/// is away for a tenth of the time. The share of both links that arrives, and the least part of one.
+pub fn threads(
+    bits: f64,
+    config: &Config,
+    count: usize,
+    (cost, nap): (Duration, Duration),
+) -> (f64, f64) {
+    let mut net = Net::new(vec![Link::new(bits, DELAY), Link::new(bits, DELAY)], 1);
+    let mut ends = Vec::new();
+    for at in 0..2 * count {
+        let (there, back): (Route, Route) = (Rc::from([at % 2]), Rc::from([1 - at % 2]));
+        let seed = 10 * at as u64;
+        for (initiates, route) in [(true, there), (false, back)] {
+            let peer = 2 * at + usize::from(initiates);
+            let seed = seed + u64::from(initiates);
+            let mut host = Host::new(initiates, config.clone(), seed, peer, move |_| {
+                route.clone()
+            });
+            host.cost = cost;
+            net.add(Box::new(host));
+        }
+        let flow = Flow {
+            ahead: 8,
+            ..bulk(1, 1 << 20)
+        };
+        flows(&mut net, 2 * at, 2 * at + 1, flow);
+        ends.push(2 * at + 1);
+    }
+    let (warm, time) = (60 * MILLI, 150 * MILLI);
+    let read = |net: &mut Net| -> Vec<f64> {
+        let placed = ends.iter().map(|end| net.end::<Host>(*end).placed as f64);
+        placed.collect()
+    };
+    let mut before = Vec::new();
+    let mut seed = 7;
+    let mut naps: Vec<Duration> = (0..4 * count as u32).map(|at| MILLI * at / 4).collect();
+    while net.now < warm + time {
+        if net.now >= warm && before.is_empty() {
+            before = read(&mut net);
+        }
+        let now = net.now;
+        for (at, next) in naps.iter_mut().enumerate() {
+            if !nap.is_zero() && now >= *next {
+                let share = 0.5 + (random(&mut seed) % 1536) as f64 / 1024.0;
+                let host = net.end::<Host>(at);
+                host.asleep = host.asleep.max(now + nap.mul_f64(share));
+                *next = now + nap.mul_f64(share * 10.0);
+            }
+        }
+        net.run_until(net.now + MILLI / 100);
+    }
+    let rates: Vec<f64> = read(&mut net)
+        .iter()
+        .zip(&before)
+        .map(|(after, before)| (after - before) / time.as_secs_f64())
+        .collect();
+    let sum: f64 = rates.iter().sum();
+    let least = rates.iter().copied().fold(f64::MAX, f64::min) / sum;
+    (sum / (bits / 4.0) / limit(config.most_datagram), least)
+}
+
 /// Two connections share a link, the second starts later: the first one's part.
 pub fn two_jobs(bits: f64, config: &Config, seed: u64, later: Duration) -> (f64, f64) {
     let mut net = pair(&[bits], config, seed);
