@@ -171,7 +171,7 @@ def main() -> None:
                 row("beside cubic", carrier, share=round(mine, 3), left=round(other, 3))
     if given.json:
         record = {
-            "command": "python benchmarks/net_lossy.py",
+            "command": f"python benchmarks/net_lossy.py --rate {rate} --seconds {seconds:g}",
             "machine": f"{platform.machine()}, {os.cpu_count()} processors",
             "kernel": platform.release(),
             "rate_mbit": rate,
