@@ -64,6 +64,15 @@ def assert_same(engine: zero.Engine, plain: Plain) -> None:
         assert torch.equal(got[names[id(p)]].float(), master), names[id(p)]
 
 
+def train_both(engine: zero.Engine, plain: Plain, steps: int) -> None:
+    """The same steps, with each."""
+    for tokens in batches(steps):
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+        loss_of(plain.model, tokens).backward()
+        plain.step()
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("resident", [set(), {"layers.0/0", "layers.2/0"}])
@@ -150,11 +159,7 @@ def test_frozen_parameters_with_lora(checkpointing: bool) -> None:
     plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     engine = start(model, evener={"checkpointing": checkpointing})
-    for tokens in batches(4):
-        engine.backward(loss_of(engine, tokens))
-        engine.step()
-        loss_of(plain.model, tokens).backward()
-        plain.step()
+    train_both(engine, plain, 4)
     assert_same(engine, plain)
     got = weights(engine)
     assert all(
@@ -179,11 +184,7 @@ def test_a_unit_that_is_used_several_times() -> None:
     model = Shared(blocks=1)
     plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
     engine = start(model)
-    for tokens in batches(4):
-        engine.backward(loss_of(engine, tokens))
-        engine.step()
-        loss_of(plain.model, tokens).backward()
-        plain.step()
+    train_both(engine, plain, 4)
     assert_same(engine, plain)
     engine.close()
 
@@ -322,11 +323,7 @@ def test_races_between_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         slow(AdamW.on_host),
     )
     engine = start(model, {"layers.1/0"}, evener={"depth": 3})
-    for tokens in batches(8):
-        engine.backward(loss_of(engine, tokens))
-        engine.step()
-        loss_of(plain.model, tokens).backward()
-        plain.step()
+    train_both(engine, plain, 8)
     assert_same(engine, plain)
     engine.close()
 
@@ -422,27 +419,25 @@ def test_blocks_that_are_compiled_give_the_same_bits() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+def offloaded(model: Model) -> zero.Engine:
+    """Inputs of recomputed blocks go to the host."""
+    evener = {"checkpointing": "offload", "budget": {"gpu": "1GB", "host": "4GB"}}
+    machine = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
+    config = configuration(evener=evener)
+    engine, *_ = zero.initialize(model=model, config=config, machine=machine, batch=(4, 16))
+    return engine
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_activations_on_the_host_change_no_bit(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evener.zero.activations.SMALL", 1)
     torch.manual_seed(0)
     model = Model(tied=tied)
     plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
-    engine, *_ = zero.initialize(
-        model=model,
-        config=configuration(
-            evener={"checkpointing": "offload", "budget": {"gpu": "1GB", "host": "4GB"}}
-        ),
-        machine=zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9),
-        batch=(4, 16),
-    )
+    engine = offloaded(model)
     assert engine.plan is not None and engine.plan.checkpointing == "offload"
     assert engine._passes.offload is not None
-    for tokens in batches(4):
-        engine.backward(loss_of(engine, tokens))
-        engine.step()
-        loss_of(plain.model, tokens).backward()
-        plain.step()
+    train_both(engine, plain, 4)
     assert_same(engine, plain)
     # One place for each block, taken in every step again.
     assert [len(free) for free in engine._passes.offload._free.values()] == [4]
@@ -478,14 +473,7 @@ def test_inputs_come_back_from_the_host_as_they_left(monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     model = Biased()
     plain = Plain(copy.deepcopy(model), 1e-2, 0.1, 0.5, torch.float32)
-    engine, *_ = zero.initialize(
-        model=model,
-        config=configuration(
-            evener={"checkpointing": "offload", "budget": {"gpu": "1GB", "host": "4GB"}}
-        ),
-        machine=zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9),
-        batch=(4, 16),
-    )
+    engine = offloaded(model)
     assert engine._passes.offload is not None
     for tokens in batches(3):
         model.seen.clear()

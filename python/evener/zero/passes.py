@@ -19,7 +19,7 @@ model under hooks of its own.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +41,14 @@ from evener.zero.vocabulary import Head
 
 @dataclass
 class _Live:
-    """A unit while it runs. inputs: gradients of calls' inputs that are still to come. given: those
-    inputs, by `id`; shares: whether other units have one of them, too."""
+    """A unit while it runs. inputs: gradients of calls' inputs that are still to come. shares:
+    whether one of those inputs is another call's, too."""
 
     unit: Unit
     index: int
     chunks: list[Chunk]
     in_backward: bool = False
     inputs: int = 0
-    given: list[int] = field(default_factory=list)
     shares: bool = False
     mark: Any = None
     handles: list[Any] = field(default_factory=list)
@@ -94,7 +93,8 @@ class Passes:
         self._before = before
         self._running = False
         self._suspended = False
-        self._given: Counter[int] = Counter()
+        self._given: dict[int, tuple[weakref.ref[torch.Tensor], _Live]] = {}
+        """Inputs of calls, by `id`, which is another tensor's once this one is gone."""
         self._live: list[_Live] = []
         self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
         self._hooks: list[Any] = [model.register_forward_pre_hook(lambda *_: self._begin())]
@@ -155,7 +155,6 @@ class Passes:
             for handle in live.handles:
                 handle.remove()
             live.handles.clear()
-            live.given.clear()
             live.inputs, live.shares = 0, False
             live.in_backward = False
         self._given.clear()
@@ -250,14 +249,17 @@ class Passes:
         )
         if into:
             live.inputs += 1
-            live.given += map(id, into)
-            self._given.update(map(id, into))
+            for x in into:
+                given = self._given.get(id(x))
+                if given is not None and given[0]() is x:
+                    given[1].shares = live.shares = True
+                else:
+                    self._given[id(x)] = weakref.ref(x), live
             live.handles.append(register_multi_grad_hook(into, lambda *_: self._inputs_done(live)))
 
     def _reached(self, live: _Live) -> None:
         if not live.in_backward:
             live.in_backward = True
-            live.shares = any(self._given[x] > 1 for x in live.given)
             self._loading.enter(live.index)
             live.mark = self._spans.mark("compute")
 

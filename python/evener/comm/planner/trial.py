@@ -146,6 +146,7 @@ class Trial:
                 settle += _REBUILDS - long
             if first and ms > FAR * least:
                 self._queue.append(Window(number, settle, 1))
+            # The first turn of all has no other yet that it could be behind.
             elif (place if first else ms > NEAR * least) and steps > 1:
                 self._queue.append(Window(number, settle, 1, steps - 1))
             else:
