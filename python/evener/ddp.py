@@ -140,6 +140,8 @@ def accelerate(
         apart = overlap is not None and (planner is not None or options.wire != "exact")
         reducer.parts.watch(model.module, layers=apart)
         look_at_moments(reducer, optimizer, planner)
+        if planner is not None and planner.forced is None:
+            reducer.parts.forms = planner.forms
         wrapped = wrap(model, reducer, Steps(reducer, overlap, planner))
     except BaseException:
         reducer.drop()

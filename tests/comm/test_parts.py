@@ -21,6 +21,7 @@ from evener.comm.errors import CommError
 from evener.comm.exchange import Step
 from evener.comm.groups import Communicators
 from evener.comm.options import Options
+from evener.comm.parts import fewer_whole
 from evener.comm.planner.costs import Costs, Curve
 from evener.comm.profile import StepProfile
 from evener.comm.rows import Rows, RowsExchange, merged
@@ -510,6 +511,46 @@ def test_nothing_is_taken_apart_without_need(shape: tuple[int, ...], env: dict[s
     """In one node, where the embedding is small, where it was said so."""
     for apart, _ in worlds.run(shape, train_without, env=env):
         assert not apart
+
+
+def train_large(rank: int, size: int) -> list[tuple[bool, list[str]]]:
+    """With floor INT8, top-k, top-k under Adam: whether it is taken apart, and what is said."""
+    found = []
+    for floor, kind in (("int8", "SGD"), ("topk", "SGD"), ("topk", "AdamW")):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Embedding(20_000, 32), nn.Flatten(0, 1), nn.Linear(32, 2))
+        optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.01)
+        model = DistributedDataParallel(module)
+        with heard() as said:
+            model = accelerate(model, optimizer, mode="auto", floor=floor)
+            for _ in range(2):
+                model(torch.randint(20_000, (4, 1000))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((bool(model.evener.parts.of), [x for x in said.lines if "0.weight:" in x]))
+        model.evener.close()
+    return found
+
+
+def test_an_embedding_stays_whole_where_few_of_its_entries_may_be_sent() -> None:
+    """2.6 MB with 4,000 of 20,000 rows looked up: 0.13 MB as rows in INT8, 0.03 MB as top-k."""
+    first, _ = worlds.run((1, 1), train_large)
+    (int8, _), (topk, said), (adam, _) = first
+    assert int8 and adam and not topk
+    assert "topk-chunk may be planned for it" in said[0], said
+
+
+def test_fewer_bytes_whole() -> None:
+    """As one GPU of two nodes looks them up in an LSTM of 33,278 words by 1,024."""
+    shape = (33_278, 1024)
+    forms = wires.candidates("topk-chunk")
+    form, whole, apart = fewer_whole(7_200, shape, 2, 2, forms, 0.01) or ("", 0.0, 0.0)
+    assert form == "topk-chunk" and whole == pytest.approx(0.01 * 4 * shape[0] * shape[1])
+    assert apart == pytest.approx(7_200 * (1024 + 4), rel=0.05)
+    assert fewer_whole(100, shape, 2, 2, forms, 0.01) is None, "few rows are fewer bytes yet"
+    assert fewer_whole(7_200, shape, 2, 2, wires.candidates("int4"), 0.01) is None, "no late form"
+    # Four ranks on two nodes: a node sends what two ranks looked up, and its gradient once.
+    assert (fewer_whole(7_200, shape, 4, 2, forms, 0.01) or ("", 0.0, 0.0))[2] == 2 * apart
 
 
 def train_on_staged(rank: int, size: int) -> dict[str, Any]:

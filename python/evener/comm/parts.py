@@ -16,7 +16,8 @@ behind all that is on its way.)
 
 The first step leaves everything whole. It shows how many rows are looked up per step, so what is
 worth it, and whether the parameter has uses that nobody watches (`F.linear(x, embedding.weight)`);
-then it stays whole. Where such a use comes up later, its gradient may find that the parameter's
+then it stays whole. So it does where a planner may send a share of its entries in far fewer bytes
+than its rows take. Where such a use comes up later, its gradient may find that the parameter's
 buckets have left: it is kept, and is part of the next step's gradient, once; then all stays whole.
 """
 
@@ -125,6 +126,8 @@ class Parts:
     def __init__(self, reducer: Owner) -> None:
         self.reducer = reducer
         self.of: dict[int, Part] = {}
+        # What a planner may choose from; () where none does.
+        self.forms: tuple[str, ...] = ()
         self._seen: dict[int, _Seen] = {}
         self._layers: dict[int, bool] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -436,7 +439,10 @@ class Parts:
             elif (layers or not any(accumulated)) and worth(
                 max(counts), len(everyone), reducer.parameters[index].shape[0]
             ):
-                self._take_apart(index, layers, max(counts))
+                if (said := self._fewer_whole(index, max(counts))) is not None:
+                    self._say_whole(index, said)
+                else:
+                    self._take_apart(index, layers, max(counts))
         places = {index: self._seen[index].place for index in self.of}
         kept = [index for index in order if places.get(index) is None]
         early = [(place, index) for index, place in places.items() if place is not None]
@@ -444,6 +450,28 @@ class Parts:
             kept.insert(place, index)
         self._seen.clear()
         return kept
+
+    def _fewer_whole(self, index: int, rows: int) -> str | None:
+        """Why the parameter is not taken apart although it has few rows; None where it is."""
+        communicators, parameter = self.reducer.communicators, self.reducer.parameters[index]
+        options = self.reducer.options
+        if parameter.numel() * parameter.element_size() < options.topk_min_bytes:
+            return None  # too small for such a form
+        found = fewer_whole(
+            rows,
+            (parameter.shape[0], parameter.shape[1]),
+            communicators.size,
+            communicators.route.levels.nodes,
+            self.forms,
+            options.ratio,
+        )
+        if found is None:
+            return None
+        form, whole, apart = found
+        return (
+            f"{form} may be planned for it: {whole / 1e6:.3g} MB per node and step, as rows "
+            f"{apart / 1e6:.3g} MB"
+        )
 
     def _take_apart(self, index: int, layers: bool, rows: int) -> None:
         self.of[index] = Part(index, layers, rows)
@@ -495,6 +523,32 @@ def _compressible(reducer: Owner) -> bool:
 def worth(rows: int, ranks: int, limit: int) -> bool:
     """Whether this many rows of each rank, of `limit` in all, are to be sent as rows."""
     return _equivalent(rows, ranks) <= _WORTH * limit
+
+
+def fewer_whole(
+    rows: int, shape: tuple[int, int], ranks: int, nodes: int, forms: Iterable[str], ratio: float
+) -> tuple[str, float, float] | None:
+    """The form in which a gradient of `shape` takes far fewer bytes than its rows in any form.
+
+    Only forms that send a gradient over many steps do. With it the bytes that a node sends per
+    step, whole and as rows; None where there is no such form. `rows`: of one rank. `ratio`: the
+    share of entries that top-k sends.
+    """
+    numel = shape[0] * shape[1]
+    whole = {
+        form: wires.get(form).paper(ratio).sent(4.0 * numel, nodes)
+        for form in forms
+        if wires.get(form).late
+    }
+    if not whole:
+        return None
+    values = min(
+        wires.get(wires.get(form).rows_as).rows_bytes(rows * shape[1], torch.float32)
+        for form in forms
+    )
+    apart = (ranks - ranks / nodes) * (4 * rows + values)
+    form = min(whole, key=whole.__getitem__)
+    return (form, whole[form], apart) if whole[form] <= _WORTH * apart else None
 
 
 def _total(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
