@@ -100,7 +100,7 @@ class Ranks:
         barrier, shared = threading.Barrier(RANKS), [torch.empty(0)] * RANKS
         self.options = Options(wire=form, ratio=ratio)
         scaling = Scaling.of(self.options, RANKS, RANKS, divides=True)
-        levels = Levels(inner=(0,), outer=(0, 1), nodes=RANKS, reason="two threads")
+        levels = Levels(inner=(0,), outer=(0, 1), nodes=RANKS, reason="two threads", sizes=(1, 1))
         self.buffers = [torch.empty(numel) for _ in range(RANKS)]
         self.exchanges = []
         for rank, buffer in enumerate(self.buffers):

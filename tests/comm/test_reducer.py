@@ -22,7 +22,9 @@ SHAPES = {
     "2x1": [1, 1],
     "2x2": [2, 2],
     "3x1": [1, 1, 1],
-    "uneven": [2, 1],
+    "2+1": [2, 1],
+    "1+3": [1, 3],
+    "3+2": [3, 2],
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Of the largest entry: a sum of a few numbers, each rounded once to the narrowest form on its way.
@@ -80,9 +82,9 @@ def test_every_mode_dtype_and_world(shape: str, wire: str) -> None:
 
     described = worlds.run(SHAPES[shape], _train_all, wire, cases())
     two_level = [text for text in described[0] if "2-D" in text]
-    assert bool(two_level) == (shape == "2x2")
-    if shape == "uneven":
-        assert any("unequal numbers of ranks" in text for text in described[0])
+    assert bool(two_level) == (shape == "2x2" or "+" in shape)
+    if "+" in shape:
+        assert all("of each in the exchange" in text for text in two_level)
 
 
 def hash_free(*words: str) -> int:

@@ -29,7 +29,7 @@ def test_intra_size_cuts_a_node_into_inner_groups() -> None:
     [
         ((4,), "auto", 8, "one node"),
         ((1, 1, 1), "2d", 8, "one rank per node"),
-        ((2, 1), "2d", 8, "unequal numbers of ranks [2, 1]"),
+        ((4, 3), "2d", 2, "does not divide the 3 ranks"),
         ((2, 2), "flat", 8, "asked for"),
         ((4, 4), "2d", 3, "does not divide"),
         ((2, 2), "2d", 1, "one rank per node"),
@@ -44,6 +44,23 @@ def test_what_cannot_be_two_level_goes_flat_and_says_why(
     assert why in found.reason
 
 
+def test_in_uneven_nodes_as_many_ranks_exchange_as_the_smallest_has() -> None:
+    found = [levels(rank, hosts(3, 2)) for rank in range(5)]
+    assert [f.inner for f in found] == [(0, 1, 2)] * 3 + [(3, 4)] * 2
+    assert [f.outer for f in found] == [(0, 3), (1, 4), (2,), (0, 3), (1, 4)]
+    assert [f.owns for f in found] == [True, True, False, True, True]
+    assert {f.shards for f in found} == {2}
+    assert "[3, 2], 2 of each in the exchange" in found[0].reason
+    # The sizes of inner groups count, not those of nodes.
+    assert levels(0, hosts(4, 2), intra_size=2).outer == (0, 2, 4)
+
+
+def test_uneven_groups_go_flat_where_they_cannot_be_used() -> None:
+    found = levels(0, hosts(2, 1), "2d", uneven=False)
+    assert found.outer == (0, 1, 2) and "unequal numbers of ranks [2, 1]" in found.reason
+    assert levels(0, hosts(2, 2), "2d", uneven=False).two_level
+
+
 def test_ranks_dealt_round_robin_over_hosts() -> None:
     dealt = ["a", "b", "a", "b"]
     assert nodes_of(dealt) == [[0, 2], [1, 3]]
@@ -52,23 +69,30 @@ def test_ranks_dealt_round_robin_over_hosts() -> None:
 
 
 @given(
-    nodes=st.integers(1, 5),
-    size=st.integers(1, 6),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5)
+    | st.integers(1, 6).map(lambda size: [size] * 3),
     intra_size=st.integers(1, 8),
     algorithm=st.sampled_from(["auto", "flat", "2d"]),
     seed=st.randoms(),
 )
 def test_groups_partition_the_ranks(
-    nodes: int, size: int, intra_size: int, algorithm: str, seed: object
+    sizes: list[int], intra_size: int, algorithm: str, seed: object
 ) -> None:
     """Every rank is in the groups it lists, all members list the same group, none is left out."""
-    names = hosts(*[size] * nodes)
+    names = hosts(*sizes)
     seed.shuffle(names)  # type: ignore[attr-defined]
     found = [levels(rank, names, algorithm, intra_size) for rank in range(len(names))]  # type: ignore[arg-type]
     for rank, mine in enumerate(found):
         assert rank in mine.inner and rank in mine.outer
-        assert len(mine.inner) * len(mine.outer) == len(names)
+        assert (mine.sizes, mine.nodes) == (found[0].sizes, found[0].nodes)
+        assert sum(mine.sizes) == len(names)
+        assert mine.owns == (mine.inner.index(rank) < mine.shards)
+        # A shard has one owner in each inner group, and those are who exchange it.
+        assert len(mine.outer) == (len(mine.sizes) if mine.owns else 1)
+        assert {found[o].inner.index(o) for o in mine.outer} == {mine.inner.index(rank)}
         assert all(found[other].inner == mine.inner for other in mine.inner)
         assert all(found[other].outer == mine.outer for other in mine.outer)
+        if len(set(sizes)) > 1 and algorithm != "flat" and max(sizes) <= intra_size:
+            assert mine.uneven and mine.two_level
         if mine.two_level:
             assert len({names[other] for other in mine.inner}) == 1

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from evener.comm import buckets as layout
@@ -125,22 +124,15 @@ class Departures:
 
     def _stages(self, exchange: Exchange) -> Stages:
         route, whole, step = exchange.route, exchange.bucket.buffer, self.step
-        scatter, gather = route.scatter, route.gather
         start, end = exchange.place()
         shard = whole[start:end]
 
         def cross() -> None:
             exchange.run(shard, step)
 
-        if scatter is None or gather is None:
+        if route.scatter is None:
             return None, cross, None
-        return (
-            lambda: dist.reduce_scatter_tensor(
-                shard, whole, route.scaling.op, group=scatter.handle
-            ),
-            cross,
-            lambda: dist.all_gather_into_tensor(whole, shard, group=gather.handle),
-        )
+        return lambda: route.reduce_inside(whole), cross, lambda: route.spread_inside(whole)
 
     def _rows_stage(self, exchange: RowsExchange) -> Stage | None:
         parts, step = self._reducer.parts, self.step

@@ -55,7 +55,7 @@ class Exchange:
     @property
     def crosses(self) -> bool:
         """Whether anything is exchanged at all."""
-        return self.route.outer.size > 1
+        return self.route.levels.crosses
 
     @property
     def bytes(self) -> int:
@@ -65,7 +65,7 @@ class Exchange:
     @property
     def sent_bytes(self) -> int:
         """What this rank hands to the network in a step."""
-        if not self.crosses:
+        if not self.crosses or not self.route.levels.owns:
             return 0
         start, end = self.place()
         return self.wire.sent_bytes(end - start, self.bucket.buffer.element_size(), self.state)
@@ -78,9 +78,7 @@ class Exchange:
 
     def place(self) -> tuple[int, int]:
         """Start and end of this rank's shard in the bucket."""
-        length = self.bucket.buffer.numel() // self.route.shards
-        rank = 0 if self.route.scatter is None else self.route.scatter.rank
-        return rank * length, (rank + 1) * length
+        return self.route.place(self.bucket.buffer.numel())
 
     def run(self, shard: torch.Tensor, step: Step) -> None:
         """Reduce `shard` over the outer group, in place."""
@@ -105,7 +103,10 @@ class Exchange:
             self._own_velocity(shard)
         compressed = self.wire.name != "exact"
         before = shard.clone() if step.checked and compressed else None
-        self.wire.exchange(shard, state)
+        if self.route.levels.owns:
+            self.wire.exchange(shard, state)
+        elif self.wire.feedback:
+            state.residual_for(shard)  # of nothing: what is asked of all ranks is asked here too
         if before is not None:
             self._measure(before, shard)
         if compressed:
@@ -133,7 +134,7 @@ class Exchange:
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         """What the ranks of the outer group hold, as one gradient. Collective."""
-        if self.crosses:
+        if self.crosses and self.route.levels.owns:
             self.route.outer.all_reduce(tensor, dist.ReduceOp.SUM)
             tensor.mul_(self.route.scaling.outer)
 
@@ -170,12 +171,11 @@ class Exchange:
         if local:
             self._add_up(part)
         part.mul_(self.route.scaling.final)
-        gather = self.route.gather
-        if gather is None:
+        if self.route.gather is None:
             return part
         whole = torch.empty(self.bucket.buffer.numel(), dtype=torch.float32, device=part.device)
         whole[start:end] = part
-        dist.all_gather_into_tensor(whole, part, group=gather.handle)
+        self.route.spread_inside(whole)
         return whole
 
     def take_over(self, whole: torch.Tensor, local: bool) -> torch.Tensor:

@@ -3,6 +3,10 @@
 Reduce-scatter and all-gather of a node have a communicator each, although their ranks are the same:
 on one communicator the all-gather of a bucket would wait for the reduce-scatter of the next.
 
+Where nodes differ in size (`world.topology`), shards are reduced to their owners one by one, and
+sent from there to the node: no library's reduce-scatter knows ranks that get nothing. Every rank
+makes all three groups, some of itself alone, because groups are named by how many there are.
+
 Groups are made once and lent: torch names a group of some ranks by the number of groups that exist,
 so a group made after another was destroyed can get its name, and then finds the addresses of the
 dead one in the store. What a closed reducer gives back is lent again, and all of them end with the
@@ -173,7 +177,7 @@ class Scaling:
 
     @classmethod
     def of(cls, options: Options, size: int, outer_size: int, divides: bool) -> Scaling:
-        """`divides`: the backend has an averaging reduction (NCCL has, Gloo has not)."""
+        """`divides`: averages of averages are right, and the backend has them: NCCL, even nodes."""
         total = dist.ReduceOp.SUM
         if not options.average:
             return cls(1.0, total, 1.0, 1.0)
@@ -201,7 +205,35 @@ class Route:
     @property
     def shards(self) -> int:
         """Into how many parts the inner level cuts a bucket."""
-        return len(self.levels.inner)
+        return self.levels.shards
+
+    def place(self, numel: int) -> tuple[int, int]:
+        """Start and end of this rank's shard in `numel` entries; nothing for who owns none."""
+        length = numel // self.shards
+        rank = 0 if self.scatter is None else min(self.scatter.rank, self.shards)
+        return rank * length, min((rank + 1) * length, numel)
+
+    def reduce_inside(self, whole: torch.Tensor) -> None:
+        """This rank's shard of `whole` <- its sum over the node; the rest is not to be read."""
+        assert self.scatter is not None
+        start, end = self.place(whole.numel())
+        if not self.levels.uneven:
+            dist.reduce_scatter_tensor(
+                whole[start:end], whole, self.scaling.op, group=self.scatter.handle
+            )
+            return
+        for owner, shard in enumerate(whole.split(whole.numel() // self.shards)):
+            dist.reduce(shard, op=self.scaling.op, group=self.scatter.handle, group_dst=owner)
+
+    def spread_inside(self, whole: torch.Tensor) -> None:
+        """All shards of `whole` on every rank of the node, from those that own them."""
+        assert self.gather is not None
+        start, end = self.place(whole.numel())
+        if not self.levels.uneven:
+            dist.all_gather_into_tensor(whole, whole[start:end], group=self.gather.handle)
+            return
+        for owner, shard in enumerate(whole.split(whole.numel() // self.shards)):
+            dist.broadcast(shard, group=self.gather.handle, group_src=owner)
 
 
 def _base(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -213,7 +245,9 @@ def _base(parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return base
 
 
-Key = tuple[tuple[int, ...], str, timedelta]
+# Whose communicators a group is part of, its ranks, its backend: those of one kind are made in the
+# same order on all ranks, so that all find a free one or none does.
+Key = tuple[tuple[int, ...], tuple[int, ...], str, timedelta]
 # Which communicators of a process: their ranks, and how many of these ranks were made before.
 Serial = tuple[tuple[int, ...], int]
 
@@ -407,12 +441,14 @@ class Communicators:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group.handle)
         carrier = self._carrier(shape, outer)
         outer = replace(outer, transport=carrier.transport)
-        scaling = Scaling.of(self.options, self.size, outer.size, divides=backend == "nccl")
+        divides = backend == "nccl" and not shape.uneven
+        scaling = Scaling.of(self.options, self.size, outer.size, divides)
         return Route(shape, scatter, outer, gather, scaling, carrier)
 
     def _carrier(self, shape: Levels, outer: Group) -> Carrier:
         ranks = [self.ranks[place] for place in shape.outer]
-        key = (tuple(ranks), self.device, self.options.outer, self.timeout)
+        everyone = tuple(self.ranks)
+        key = (everyone, tuple(ranks), self.device, self.options.outer, self.timeout)
         carrier = transport.lend(
             self._base,
             key,
@@ -430,7 +466,7 @@ class Communicators:
 
     def _group(self, places: tuple[int, ...], backend: str) -> Group:
         ranks = [self.ranks[place] for place in places]
-        key = (tuple(ranks), backend, self.timeout)
+        key = (tuple(self.ranks), tuple(ranks), backend, self.timeout)
         free = self._pool.free.get(key)
         handle = free.pop(0) if free else self._new(ranks, backend)
         self._lent.append((key, handle))

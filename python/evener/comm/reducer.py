@@ -129,7 +129,7 @@ class Reducer:
     # --- layout ---
 
     def _lay_out(self, order: Iterable[int]) -> None:
-        size = len(self.communicators.route.levels.inner)
+        size = self.communicators.route.shards
         dense = frozenset[int]()
         if any(wires.get(form).lossy for form in (self.options.wire, self.options.floor)):
             dense = frozenset(i for i, p in enumerate(self.parameters) if p.dim() <= 1)

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -134,17 +135,18 @@ def connect(
     Where some rank has no transport, no rank has one, and the log says why.
     """
     library = "nccl" if device.type == "cuda" else "gloo"
-    if group.size == 1:
+    why = _against(device, options, hosts, group.size)
+    found = _gather(control, (options.outer, why, group.size))
+    if all(size == 1 for _, _, size in found):
         return Carrier(library, "nothing crosses")
-    found = _gather(control, (options.outer, _against(device, options, hosts, group.size)))
-    wishes = [wish for wish, _ in found]
+    wishes = [wish for wish, _, _ in found]
     if len(set(wishes)) > 1:
         other = next(r for r, wish in enumerate(wishes) if wish != wishes[0])
         raise CommError(
             f"rank 0 has EVENER_OUTER={wishes[0]}, rank {other} has {wishes[other]}",
             "start every rank with the same settings",
         )
-    carrier = _decide(group, control, device, options, [why for _, why in found], meeting)
+    carrier = _decide(group, control, device, options, [why for _, why, _ in found], meeting)
     asked = options.outer == "staged" and carrier.transport is None
     quiet = device.type == "cpu" and options.outer != "staged"
     if control.rank == 0 and not quiet:
@@ -159,6 +161,8 @@ def connect(
 
 def _against(device: torch.device, options: Options, hosts: int, size: int) -> str:
     """Why this rank would rather not try its own transport; "" where it would."""
+    if size == 1:
+        return ""  # it owns no shard, and goes with the others
     if options.outer == "nccl":
         return "EVENER_OUTER=nccl"
     if options.outer == "auto" and device.type != "cuda":
@@ -185,16 +189,19 @@ def _decide(
     library = "nccl" if device.type == "cuda" else "gloo"
     if any(against):
         return Carrier(library, _first(against))
+    alone = group.size == 1  # it owns no shard: it only meets the others where they meet
     transport, error = _attempt(
-        lambda: provider().connect(group.rank, group.size, meeting(), device, options.timeout)
+        meeting
+        if alone
+        else lambda: provider().connect(group.rank, group.size, meeting(), device, options.timeout)
     )
+    transport = None if alone else transport
     if problem := _first(_gather(control, error)):
         return _without(transport, library, f"the staged transport does not connect: {problem}")
-    assert transport is not None
     if options.outer == "staged":
         return Carrier("staged", "EVENER_OUTER=staged", transport)
     # Its bytes on a node's card are those of a step, where the node's ranks share it.
-    n = max(1, MEASURED_BYTES // (group.size - 1))
+    n = max(1, MEASURED_BYTES // max(1, group.size - 1))
     payload = torch.zeros(n, dtype=torch.uint8, device=device)
     received = torch.empty(n * group.size, dtype=torch.uint8, device=device)
     library_ms = staged_ms = float("inf")
@@ -205,8 +212,13 @@ def _decide(
             device,
             control,
         )
-        ours, failed = _time(lambda: transport.all_gather(received, payload), device, control)
-        failed = failed or _attempt(transport.check)[1]
+        ours, failed = 0.0, ""
+        if transport is None:
+            _time(lambda: None, device, control)
+        else:
+            own = partial(transport.all_gather, received, payload)
+            ours, failed = _time(own, device, control)
+            failed = failed or _attempt(transport.check)[1]
         times = _gather(control, (theirs, ours, error or failed))
         if problem := _first([why for _, _, why in times]):
             return _without(transport, library, f"the measurement failed: {problem}")
@@ -222,7 +234,8 @@ def _decide(
     if staged_ms <= PREFERENCE * library_ms:
         reason = f"{figures}; it leaves the SMs to training (taken up to {PREFERENCE:g} times that)"
         return Carrier("staged", reason, transport, library_ms, staged_ms)
-    transport.close()
+    if transport is not None:
+        transport.close()
     reason = f"{figures}; staged is taken up to {PREFERENCE:g} times that"
     return Carrier(library, reason, None, library_ms, staged_ms)
 

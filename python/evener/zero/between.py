@@ -137,7 +137,8 @@ class Between:
             assert ranks.between is not None
             outer = Group(ranks.between, ranks.replica, size)
             scaling = Scaling(1.0, dist.ReduceOp.SUM, 1 / size, 1.0)
-            levels = Levels((0,), tuple(range(size)), size, "a copy of the states on each node")
+            why = "a copy of the states on each node"
+            levels = Levels((0,), tuple(range(size)), size, why, (1,) * size)
             route = Route(levels, None, outer, None, scaling, Carrier("torch", "as the states'"))
             self._wires[kind.name] = kind(route, self._options)
         return self._wires[kind.name]

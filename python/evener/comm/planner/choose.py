@@ -115,7 +115,7 @@ class _Search:
         key = (bucket, form)
         if key not in self._choices:
             profiled = self.profile.buckets[bucket]
-            size = profiled.summed(self.costs.nodes * self.costs.per_node)
+            size = profiled.summed(self.costs.size)
             self._choices[key] = self._best_algorithm(size, form, profiled.itemsize)
         return self._choices[key]
 
@@ -125,7 +125,7 @@ class _Search:
         if self.costs.flat is None or form != "exact" or self.algorithm == "2d":
             return two
         flat = Choice("flat", form, self._stages("flat", form, size, itemsize), loss)
-        if self.algorithm == "flat" or self.costs.per_node == 1:
+        if self.algorithm == "flat" or not self.costs.two_level:
             return flat
         # Buckets are pipelined through the lanes: what counts is the longest, then the sum.
         faster = max(flat.stages_ms) < (1 - TOLERANCE) * max(two.stages_ms)

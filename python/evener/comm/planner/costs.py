@@ -54,7 +54,8 @@ class Costs:
     the shard's bytes before they are encoded, of FP32; encoding and decoding included. `flat`: all
     ranks in one level, exact, over the bucket's bytes; None where it was not asked for.
     `encode[form]`: of the exchange, what encoding and decoding take, for which the device computes
-    nothing else.
+    nothing else. `per_node`: into how many shards a bucket is cut, one for each rank of a node that
+    exchanges. `ranks`: in all; 0: nodes times per_node, for no node has more.
     """
 
     nodes: int
@@ -65,6 +66,17 @@ class Costs:
     flat: Curve | None = None
     notes: Mapping[str, float] = field(default_factory=dict)
     encode: Mapping[str, Curve] = field(default_factory=dict)
+    ranks: int = 0
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.ranks or self.nodes * self.per_node
+
+    @property
+    def two_level(self) -> bool:
+        """Whether some node has several ranks."""
+        return self.size > self.nodes
 
     def stages(
         self, algorithm: str, form: str, size: int, itemsize: int = 4
@@ -73,7 +85,7 @@ class Costs:
         if algorithm == "flat" and self.flat is not None and form == "exact":
             return 0.0, self.flat(size), 0.0
         exchange = self.exchange[form](self.shard(form, size, itemsize))
-        if self.per_node == 1:
+        if not self.two_level:
             return 0.0, exchange, 0.0
         return self.scatter(size), exchange, self.gather(size)
 
@@ -103,6 +115,7 @@ class Costs:
         return {
             "nodes": self.nodes,
             "per_node": self.per_node,
+            "ranks": self.size,
             "scatter": self.scatter.points,
             "gather": self.gather.points,
             "exchange": {form: curve.points for form, curve in self.exchange.items()},

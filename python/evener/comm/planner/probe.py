@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from evener.comm.buckets import ALIGN, padded
-from evener.comm.groups import Communicators, Group
+from evener.comm.groups import Communicators
 from evener.comm.lanes import OUTER_STREAMS, Lanes
 from evener.comm.planner.costs import Costs, Curve, encoding
 from evener.comm.profile import Clock
@@ -56,10 +56,9 @@ class Probe:
         route = self.communicators.route
         shards = route.shards
         scatter = gather = Curve(())
-        if route.scatter is not None and route.gather is not None:
-            inner, back = route.scatter, route.gather
-            scatter = self._curve(sizes, lambda whole: self._scatter(whole, inner, shards))
-            gather = self._curve(sizes, lambda whole: self._gather(whole, back, shards))
+        if route.levels.two_level:
+            scatter = self._curve(sizes, route.reduce_inside)
+            gather = self._curve(sizes, route.spread_inside)
         exchange = {
             name: self._curve(
                 (sizes[0] // shards, sizes[1] // shards),
@@ -69,7 +68,7 @@ class Probe:
             for name, wire in wires.items()
         }
         flat_curve = None
-        if flat and shards > 1:
+        if flat and route.levels.two_level:
             everyone = self.communicators.flat().outer
             flat_curve = self._curve(
                 sizes, lambda whole: everyone.all_reduce(whole, dist.ReduceOp.SUM)
@@ -77,9 +76,9 @@ class Probe:
             everyone.release()
         route.outer.release()
         notes = {"probe_s": time.perf_counter() - began}
-        nodes = self.communicators.size // shards
+        nodes, ranks = len(route.levels.sizes), self.communicators.size
         encode = encoding(self._memory(), list(wires))
-        return Costs(nodes, shards, scatter, gather, exchange, flat_curve, notes, encode)
+        return Costs(nodes, shards, scatter, gather, exchange, flat_curve, notes, encode, ranks)
 
     def _memory(self) -> float:
         """Bytes a millisecond that this device's memory moves: a copy reads and writes."""
@@ -89,17 +88,9 @@ class Probe:
         target = torch.empty_like(source)
         return 2 * source.numel() / self._best(lambda: target.copy_(source))
 
-    def _scatter(self, whole: torch.Tensor, group: Group, shards: int) -> None:
-        length = whole.numel() // shards
-        shard = whole[group.rank * length : (group.rank + 1) * length]
-        dist.reduce_scatter_tensor(shard, whole, group=group.handle)
-
-    def _gather(self, whole: torch.Tensor, group: Group, shards: int) -> None:
-        length = whole.numel() // shards
-        shard = whole[group.rank * length : (group.rank + 1) * length]
-        dist.all_gather_into_tensor(whole, shard, group=group.handle)
-
     def _exchange(self, shard: torch.Tensor, wire: Wire) -> None:
+        if not wire.route.levels.owns:
+            return  # the slowest rank's time counts
         # Some forms keep residuals, which must have the shard's length.
         key = (wire.name, shard.numel(), shard.data_ptr())
         wire.exchange(shard, self._states.setdefault(key, ShardState(0)))

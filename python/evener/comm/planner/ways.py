@@ -98,9 +98,9 @@ def _own(
         sent = form
         if form != "exact" and library != LIBRARY and not allowed(index, form):
             sent = "exact"
-        size = bucket.summed(costs.nodes * costs.per_node)
+        size = bucket.summed(costs.size)
         # The cast halves what crosses; what the flat way costs was measured for exact ones alone.
-        if costs.flat is not None and costs.per_node > 1:
+        if costs.flat is not None and costs.two_level:
             took = costs.flat(size if sent == "exact" else size / 2)
         else:
             took = costs.exchange[sent](costs.shard(sent, size, bucket.itemsize)) * costs.per_node

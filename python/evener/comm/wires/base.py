@@ -254,7 +254,7 @@ def milder(one: str, other: str) -> str:
 def choose(options: Options, route: Route, bucket: Bucket) -> str:
     """Which form a bucket's shard is sent in. The same on every rank: it looks at sizes only."""
     numel = bucket.buffer.numel() // route.shards
-    if route.levels.nodes == 1 or route.outer.size == 1:
+    if route.levels.nodes == 1 or not route.levels.crosses:
         return "exact"  # nothing crosses a network
     form = get(options.wire)
     if form.sparse:

@@ -161,6 +161,8 @@ class Sharded:
         self._groups = Communicators(CommOptions(outer="nccl"), rows.device, group)
         self.rank, self.size = self._groups.rank, self._groups.size
         route, hosts = self._groups.route, self._groups.hosts
+        if route.levels.uneven:  # owners of keys are counted by inner groups of one size
+            route = self._groups.flat()
         inner, mine = route.levels.inner, hosts[self.rank]
         remote = [hosts[place] != mine for place in route.levels.outer]
         exact: tuple[Form, Form] = ("exact", "exact")
@@ -178,7 +180,7 @@ class Sharded:
             group, rank = route.scatter.handle, route.scatter.rank
             near = [False] * len(inner)
             self.first = Stage(group, rank, 1, self.first, dim, exact, traffic, near)
-        self.hosts = route.levels.nodes
+        self.hosts, self._levels = route.levels.nodes, route.levels
 
     def owner(self, keys: torch.Tensor) -> torch.Tensor:
         """The rank of each key, by the number that `place` gives this rank."""
@@ -187,7 +189,7 @@ class Sharded:
     @property
     def place(self) -> int:
         """The number of this rank among owners: `owner(key) == place` where the key is here."""
-        levels = self._groups.route.levels
+        levels = self._levels
         inner = levels.inner.index(self.rank)
         return levels.outer.index(self.rank) * len(levels.inner) + inner
 

@@ -94,6 +94,7 @@ def plan(rank: int, told: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         [each["host"] for each in told],
         "2d" if two_level else "flat",
         settings.LIGHT_INTRA_SIZE.get(),
+        uneven=False,  # the engine cuts a sum into as many parts as a node has ranks
     )
     if two_level:
         info0("2-D all-reduce %s: %s", "on" if levels.two_level else "off", levels.reason)
