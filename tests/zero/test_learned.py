@@ -3,13 +3,10 @@ inside themselves, the next forward pass chunk by chunk, and what the first step
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evener import zero
 from evener.zero import learned
@@ -18,37 +15,10 @@ from evener.zero.config import read
 from evener.zero.meter import PER_CORE, inside
 from evener.zero.planner import WORKSPACE, Machine, Part, Plan, Work, plan
 from evener.zero.planning import plan_units
-from evener.zero.profile import LARGE, Held, Moment, Profile, _Pool, outgoing, peaks
+from evener.zero.profile import LARGE, Held, Moment, Profile, outgoing, peaks
 from evener.zero.states import SLICE
 from evener.zero.store import Formats
 from evener.zero.units import Group, Unit
-
-
-def test_a_pool_grows_where_no_hole_is_large_enough() -> None:
-    pool = _Pool()
-    for key in range(3):
-        pool.take(key, 100)
-    pool.give(1)
-    pool.take(3, 60)  # into the hole
-    assert pool.size == 300
-    pool.take(4, 50)  # 40 are left of it
-    assert pool.size == 350
-    pool.give(3)
-    pool.take(5, 100)
-    assert pool.size == 350
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50)), max_size=60))
-def test_a_pool_never_gives_memory_twice(asked: list[tuple[int, int]]) -> None:
-    pool = _Pool()
-    for key, size in asked:
-        if key in pool._used:
-            pool.give(key)
-        else:
-            pool.take(key, size)
-        places = sorted(pool._used.values())
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
-        assert all(stop <= pool.size for _, stop in places)
 
 
 def test_weights_of_two_sizes_take_more_than_their_sum() -> None:

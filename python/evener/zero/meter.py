@@ -118,6 +118,8 @@ class Meter(TorchDispatchMode):
         self.cores = cores
         self.work: Counter[tuple[int, int]] | None = Counter() if count_work else None
         self.seen: Any = None
+        self.events: list[tuple[int, int]] | None = None
+        """Where to write what is made and given back, as `pool` plays it."""
         self._live: dict[int, Any] = {}
 
     def __torch_dispatch__(
@@ -149,13 +151,18 @@ class Meter(TorchDispatchMode):
         if key in self._live or key in given:
             return False
         size = -(-storage.nbytes() // BLOCK) * BLOCK
-        ledger, live = self.ledger, self._live
+        ledger, live, events = self.ledger, self._live, self.events
+        number = len(events) if events is not None else 0
 
         def gone(_: Any) -> None:
             if live.pop(key, None) is not None:
                 ledger.take(-size)
+                if events is not None:
+                    events.append((number, 0))
 
         ledger.take(size)
+        if events is not None:
+            events.append((number, size))
         live[key] = weakref.ref(storage, gone)
         return True
 

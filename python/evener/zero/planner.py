@@ -270,9 +270,7 @@ def _need(
             top = max((p.numel for p in parts if not p.stays), default=0)
             rest += top * formats.gradient.itemsize
         moving = weights + max(rest, scratch)
-        # Traced to the byte: what is left to the allocator is how blocks fit together.
-        loss = int(moving * machine.slack / 2) if work.pools else 0
-        loss += WORKSPACE if machine.slack else 0
+        loss = lost(work.profile, work.recompute, moving, machine.slack, work.pools)
         return machine.reserve + moving + loss + slots + stays
     sizes = [p.numel for p in parts if not p.stays]
     largest = sorted(sizes, reverse=True)[: work.depth + 1]
@@ -283,6 +281,16 @@ def _need(
     gradients += (work.depth + 1) * top * formats.gradient.itemsize
     moving = weights + max(gradients + work.activations, scratch)
     return machine.reserve + int(moving * (1 + machine.slack)) + slots + stays
+
+
+def lost(
+    profile: Profile, recompute: Set[int], moving: int, slack: float, pools: bool = True
+) -> int:
+    """Bytes that an allocator with pools takes beside those that move. They were traced to the
+    byte: what is left to it is how tensors fit together, and what products take for themselves."""
+    if not slack:
+        return 0
+    return WORKSPACE + (max(int(moving * slack / 2), profile.lost(recompute)) if pools else 0)
 
 
 def held(parts: Sequence[Part], resident: Set[str], formats: Formats, ranks: int) -> list[Held]:

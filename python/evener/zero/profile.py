@@ -18,6 +18,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from evener.zero.pool import Pool
+
 Work = tuple[tuple[int, int, int], ...]
 """Operations of one kind: (FLOP, bytes read and written, how many)."""
 
@@ -85,6 +87,9 @@ class Profile:
     """What each unit was called with, as `rehearsal.specs` gives it."""
     rehearsed: tuple[Rehearsed, ...] = ()
     """What was measured of the units; empty: nothing was."""
+    holes: tuple[int, int] = (0, 0)
+    """Bytes that an allocator loses between tensors (see `pool`): with nothing recomputed, and with
+    every repeated unit recomputed."""
 
     @property
     def mixes(self) -> bool:
@@ -110,7 +115,14 @@ class Profile:
             plain=less(self.plain),
             recomputed=less(self.recomputed),
             inputs=inputs,
+            holes=(int(self.holes[0] * factor), int(self.holes[1] * factor)),
         )
+
+    def lost(self, recompute: Set[int]) -> int:
+        """Bytes that an allocator loses between tensors where these units are recomputed."""
+        if not recompute:
+            return self.holes[0]
+        return self.holes[1] if recompute >= self.repeated else max(self.holes)
 
     def order(self) -> list[int]:
         """The units as a step enters them, forward and backward."""
@@ -165,30 +177,6 @@ def outgoing(depth: int, largest: int) -> int:
     return min(depth, 1) if largest > LARGE else depth
 
 
-class _Pool:
-    """A stream's part of an allocator's memory: what is asked for gets the smallest hole that it
-    fits into, or grows the pool. `size`: what it has grown to."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._used: dict[int, tuple[int, int]] = {}
-
-    def take(self, key: int, size: int) -> None:
-        """Room for `key`, until `give` is called for it."""
-        end, best = 0, None
-        for begin, stop in sorted(self._used.values()):
-            if begin - end >= size and (best is None or begin - end < best[1]):
-                best = end, begin - end
-            end = max(end, stop)
-        begin = end if best is None else best[0]
-        self._used[key] = begin, begin + size
-        self.size = max(self.size, begin + size)
-
-    def give(self, key: int) -> None:
-        """It is free again."""
-        self._used.pop(key, None)
-
-
 def peaks(
     profile: Profile,
     chunks: Sequence[Held],
@@ -209,7 +197,7 @@ def peaks(
     for number, chunk in enumerate(chunks):
         if chunk.moves:
             of_unit.setdefault(chunk.unit, []).append(number)
-    pool = _Pool()
+    pool = Pool()
     gone = 0
     every = bool(profile.recomputed) and recompute >= profile.repeated
     plain = profile.recomputed if every else profile.plain
@@ -221,8 +209,12 @@ def peaks(
     place, loaded, weights, most = 0, set[int](), 0, 0
     leaving: deque[tuple[int, int]] = deque()
     rest = 0
-    level = plain[0].level if plain else 0
+    # The model's own forward pass may hold a block's input until it returns. The plain list gives
+    # it back there; a block that is recomputed holds it still.
+    mixed = max((profile.inputs.get(u, 0) for u in recompute), default=0) if not every else 0
+    level = mixed + (plain[0].level if plain else 0)
     inside: int | None = None
+    outside = False
     waiting: dict[int, int] = {}
     for number, moment in enumerate(plain):
         transient = 0
@@ -241,8 +233,9 @@ def peaks(
             elif inside in inputs:
                 waiting[inside] = inputs[inside]
         elif moment.kind == "leave":
-            if moment.index == inside:  # in a backward pass the unit before is entered first
-                inside = None
+            # In a backward pass the unit before is entered first. What goes after a unit was left
+            # and before the next one (its input, where nothing has saved it) is of this unit, too.
+            outside = moment.index == inside
             if moment.index not in order[place : place + depth] and moment.index in loaded:
                 loaded.discard(moment.index)
                 for each in of_unit.get(moment.index, []):
@@ -258,6 +251,8 @@ def peaks(
                 while len(leaving) > out + 1:
                     leaving.popleft()
         taken = other if inside in recompute else plain
+        if outside:
+            inside, outside = None, False
         here = taken[number]
         away = max(0, sum(waiting.values()) - keep)
         held = level + here.peak - here.level - away + transient

@@ -17,7 +17,7 @@ import torch
 from evener.errors import EvenerError
 from evener.zero.chunk import Chunk
 from evener.zero.host import HostMemory, pages
-from evener.zero.planner import HELD, WORKSPACE, Plan
+from evener.zero.planner import HELD, Plan, lost
 from evener.zero.profile import Held, Profile, peaks
 from evener.zero.store import Store, states_of
 
@@ -98,8 +98,9 @@ class Room:
             ranks=self._ranks,
             pools=self._slack > 0,
         )
-        moving = int((weights + rest) * (1 + self._slack / 2)) + (WORKSPACE if self._slack else 0)
-        return self._fixed + self.held() + moving
+        moving = weights + rest
+        loss = lost(profile, self._passes.recompute, moving, self._slack)
+        return self._fixed + self.held() + moving + loss
 
     def held(self) -> int:
         """Bytes of states and weights that stay on the accelerator now."""
@@ -155,7 +156,8 @@ class Room:
         return True
 
     def _evict(self, wanted: int) -> tuple[int, int]:
-        """Chunks from the end of the model, until `wanted` bytes are free or the host is full."""
+        """Chunks, until `wanted` bytes are free or the host is full: the smallest that gives all
+        that is still wanted; where none does, the last of the model."""
         if self._ranks > 1:
             return 0, 0
         always = {c.index for c in self._store.units[0][1] if not c.group.kept}
@@ -165,9 +167,11 @@ class Room:
         self._settle()
         self._device.synchronize()
         freed = count = 0
-        for chunk in reversed(able):
-            if freed >= wanted:
-                break
+        able.reverse()
+        while able and freed < wanted:
+            enough = [chunk for chunk in able if self._gives(chunk) >= wanted - freed]
+            chunk = min(enough, key=self._gives) if enough else able[0]
+            able.remove(chunk)
             took = self._move(chunk)
             if took == 0:
                 break
@@ -175,6 +179,14 @@ class Room:
             count += 1
         self._device.trim()
         return freed, count
+
+    @staticmethod
+    def _gives(chunk: Chunk) -> int:
+        """Bytes that are free when a chunk has left."""
+        tensors = [*chunk.states.tensors().values()]
+        tensors += [] if chunk.gradient is None else [chunk.gradient]
+        stays = chunk.bytes if chunk.group.kept or chunk.stays else 0
+        return sum(t.nbytes for t in tensors) - stays
 
     def _move(self, chunk: Chunk) -> int:
         """One chunk's states to the host; the bytes that this freed, 0 where there was no room."""
@@ -205,11 +217,9 @@ class Room:
                 states.tensors()[name].copy_(tensor)
             if gradient is not None and chunk.gradient is not None:
                 gradient.copy_(chunk.gradient)
-        before = sum(t.nbytes for t in tensors)
+        before = self._gives(chunk)
         chunk.states, chunk.gradient, chunk.resident = states, gradient, False
-        if chunk.group.kept or chunk.stays:
-            before -= chunk.bytes
-        else:
+        if not (chunk.group.kept or chunk.stays):
             chunk.keeps, chunk.loaded, chunk.stale = False, False, True
             chunk.unbind()
             chunk.empty()

@@ -36,6 +36,7 @@ from evener.zero.device import SimulatedDevice
 from evener.zero.loss import cross_entropy
 from evener.zero.meter import Ledger, Meter, tensors
 from evener.zero.passes import Passes
+from evener.zero.pool import holes
 from evener.zero.profile import Moment, Profile, Work
 from evener.zero.rehearsal import specs
 from evener.zero.spans import Spans
@@ -61,8 +62,11 @@ class _Ghost:
 class _Recorder:
     """In the place of Loading and of Gradients."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, events: list[tuple[int, int]], width: int) -> None:
         self.ledger = ledger
+        self.events = events
+        self.width = width
+        """Bytes of an element of a gradient."""
         self.moments: list[Moment] = []
         self.active: set[int] = set()
 
@@ -96,9 +100,12 @@ class _Recorder:
         chunk.arrived[place] = gradient if earlier is None else earlier + gradient
         if len(chunk.arrived) == len(chunk.group.pieces):
             self.moment("gradient", chunk.index)
+            key = len(self.events)
+            self.events.append((key, chunk.group.numel * self.width))  # the flat one
             chunk.arrived.clear()
             chunk.touched = True
             del gradient, earlier
+            self.events.append((key, 0))
             self.moment("other")
 
     def end(self, *_: Any) -> None:
@@ -226,6 +233,10 @@ def _work(meter: Meter) -> Work:
     return found
 
 
+_Run = tuple[tuple[Moment, ...], Work, Work, frozenset[str], int]
+"""Of a step: its moments, the work of both passes, strays, and what holes take."""
+
+
 def trace(
     model: nn.Module,
     units: Sequence[Unit],
@@ -242,7 +253,7 @@ def trace(
     their shapes and dtypes are looked at). `cores`: multiprocessors of a CUDA GPU that is not here.
     Raises TraceError."""
     repeated = frozenset(number for number, unit in enumerate(units) if unit.repeated)
-    runs: list[tuple[tuple[Moment, ...], Work, Work, frozenset[str]]] = []
+    runs: list[_Run] = []
     calls: dict[int, Any] = {}
     for recompute in (frozenset(), repeated):
         if recompute or not runs:
@@ -250,7 +261,7 @@ def trace(
                 runs.append(
                     _run(model, units, args, kwargs, device, dtype, chunked, head, recompute, cores)
                 )
-    (plain, forward, backward, strays), (again, _, slow, more) = runs[0], runs[-1]
+    (plain, forward, backward, strays, lost), (again, _, slow, more, also) = runs[0], runs[-1]
     leaves = [x for x in tree_leaves((list(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
     return Profile(
         plain=plain,
@@ -263,6 +274,7 @@ def trace(
         rows=max((x.shape[0] for x in leaves if x.dim()), default=1),
         inputs=_inputs(again, repeated),
         calls=calls,
+        holes=(lost, also),
     )
 
 
@@ -308,12 +320,13 @@ def _run(
     head: Head | None,
     recompute: frozenset[int],
     cores: int,
-) -> tuple[tuple[Moment, ...], Work, Work, frozenset[str]]:
+) -> _Run:
     ledger = Ledger()
     if not cores and device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
     meter = Meter(ledger, count_work=True, cores=cores)
-    recorder = _Recorder(ledger)
+    meter.events = []
+    recorder = _Recorder(ledger, meter.events, dtype.itemsize)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     strays: set[str] = set()
     with _swapped(model, mode, device, dtype) as made:
@@ -391,7 +404,7 @@ def _run(
             for _, mine in ghosts:
                 for ghost in mine:
                     ghost.arrived.clear()
-    return tuple(recorder.moments), forward, backward, frozenset(strays)
+    return tuple(recorder.moments), forward, backward, frozenset(strays), holes(meter.events)
 
 
 def timed_trace(*args: Any, **kwargs: Any) -> tuple[Profile | None, str]:
