@@ -233,7 +233,9 @@ def test_what_is_owed_does_not_know_the_loss_scale() -> None:
     (one, owed), (other, theirs) = (worlds.run([1, 1], scaled, s)[0] for s in (64.0, 256.0))
     assert owed > 0 and abs(owed / theirs - 1) < 0.02
     for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-3)
+        # A gradient of nearly 0 has the sign that rounding gives it, and Adam moves by the sign.
+        far = ~torch.isclose(one[name], other[name], rtol=1e-3, atol=1e-3)
+        assert far.float().mean() < 1e-3, name
 
 
 def test_a_form_that_cannot_be_chosen_is_refused() -> None:
