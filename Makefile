@@ -123,9 +123,13 @@ upstream-horovod: $(STAMPS)/upstream ## upstream Horovod's own tests: make upstr
 	@test -n "$(DIR)" || { echo "error: DIR is not set"; echo "  fix: make upstream-horovod DIR=checkout-of-horovod"; exit 2; }
 	$(BIN)/python scripts/upstream_horovod.py $(DIR) $(ARGS)
 
+# Fuzz targets are no members of the workspace. A check links nothing, so libFuzzer's own C++ is left out
+# and stable Rust is enough.
+FUZZ := RUSTFLAGS="--cfg fuzzing" CUSTOM_LIBFUZZER_PATH=/dev/null
 lint: $(STAMPS)/native
 	cargo fmt --all --check
 	$(CARGO) clippy --quiet --workspace --all-targets --locked -- -D warnings
+	$(FUZZ) $(CARGO) clippy --quiet --target-dir target/fuzz/check --manifest-path crates/fuzz/Cargo.toml -- -D warnings
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
