@@ -217,6 +217,8 @@ pub struct Connection {
     unconfirmed: Unconfirmed,
     /// Bytes in flight over all paths.
     flying: u64,
+    /// When the newest packet that has arrived was sent.
+    confirmed: Duration,
     /// When something was last held back by the windows.
     filled: Duration,
     paths: Paths,
@@ -314,6 +316,7 @@ impl Connection {
             keys: None,
             unconfirmed: Unconfirmed::new(config.first_number),
             flying: 0,
+            confirmed: Duration::ZERO,
             filled: Duration::ZERO,
             congestion: Congestion::new(
                 paths.count(),

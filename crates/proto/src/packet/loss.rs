@@ -5,13 +5,20 @@
 //! 6.1.1), or one later one, and it is older than 9/8 of a round trip (section 6.1.2, as RACK, RFC
 //! 8985). A global order would take every packet on a slow path for lost.
 //!
-//! Where nothing later was acknowledged, time alone tells: the oldest packet of a path may be silent
-//! for [`RoundTrip::patience`](super::rtt::RoundTrip::patience), 1 to 5 ms at least. Its bytes then go
-//! over another path. This is the tail-loss probe (RFC 8985, section 7) and what notices black holes,
-//! at once: the probe carries the bytes that are missing.
+//! The end of a run over one path has nothing later of its path before the next run, a turn of all
+//! paths away. There packets of *other* paths tell, by time (RACK again): where one that was sent later
+//! was acknowledged, and this one is older than packets of its path ever are when they are
+//! acknowledged ([`RoundTrip::patience`](super::rtt::RoundTrip::patience) of the path, without a floor),
+//! it is lost. It may also be the path that is dead, so the path gets a probe and no bytes until that is
+//! answered.
+//!
+//! Where nothing later was acknowledged at all, time alone tells: the oldest packet of a path may be
+//! silent for the patience of the connection, 1 to 5 ms at least. Its bytes then go over another path.
+//! This is the tail-loss probe (RFC 8985, section 7) and what notices black holes, at once: the probe
+//! carries the bytes that are missing.
 //!
 //! A packet that was taken for lost and is acknowledged after all was only late: it is counted, and
-//! the bounds become wider ([`Reordering`]).
+//! the bounds by which it was lost become wider ([`Reordering`], or the floor of silence).
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -20,6 +27,7 @@ use smallvec::SmallVec;
 
 use super::outgoing::Span;
 use super::paths::Path;
+use super::trace::Cause;
 
 /// Later packets that prove a loss, if the network keeps the order.
 pub const REORDER: u64 = 3;
@@ -43,8 +51,8 @@ pub enum Fate {
     Flying,
     /// It has arrived.
     Arrived,
-    /// It has not, as it seems.
-    Lost,
+    /// It has not, as it seems by this.
+    Lost(Cause),
     /// It asked for no acknowledgement.
     Mute,
 }
@@ -116,7 +124,7 @@ impl Unconfirmed {
         while let Some(sent) = self.packets.front() {
             match sent.fate {
                 Fate::Flying => break,
-                Fate::Lost if sent.at > before => break,
+                Fate::Lost(_) if sent.at > before => break,
                 _ => {}
             }
             self.packets.pop_front();
@@ -147,6 +155,13 @@ impl Reordering {
     pub fn was_late(&mut self) {
         self.packets = (self.packets + 1 + self.packets / 4).min(MOST_REORDER);
         self.eighths = (self.eighths + 1).min(16);
+    }
+
+    /// How old a packet with nothing later of its path may become. That is the path's own patience: a
+    /// short path must not judge a long one.
+    pub fn tail(&self, path: &Path) -> Duration {
+        let trip = &path.trip;
+        trip.patience(Duration::ZERO) + trip.smoothed() / 8 * (self.eighths - 1)
     }
 
     /// Takes out of a path's order what is decided, and gives what is lost by order or by age. When
@@ -266,7 +281,7 @@ mod tests {
         unconfirmed.get_mut((1 << 32) + 1).unwrap().fate = Fate::Arrived;
         unconfirmed.forget(Duration::from_secs(1));
         assert_eq!(unconfirmed.first(), 1 << 32);
-        unconfirmed.get_mut(1 << 32).unwrap().fate = Fate::Lost;
+        unconfirmed.get_mut(1 << 32).unwrap().fate = Fate::Lost(Cause::Order);
         unconfirmed.forget(Duration::ZERO);
         assert_eq!(unconfirmed.first(), (1 << 32));
         unconfirmed.forget(Duration::from_secs(1));

@@ -19,6 +19,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use super::rtt::RoundTrip;
+
 /// Most paths of a connection: a packet has 8 bits for them.
 pub const MOST: usize = 256;
 /// Packets in a row over one path: as many as half of its window (all of it, if it is a run), but no
@@ -47,7 +49,7 @@ impl Share {
     /// what is on its way is confirmed soon, and then there is room for more.
     fn begins(&self) -> bool {
         let room = self.total - self.flying as f64;
-        room >= self.run.min(self.total / 4.0)
+        room >= self.run.min(self.total / 8.0)
     }
 }
 
@@ -74,6 +76,8 @@ pub struct Path {
     pub order: VecDeque<u64>,
     /// The newest acknowledged packet, and when it was sent.
     pub newest: Option<(u64, Duration)>,
+    /// From sending to acknowledgement, with the time that the receiver keeps that back.
+    pub trip: RoundTrip,
     /// When its oldest packet is lost by its age.
     pub due: Option<Duration>,
     /// Times that its oldest packet was silent for too long, in a row.
@@ -112,6 +116,7 @@ impl Paths {
             flying: 0,
             order: VecDeque::new(),
             newest: None,
+            trip: RoundTrip::default(),
             due: None,
             silences: 0,
             probe: false,

@@ -13,7 +13,7 @@ pub struct Stats {
     pub received: u64,
     /// Packets that held acknowledgements.
     pub acks: u64,
-    /// Packets that were taken for lost by later ones of their path.
+    /// Packets that were taken for lost because later ones have arrived.
     pub lost: u64,
     /// Packets that were taken for lost because their path was silent.
     pub timed_out: u64,

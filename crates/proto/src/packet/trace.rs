@@ -13,7 +13,7 @@ pub const MOST: usize = 8192;
 /// Why a packet is taken for lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// Later packets of its path have arrived, and time has passed.
+    /// Later packets, of its path or of others, have arrived, and time has passed.
     Order,
     /// Its path was silent.
     Silence,

@@ -59,6 +59,8 @@ pub struct Host {
     started_flows: bool,
     pub recorded: Vec<Vec<u8>>,
     pub record: bool,
+    /// Calls to the kernel that the packets it sent would take: what goes over one path at once is one.
+    pub calls: u64,
     /// What happened, if the connection notes it; and what was left out.
     pub notes: Option<(Vec<Note>, u64)>,
 }
@@ -109,6 +111,7 @@ impl Host {
             started_flows: false,
             recorded: Vec::new(),
             record: false,
+            calls: 0,
             notes: None,
         }
     }
@@ -287,9 +290,10 @@ impl End for Host {
                 }
             }
         };
-        let mut more = false;
+        let (mut more, mut path) = (false, None);
         while let Some(sent) = connection.transmit(now, &mut buffer, &mut read) {
             handled += 1;
+            self.calls += u64::from(path.replace(sent.path) != Some(sent.path));
             // As many as one call to the kernel: what comes after them is stamped later.
             more = !self.cost.is_zero() && out.len() >= CALL;
             out.push(Packet {

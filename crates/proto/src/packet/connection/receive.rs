@@ -16,8 +16,6 @@ use crate::packet::trace::What;
 /// A wait for this process is no queue, up to this. What is longer is more than one turn of a busy
 /// thread: the thread is too slow, and the sender has to know.
 const OVERLOOKED: Duration = Duration::from_millis(1);
-/// The floor of patience grows to this if packets are late and not lost.
-const WIDEST_FLOOR: Duration = Duration::from_millis(5);
 
 impl Connection {
     /// Hears a datagram. `place` gets bytes and where they belong, before they are acknowledged.
@@ -248,7 +246,7 @@ impl Connection {
             if self
                 .unconfirmed
                 .get(number)
-                .is_some_and(|sent| matches!(sent.fate, Fate::Flying | Fate::Lost))
+                .is_some_and(|sent| matches!(sent.fate, Fate::Flying | Fate::Lost(_)))
             {
                 fresh.push(number);
             }
@@ -259,6 +257,7 @@ impl Connection {
         let newest = fresh.iter().copied().max();
         if let Some(newest) = newest.and_then(|number| self.unconfirmed.get(number)) {
             self.outage = 0;
+            self.confirmed = self.confirmed.max(newest.at);
             let held = Duration::from_micros(u64::from(ack.held));
             // Of one that was taken for lost as well: numbers are never used twice, so it is exact, and
             // it is what makes patience longer where processes wait for processors.
@@ -285,27 +284,28 @@ impl Connection {
             self.mtu.arrived(size as usize);
             self.paths.answered(path);
             if let Some(path) = self.paths.get_mut(path) {
+                path.trip.sample(now.saturating_sub(at), Duration::ZERO);
                 path.newest = path.newest.max(Some((*number, at)));
                 if before == Fate::Flying {
                     path.flying = path.flying.saturating_sub(size);
                     self.flying = self.flying.saturating_sub(size);
                 }
             }
-            if before == Fate::Lost {
-                self.stats.late += 1;
-                self.reordering.was_late();
-                let wider = self.config.floor + self.config.floor / 8;
-                self.config.floor = wider.min(WIDEST_FLOOR.max(self.config.floor));
-            } else {
-                self.congestion
-                    .arrived(path, size, (at, limited), &self.trip, now);
+            match before {
+                Fate::Lost(cause) => {
+                    self.stats.late += 1;
+                    self.was_late(cause);
+                }
+                _ => self
+                    .congestion
+                    .arrived(path, size, (at, limited), &self.trip, now),
             }
             let what = What::Arrived {
                 number: *number,
                 size: size as u32,
                 took: now.saturating_sub(at),
                 trip: (newest == Some(*number)).then(|| self.trip.latest()),
-                late: before == Fate::Lost,
+                late: matches!(before, Fate::Lost(_)),
             };
             self.note(now, path, what);
             if !touched.contains(&path) {

@@ -3,13 +3,15 @@
 use std::time::Duration;
 
 use super::{Connection, Over, Stage};
-use crate::packet::loss::{Content, Fate};
+use crate::packet::loss::{Content, Fate, Sent};
 use crate::packet::paths::State;
 use crate::packet::rtt;
 use crate::packet::trace::{Cause, What};
 
 /// After silence while something is expected.
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
+/// The floor of patience grows to this if packets are late and not lost.
+const WIDEST_FLOOR: Duration = Duration::from_millis(5);
 /// Times that a path is silent before it is dropped.
 const SILENCES: u32 = 2;
 
@@ -22,14 +24,59 @@ impl Connection {
         };
         let (lost, due) = self.reordering.find(path, &self.unconfirmed, trip, now);
         path.due = due;
+        self.lose_all(at, &lost, now);
+    }
+
+    /// Takes these packets of a path for lost, because later ones have arrived.
+    fn lose_all(&mut self, at: u8, numbers: &[u64], now: Duration) {
         let mut count = 0;
-        for number in lost {
-            count += u32::from(self.lose(number, Cause::Order, now));
+        for number in numbers {
+            count += u32::from(self.lose(*number, Cause::Order, now));
             self.stats.lost += 1;
         }
         if count > 0 {
             self.congestion
                 .lost(at, count, self.paths.used(), &self.trip, now);
+        }
+    }
+
+    /// When the oldest packet of a path is lost because nothing later of its path has arrived, but of
+    /// others. A suspect path's is a probe's matter, and silence's.
+    fn tail_due(&self, at: u8, (number, sent): (u64, Duration)) -> Option<Duration> {
+        let path = self.paths.get(at)?;
+        let last = path.newest.is_none_or(|(newest, _)| newest < number);
+        (last && path.state == State::Active && sent < self.confirmed)
+            .then(|| sent + self.reordering.tail(path))
+    }
+
+    /// All that is due by [`Connection::tail_due`]. Perhaps the path is dead: a probe tells.
+    fn find_tail(&mut self, at: u8, now: Duration) {
+        let Some(path) = self.paths.get_mut(at) else {
+            return;
+        };
+        let age = self.reordering.tail(path);
+        let due = |sent: &Sent| sent.at < self.confirmed && sent.at + age <= now;
+        let flying = path.order.iter().filter_map(|number| {
+            let sent = self.unconfirmed.get(*number)?;
+            (sent.fate == Fate::Flying).then_some((*number, sent))
+        });
+        let lost: Vec<u64> = flying
+            .take_while(|(_, sent)| due(sent))
+            .map(|(number, _)| number)
+            .collect();
+        path.state = State::Suspect;
+        self.paths.ask(at);
+        self.lose_all(at, &lost, now);
+    }
+
+    /// A packet that was taken for lost has arrived.
+    pub(super) fn was_late(&mut self, cause: Cause) {
+        match cause {
+            Cause::Order => self.reordering.was_late(),
+            Cause::Silence => {
+                let wider = self.config.floor + self.config.floor / 8;
+                self.config.floor = wider.min(WIDEST_FLOOR.max(self.config.floor));
+            }
         }
     }
 
@@ -41,7 +88,7 @@ impl Connection {
         if sent.fate != Fate::Flying {
             return false;
         }
-        sent.fate = Fate::Lost;
+        sent.fate = Fate::Lost(cause);
         let size = u64::from(sent.size);
         self.flying = self.flying.saturating_sub(size);
         if let Some(path) = self.paths.get_mut(sent.path) {
@@ -62,6 +109,9 @@ impl Connection {
             cause,
         };
         self.note(now, path, what);
+        if !probe && self.mtu.vanished(size as usize, now) {
+            self.congestion.set_packet(self.mtu.size());
+        }
         !probe
     }
 
@@ -72,11 +122,12 @@ impl Connection {
         (patience * 2u32.pow(rounds.min(5))).min(rtt::LONGEST.max(patience))
     }
 
-    fn oldest(&mut self, at: u8) -> Option<Duration> {
+    /// The oldest packet of a path that is unconfirmed, and when it was sent.
+    fn oldest(&mut self, at: u8) -> Option<(u64, Duration)> {
         let path = self.paths.get_mut(at)?;
         while let Some(number) = path.order.front() {
             match self.unconfirmed.get(*number) {
-                Some(sent) if sent.fate == Fate::Flying => return Some(sent.at),
+                Some(sent) if sent.fate == Fate::Flying => return Some((*number, sent.at)),
                 _ => path.order.pop_front(),
             };
         }
@@ -100,8 +151,9 @@ impl Connection {
                     .paths
                     .get(at)
                     .map_or((0, None), |path| (path.silences, path.due));
-                at_most(oldest + self.patience(silences));
-                age.into_iter().for_each(&mut at_most);
+                at_most(oldest.1 + self.patience(silences));
+                let tail = self.tail_due(at, oldest);
+                age.into_iter().chain(tail).for_each(&mut at_most);
             }
         }
         self.mtu.deadline().into_iter().for_each(&mut at_most);
@@ -139,7 +191,12 @@ impl Connection {
             if due.is_some_and(|due| due <= now) {
                 self.find_lost(at, now);
             }
-            if let Some(oldest) = self.oldest(at)
+            let oldest = self.oldest(at);
+            let tail = oldest.and_then(|oldest| self.tail_due(at, oldest));
+            if tail.is_some_and(|due| due <= now) {
+                self.find_tail(at, now);
+            }
+            if let Some((_, oldest)) = self.oldest(at)
                 && now >= oldest + self.patience(silences)
             {
                 self.silent(at, now);
@@ -167,15 +224,8 @@ impl Connection {
         let order = std::mem::take(&mut path.order);
         self.paths.ask(at);
         for number in order {
-            let size = self
-                .unconfirmed
-                .get(number)
-                .map_or(0, |sent| sent.size as usize);
             if self.lose(number, Cause::Silence, now) {
                 self.stats.timed_out += 1;
-                if self.mtu.vanished(size, now) {
-                    self.congestion.set_packet(self.mtu.size());
-                }
             }
         }
         self.stats.silences += 1;
