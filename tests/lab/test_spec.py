@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import UsageError
-from evener.lab import Event, Spec
+from evener.lab import Event, Spec, show
 from evener.lab.faults import Action, Target
 from evener.lab.plan import Plan, Shape
 from evener.units import parse_rate, parse_time, show_rate, show_time
@@ -68,6 +68,9 @@ def test_defaults_of_the_short_form() -> None:
     [
         ("", "describes no lab"),
         ("2", "describes no lab"),
+        ("2+", "describes no lab"),
+        ("2+0", "2+0 has no slot"),
+        ("2+65", "slots=65"),
         ("2x2@fast", "link 'fast' is not a rate"),
         ("0x2", "nodes=0"),
         ("2x2,paths=17", "paths=17"),
@@ -84,6 +87,28 @@ def test_what_cannot_be_is_refused_with_its_value(text: str, said: str) -> None:
         Spec.parse(text)
     assert said in str(refused.value)
     assert refused.value.fix
+
+
+def test_uneven_nodes() -> None:
+    spec = Spec.parse("3+1+2@1gbit")
+    assert (spec.nodes, spec.slots, spec.world_size) == (3, 3, 6) and str(spec) == "3+1+2@1gbit"
+    assert [spec.place(rank) for rank in range(6)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+    ]
+    assert [list(spec.ranks(node)) for node in range(3)] == [[0, 1, 2], [3], [4, 5]]
+    # As Horovod counts: among the nodes that have this slot.
+    assert [spec.cross(*spec.place(rank)) for rank in range(6)] == [
+        (0, 3), (0, 2), (0, 1), (1, 3), (2, 3), (1, 2)
+    ]  # fmt: skip
+    assert Spec.parse("2+2@1gbit") == Spec.parse("2x2@1gbit")
+    assert "ranks 0-2" in show.as_text(Plan(spec)) and "of 3 + 1 + 2 slots" in show.as_text(
+        Plan(spec)
+    )
 
 
 @given(specs)

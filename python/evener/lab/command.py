@@ -93,7 +93,12 @@ def _ordering(*, build: bool = True) -> Callable[[Callable[..., Any]], Callable[
     """
     d = _DEFAULT
     options = [
-        click.option("--spec", "short", metavar="SPEC", help="All at once: 2x2@25gbit,paths=4."),
+        click.option(
+            "--spec",
+            "short",
+            metavar="SPEC",
+            help="All at once: 2x2@25gbit,paths=4; or 2+1@25gbit.",
+        ),
         click.option("--nodes", type=int, help=f"Hosts. [{d.nodes}]"),
         click.option("--slots", type=int, help=f"Processes per host. [{d.slots}]"),
         click.option("--link", metavar="RATE", help=f"A NIC's; 'none': unshaped. [{d.link}]"),
@@ -242,7 +247,7 @@ def mpirun(
         raise LabError("mpirun is not installed", _MPI)
     hosts: list[str] = []
     if not {"-H", "-host", "--host", "-hostfile", "--hostfile", "-machinefile"} & {*arguments}:
-        hosts = ["-H", ",".join(f"node{i}:{order.spec.slots}" for i in range(order.spec.nodes))]
+        hosts = ["-H", ",".join(f"node{i}:{size}" for i, size in enumerate(order.spec.sizes))]
     with order.up(arguments) as built:
         if built.mode == "loopback":
             hosts = []

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from evener.lab.spec import Spec
 from evener.launch import horovod_env
 
 # Ranks and rendezvous of every launcher, and the interfaces and addresses of the host.
@@ -103,18 +104,17 @@ def _mpi() -> dict[str, str]:
     return variables
 
 
-def of_slot(
-    node: int, slot: int, nodes: int, slots: int, address: str, port: int
-) -> dict[str, str]:
+def of_slot(rank: int, spec: Spec, address: str, port: int) -> dict[str, str]:
     """What a launcher tells a rank."""
+    node, slot = spec.place(rank)
     return {
-        "RANK": str(node * slots + slot),
-        "WORLD_SIZE": str(nodes * slots),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(spec.world_size),
         "LOCAL_RANK": str(slot),
-        "LOCAL_WORLD_SIZE": str(slots),
+        "LOCAL_WORLD_SIZE": str(spec.sizes[node]),
         "GROUP_RANK": str(node),
         "NODE_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(nodes),
+        "GROUP_WORLD_SIZE": str(spec.nodes),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         # Output goes through a pipe: lines should come when they are written.
@@ -133,10 +133,11 @@ def of_threads(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
 
-def of_horovod_slot(node: int, slot: int, nodes: int, slots: int, name: str) -> dict[str, str]:
+def of_horovod_slot(rank: int, spec: Spec, name: str) -> dict[str, str]:
     """What Horovod's launcher tells a rank on host `name`."""
-    rank = node * slots + slot
-    return horovod_env.variables(rank, nodes * slots, slot, slots, (node, nodes), name)
+    node, slot = spec.place(rank)
+    cross = spec.cross(node, slot)
+    return horovod_env.variables(rank, spec.world_size, slot, spec.sizes[node], cross, name)
 
 
 def merged(*layers: Mapping[str, str | None] | None) -> dict[str, str]:

@@ -252,12 +252,12 @@ class Lab:
             python_path = {"PYTHONPATH": horovod_door.put_in_place(path)[0]}
 
         def start(rank: int) -> subprocess.Popen[bytes]:
-            index, slot = divmod(rank, spec.slots)
-            told = environment.of_slot(index, slot, spec.nodes, spec.slots, address, port)
+            index, _ = spec.place(rank)
+            told = environment.of_slot(rank, spec, address, port)
             told |= environment.of_threads(spec.world_size)
             if horovod:
                 name = self.nodes[index].name
-                told |= environment.of_horovod_slot(index, slot, spec.nodes, spec.slots, name)
+                told |= environment.of_horovod_slot(rank, spec, name)
             return self.nodes[index].popen(
                 argv,
                 env={**told, **(env or {}), **python_path},
@@ -271,7 +271,7 @@ class Lab:
 
         return run_slots(
             start,
-            [self.nodes[rank // spec.slots].name for rank in range(spec.world_size)],
+            [self.nodes[spec.place(rank)[0]].name for rank in range(spec.world_size)],
             timeout=timeout,
             on_line=on_line,
             prefix=prefix,
@@ -402,7 +402,7 @@ class Lab:
         ]
 
     def _variables(self) -> list[dict[str, str]]:
-        available, slots = environment.gpus(), self.spec.slots
+        available = environment.gpus()
         if 0 < len(available) < self.spec.world_size:
             logger.warning(
                 "%d GPUs for %d slots: slots share them%s",
@@ -416,7 +416,9 @@ class Lab:
             environment.of_node(
                 node.name,
                 ["lo"] if self.mode == "loopback" else [nic.device for nic in node.nics],
-                environment.share(available, node.index * slots, slots),
+                environment.share(
+                    available, self.spec.ranks(node.index).start, self.spec.sizes[node.index]
+                ),
                 isolated=self.mode != "loopback",
             )
             for node in self.plan.nodes

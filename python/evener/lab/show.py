@@ -21,7 +21,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "nodes": [
             {
                 "name": node.name,
-                "ranks": [node.index * spec.slots + slot for slot in range(spec.slots)],
+                "ranks": list(spec.ranks(node.index)),
                 "nics": [
                     {"device": nic.device, "address": nic.address, "gateway": nic.gateway}
                     for nic in node.nics
@@ -44,7 +44,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def as_text(plan: Plan) -> str:
     """For people."""
     spec, shape = plan.spec, plan.shape
-    lines = [f"{spec}: {_count(spec.nodes, 'node')} x {_count(spec.slots, 'slot')}", ""]
+    slots = " + ".join(map(str, spec.uneven)) + " slots" if spec.uneven else ""
+    slots = f"of {slots}" if slots else f"x {_count(spec.slots, 'slot')}"
+    lines = [f"{spec}: {_count(spec.nodes, 'node')} {slots}", ""]
     lines += _picture(plan)
     lines.append("")
     nic = "unshaped" if spec.link is None else f"{spec.link} each way"
@@ -76,8 +78,8 @@ def _picture(plan: Plan) -> list[str]:
     spec = plan.spec
     left = []
     for node in plan.nodes[:_MANY]:
-        first = node.index * spec.slots
-        ranks = str(first) if spec.slots == 1 else f"{first}-{first + spec.slots - 1}"
+        own = spec.ranks(node.index)
+        ranks = str(own.start) if len(own) == 1 else f"{own.start}-{own.stop - 1}"
         for nic in node.nics:
             who = f"{node.name} ranks {ranks}" if nic.index == 0 else ""
             left.append(f"{who:20} {nic.device} {nic.address:11}")

@@ -1,7 +1,8 @@
 """What a lab looks like: one frozen value, checked when it is made.
 
 `2x2@25gbit,paths=4` is the short form that command lines take: nodes x slots @ link rate, then
-`key=value` pairs. `str(spec)` writes it back, with what differs from the defaults.
+`key=value` pairs; `2+1@25gbit` is a node of two slots and one of one. `str(spec)` writes it back,
+with what differs from the defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NUMBERS = {
     "mtu": (576, 65535, "what IPv4 needs and what a virtual cable carries"),
     "hash_seed": (1, 2**32 - 1, "0 would mean a random one"),
 }
-_SHORT = re.compile(r"(\d+)x(\d+)(?:@([^,]+))?((?:,[^,]+)*)")
+_SHORT = re.compile(r"(?:(\d+)x(\d+)|(\d+(?:\+\d+)+))(?:@([^,]+))?((?:,[^,]+)*)")
 _EXAMPLE = "2x2@25gbit,paths=4,nics=1,cap=5gbit,queue=2ms"
 
 
@@ -40,9 +41,11 @@ _EXAMPLE = "2x2@25gbit,paths=4,nics=1,cap=5gbit,queue=2ms"
 class Spec:
     """A simulated cluster. Raises UsageError for what cannot be built.
 
-    `nodes` hosts with `slots` processes each. `link`: rate of a NIC in each direction, None for
-    unshaped. `nics`: NICs per node, eth0 and up, each with `link` of its own. `paths`: equal-cost
-    paths behind each NIC; they share its rate evenly, so that one flow reaches `link` / `paths`.
+    `nodes` hosts with `slots` processes each; or, where `uneven` is given, as many as it says for
+    each host, and `nodes` and `slots` (the most) follow from it. `link`: rate of a NIC in each
+    direction, None for unshaped. `nics`: NICs per node, eth0 and up, each with `link` of its own.
+    `paths`: equal-cost paths behind each NIC; they share its rate evenly, so that one flow reaches
+    `link` / `paths`.
     `flow_cap`: rate that one flow cannot pass, None for no cap. `queue`: depth of each queue, as
     the time that the link needs to empty it. `mtu`: bytes of an IP packet. `congestion`: TCP
     congestion control. `hash_seed`: of the header hash that spreads flows over paths; a flow with
@@ -59,8 +62,17 @@ class Spec:
     mtu: int = 1500
     congestion: str = "cubic"
     hash_seed: int = 1
+    uneven: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.uneven:
+            if not min(self.uneven):
+                shown = "+".join(map(str, self.uneven))
+                raise UsageError(f"a node of {shown} has no slot", "give each node 1 at least")
+            object.__setattr__(self, "nodes", len(self.uneven))
+            object.__setattr__(self, "slots", max(self.uneven))
+            each = self.uneven if min(self.uneven) < self.slots else ()
+            object.__setattr__(self, "uneven", each)
         for name, (low, high, why) in _NUMBERS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
@@ -93,7 +105,27 @@ class Spec:
     @property
     def world_size(self) -> int:
         """Processes in all."""
-        return self.nodes * self.slots
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Processes of each node."""
+        return self.uneven or (self.slots,) * self.nodes
+
+    def ranks(self, node: int) -> range:
+        """Of this node."""
+        first = sum(self.sizes[:node])
+        return range(first, first + self.sizes[node])
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The node of a rank, and its slot there."""
+        node = next(node for node in range(self.nodes) if rank in self.ranks(node))
+        return node, rank - self.ranks(node).start
+
+    def cross(self, node: int, slot: int) -> tuple[int, int]:
+        """Among the nodes that have this slot: the place of `node`, and how many they are."""
+        having = [other for other in range(self.nodes) if self.sizes[other] > slot]
+        return having.index(node), len(having)
 
     @property
     def link_rate(self) -> int | None:
@@ -119,15 +151,18 @@ class Spec:
     def parse(cls, text: str) -> Spec:
         """The lab that `2x2@25gbit,paths=4` describes. Raises UsageError.
 
-        `NODESxSLOTS`, then `@RATE` (left out: unshaped), then any of nics, paths, cap, queue, mtu,
-        congestion, seed.
+        `NODESxSLOTS`, or `SLOTS+SLOTS` with the slots of each node; then `@RATE` (left out:
+        unshaped), then any of nics, paths, cap, queue, mtu, congestion, seed.
         """
         match = _SHORT.fullmatch(text.strip())
         if not match:
             raise UsageError(f"{text!r} describes no lab", f"write it like {_EXAMPLE}")
-        values: dict[str, object] = {"nodes": int(match[1]), "slots": int(match[2])}
-        values["link"] = match[3]
-        for pair in match[4].split(",")[1:]:
+        if match[3]:
+            values: dict[str, object] = {"uneven": tuple(map(int, match[3].split("+")))}
+        else:
+            values = {"nodes": int(match[1]), "slots": int(match[2])}
+        values["link"] = match[4]
+        for pair in match[5].split(",")[1:]:
             key, equals, value = (part.strip() for part in pair.partition("="))
             if key not in _KEYS or not equals:
                 raise UsageError(
@@ -144,7 +179,8 @@ class Spec:
 
     def __str__(self) -> str:
         """The short form, which `parse` reads back to an equal Spec."""
-        text = f"{self.nodes}x{self.slots}" + (f"@{self.link}" if self.link else "")
+        text = "+".join(map(str, self.uneven)) or f"{self.nodes}x{self.slots}"
+        text += f"@{self.link}" if self.link else ""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for key, field in _KEYS.items():
             if (value := getattr(self, field)) != defaults[field]:

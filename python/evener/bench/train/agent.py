@@ -322,6 +322,7 @@ def plan_from_json(text: str) -> Plan:
         Options.from_json(raw["options"]),
         nodes=raw["nodes"],
         slots=raw["slots"],
+        sizes=raw["sizes"],
         rows=raw["rows"],
         columns=[columns.column(name) for name in raw["columns"]],
     )
@@ -334,6 +335,7 @@ def plan_to_json(plan: Plan) -> str:
             "options": plan.options.to_json(),
             "nodes": plan.nodes,
             "slots": plan.slots,
+            "sizes": plan.sizes,
             "rows": [row.name for row in plan.rows],
             "columns": [column.name for column in plan.columns],
         }

@@ -33,6 +33,8 @@ class Cluster(Protocol):
 
     nodes: int
     slots: int
+    # Of each node, where they differ; `slots` is then the first one's.
+    sizes: tuple[int, ...]
 
     def describe(self) -> dict[str, Any]:
         """What it is, for the results."""
@@ -90,6 +92,8 @@ class Given:
 class Loopback:
     """Processes of this machine: nodes by name only, nothing between them but the loopback."""
 
+    sizes: tuple[int, ...] = ()
+
     def __init__(self, nodes: int, slots: int, why: str = "") -> None:
         """`why`: what kept a lab from being made, where one was asked for."""
         self.nodes, self.slots, self.why = nodes, slots, why
@@ -132,6 +136,8 @@ class Ranks:
 
     Every rank calls `run`; each starts its own agent, and the agents find each other.
     """
+
+    sizes: tuple[int, ...] = ()
 
     def __init__(self, given: Given) -> None:
         if given.world % given.local_world:

@@ -53,6 +53,20 @@ def _modes() -> Iterable[Column]:
         )
 
 
+def _flat() -> Iterable[Column]:
+    """To see what two levels are worth."""
+    for form in forms.listed():
+        yield Column(
+            f"{form.name}-flat",
+            f"{form.title}, flat",
+            f"as {form.name}, in one level: all ranks exchange with all",
+            "evener",
+            {"algorithm": "flat", "wire": form.name},
+            tolerance=form.first_update,
+            evener=True,
+        )
+
+
 def _overlapped() -> Iterable[Column]:
     """With the optimizer given to accelerate(); and the planner's choice, down to each floor."""
     for form in forms.listed():
@@ -108,6 +122,7 @@ COLUMNS: dict[str, Column] = {
             gpu_only="the hook mixes up its collectives over Gloo when there are several buckets",
         ),
         *_modes(),
+        *_flat(),
         *_overlapped(),
     )
 }

@@ -106,7 +106,8 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     "--lab",
     "lab_spec",
     metavar="SPEC",
-    help="Simulate the cluster on this machine: 2x2@25gbit is 2 nodes of 2 slots, 25 Gb/s each.",
+    help="Simulate the cluster on this machine: 2x2@25gbit is 2 nodes of 2 slots, 25 Gb/s each; "
+    "2+1@25gbit one of 2 and one of 1.",
 )
 @click.option(
     "--processes",
@@ -290,7 +291,8 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
             "leave them out",
         )
     simulated = not isinstance(cluster, clusters.Ranks)
-    local = cluster.nodes * cluster.slots if simulated else cluster.slots
+    sizes = cluster.sizes
+    local = sum(sizes or (cluster.slots,) * cluster.nodes) if simulated else cluster.slots
     background = given["background"]
     names = {field.name for field in dataclasses.fields(Options)}
     options = {name: value for name, value in given.items() if name in names and value is not None}
@@ -305,6 +307,7 @@ def _plan(given: dict[str, Any], cluster: Cluster) -> Plan:
         Options(**options),
         nodes=cluster.nodes,
         slots=cluster.slots,
+        sizes=sizes,
         rows=[name.strip() for name in given["rows"].split(",") if name.strip()],
         columns=columns.parse(given["column_names"]),
         device_word="process" if cpu else "GPU",

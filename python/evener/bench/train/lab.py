@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evener.bench.train.clusters import Cluster, Loopback, OnLine
+from evener.errors import UsageError
 from evener.lab import Lab, Spec, unavailable
 
 
@@ -14,7 +15,7 @@ class LabCluster:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.nodes, self.slots = spec.nodes, spec.slots
+        self.nodes, self.slots, self.sizes = spec.nodes, spec.sizes[0], spec.uneven
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "lab", "spec": str(self.spec), "nodes": self.nodes, "slots": self.slots}
@@ -35,6 +36,8 @@ def make(text: str) -> tuple[Cluster, str]:
     """
     spec = Spec.parse(text)
     why = unavailable()
+    if why and spec.uneven:
+        raise UsageError(f"a lab of uneven nodes ({text}) cannot be built here: {why}", "mend that")
     if why:
         return Loopback(spec.nodes, spec.slots, why), why
     return LabCluster(spec), ""

@@ -78,11 +78,12 @@ class Plan:
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     runs: tuple[Run, ...] = field(default=())
+    sizes: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
         """Slots of the whole cluster."""
-        return self.nodes * self.slots
+        return sum(self.sizes) or self.nodes * self.slots
 
     def row(self, name: str) -> Row:
         """The row of that name."""
@@ -101,8 +102,11 @@ def make(
     rows: Sequence[str],
     columns: Sequence[Column],
     device_word: str = "GPU",
+    sizes: Sequence[int] = (),
 ) -> Plan:
-    """Rows that would repeat another one (a node of one slot, a cluster of one node) are left out.
+    """`slots`: of the first node; `sizes`: of each, where they differ.
+
+    Rows that would repeat another one (a node of one slot, a cluster of one node) are left out.
 
     Runs are ordered repeat by repeat, so that a slow minute of the machine falls on every column,
     and the columns of a row follow each other directly.
@@ -117,7 +121,8 @@ def make(
                 "leave it out, or train on GPUs",
             )
     wanted: list[Row] = []
-    total = nodes * slots
+    total = sum(sizes) or nodes * slots
+    shape = f"of {' + '.join(map(str, sizes))}" if sizes else f"x {slots}"
     for name in ROWS:
         if name not in rows:
             continue
@@ -126,11 +131,11 @@ def make(
         elif name == "node" and slots > 1:
             wanted.append(Row(name, f"one node: {plural(slots, device_word)}", 1, slots))
         elif name == "all" and nodes > 1:
-            title = f"{nodes} nodes x {slots}: {plural(total, device_word)}"
+            title = f"{nodes} nodes {shape}: {plural(total, device_word)}"
             wanted.append(Row(name, title, nodes, total))
     if not wanted:
         raise UsageError(
-            f"rows {', '.join(rows)}: nothing to train with {nodes} x {slots} slots",
+            f"rows {', '.join(rows)}: nothing to train with {nodes} nodes {shape} slots",
             "give more slots or nodes, or the row `one`",
         )
     runs: list[Run] = []
@@ -138,7 +143,7 @@ def make(
         for row in wanted:
             for name in [PLAIN.name] if row.ranks == 1 else [column.name for column in columns]:
                 runs.append(Run(len(runs), row.name, name, repeat))
-    return Plan(options, nodes, slots, tuple(wanted), tuple(columns), tuple(runs))
+    return Plan(options, nodes, slots, tuple(wanted), tuple(columns), tuple(runs), tuple(sizes))
 
 
 def plural(count: int, word: str) -> str:
