@@ -104,9 +104,12 @@ def train(rank: int, size: int, arguments: dict[str, Any], to_none: bool) -> Non
     same(model, reference(size, 3, passes, total=arguments.get("op") == hvd.Sum), tolerance)
 
 
-@pytest.mark.parametrize("shape", [[1], [1, 1], [2, 2]])
+TWO_LEVELS = {"LIGHT_2D_ALLREDUCE": "1"}
+
+
+@pytest.mark.parametrize("shape", [[1], [1, 1], [2, 2], [2, 1]])
 def test_training_is_that_of_one_process(shape: list[int]) -> None:
-    worlds.run(shape, trains, env={"LIGHT_2D_ALLREDUCE": "1"} if shape == [2, 2] else {})
+    worlds.run(shape, trains, env=TWO_LEVELS if shape[0] == 2 else {})
 
 
 def autotunes(rank: int, size: int) -> str:
@@ -159,9 +162,9 @@ def plans(rank: int, size: int) -> list[tuple[tuple[str, ...], bool, int]]:
     return found
 
 
-@pytest.mark.parametrize("shape", [[1, 1], [2, 2]])
+@pytest.mark.parametrize("shape", [[1, 1], [2, 2], [2, 1]])
 def test_a_planner_decides_in_the_fourth_step_and_training_is_the_same(shape: list[int]) -> None:
-    env = {"LIGHT_2D_ALLREDUCE": "1"} if shape == [2, 2] else {}
+    env = TWO_LEVELS if shape[0] == 2 else {}
     found = worlds.run(shape, plans, env=env)
     assert found == [[(("exact", "fp16"), False, 5)] * 2] * sum(shape)
 
