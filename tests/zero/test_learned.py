@@ -16,7 +16,6 @@ from evener.zero.meter import PER_CORE, inside
 from evener.zero.planner import WORKSPACE, Machine, Part, Plan, Work, plan
 from evener.zero.planning import plan_units
 from evener.zero.profile import LARGE, Held, Moment, Profile, outgoing, peaks
-from evener.zero.states import SLICE
 from evener.zero.store import Formats
 from evener.zero.units import Group, Unit
 
@@ -133,7 +132,7 @@ def test_only_what_does_not_fit_without_a_hole_is_refused() -> None:
     def planned(gpu: int) -> Plan:
         return plan_units(units, config, machine, Budget(gpu, 1 << 40), 1, 1, profile)
 
-    least = WORKSPACE + 250 * mb + 6 * 4 * SLICE
+    least = WORKSPACE + 250 * mb
     easy = planned(2000 * mb)
     assert easy.fits and easy.gpu_bytes < 2000 * mb
     tight = planned(least + mb)

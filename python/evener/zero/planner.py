@@ -124,6 +124,8 @@ class Work:
     """The form in which it crosses."""
     depth: int = 2
     moments: int = 2
+    scratch: int = 24
+    """Bytes that an update on the accelerator takes beside the states, per element (`scratch`)."""
     streaming: bool = False
     offloaded: int = 0
     """Bytes of activations that wait for the backward pass on the host."""
@@ -251,9 +253,10 @@ def _need(
             stays += size  # gathered once, beside this rank's share
         elif part.kept and (work.ranks > 1 or part.name not in resident):
             stays += size
-    # An update in torch operations needs float32 copies of one slice.
     share = share_of(max((p.numel for p in parts if p.trainable), default=0), work.ranks)
-    scratch = 6 * 4 * min(SLICE, share)
+    # Updated on the accelerator is what lives there, and what streams through, slice by slice.
+    there = (p.numel for p in parts if p.trainable and _updated(p, resident, work))
+    scratch = work.scratch * min(SLICE, share_of(max(there, default=0), work.ranks))
     slots = SLOTS * SLICE * formats.host_bytes(work.moments) if work.streaming else 0
     slots += work.crossing.scratch(share, formats.gradient, work.replicas)
     if work.profile is not None:
@@ -269,7 +272,7 @@ def _need(
         if work.accumulation > 1:  # the sum so far comes back to be added to
             top = max((p.numel for p in parts if not p.stays), default=0)
             rest += top * formats.gradient.itemsize
-        moving = weights + max(rest, scratch)
+        moving = weights + max(rest, work.profile.inputs_bytes + scratch) + work.profile.buffers
         loss = lost(work.profile, work.recompute, moving, machine.slack, work.pools)
         return machine.reserve + moving + loss + slots + stays
     sizes = [p.numel for p in parts if not p.stays]
@@ -281,6 +284,10 @@ def _need(
     gradients += (work.depth + 1) * top * formats.gradient.itemsize
     moving = weights + max(gradients + work.activations, scratch)
     return machine.reserve + int(moving * (1 + machine.slack)) + slots + stays
+
+
+def _updated(part: Part, resident: Set[str], work: Work) -> bool:
+    return part.stays or part.name in resident or work.streaming
 
 
 def lost(

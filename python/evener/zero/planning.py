@@ -20,6 +20,7 @@ from evener.zero.inputs import Call
 from evener.zero.planner import Machine, Plan, Work
 from evener.zero.planner import plan as pure_plan
 from evener.zero.profile import Profile
+from evener.zero.scratch import scratch_of
 from evener.zero.store import Formats
 from evener.zero.trace import timed_trace
 from evener.zero.units import Unit, cut
@@ -76,6 +77,7 @@ def plan_units(
         crossing=Form(config.crossing),
         depth=config.depth,
         moments=len(config.rule.moments),
+        scratch=scratch_of(config.rule, formats_of(config), cuda=machine.slack > 0),
         profile=profile,
     )
     ways = _estimated(units, config, base) if profile is None else _traced(config, base, profile)

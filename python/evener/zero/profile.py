@@ -87,6 +87,8 @@ class Profile:
     """What each unit was called with, as `rehearsal.specs` gives it."""
     rehearsed: tuple[Rehearsed, ...] = ()
     """What was measured of the units; empty: nothing was."""
+    buffers: int = 0
+    """Bytes of the model's buffers."""
     holes: tuple[int, int] = (0, 0)
     """Bytes that an allocator loses between tensors (see `pool`): with nothing recomputed, and with
     every repeated unit recomputed."""
@@ -117,6 +119,11 @@ class Profile:
             inputs=inputs,
             holes=(int(self.holes[0] * factor), int(self.holes[1] * factor)),
         )
+
+    @property
+    def inputs_bytes(self) -> int:
+        """What is held before the model runs: the batch, which is there in the update, too."""
+        return self.plain[0].level if self.plain else 0
 
     def lost(self, recompute: Set[int]) -> int:
         """Bytes that an allocator loses between tensors where these units are recomputed."""

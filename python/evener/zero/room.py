@@ -98,7 +98,7 @@ class Room:
             ranks=self._ranks,
             pools=self._slack > 0,
         )
-        moving = weights + rest
+        moving = weights + rest + profile.buffers
         loss = lost(profile, self._passes.recompute, moving, self._slack)
         return self._fixed + self.held() + moving + loss
 

@@ -274,6 +274,7 @@ def trace(
         rows=max((x.shape[0] for x in leaves if x.dim()), default=1),
         inputs=_inputs(again, repeated),
         calls=calls,
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
         holes=(lost, also),
     )
 

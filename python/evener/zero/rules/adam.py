@@ -26,6 +26,7 @@ class AdamW(Rule):
     }
     moments = {"exp_avg": "first", "exp_avg_sq": "second"}  # noqa: RUF012
     only = {"amsgrad": False, "maximize": False}  # noqa: RUF012
+    kernel = True
     decoupled = True
 
     @classmethod

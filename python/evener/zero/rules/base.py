@@ -43,6 +43,8 @@ class Rule(ABC):
     """torch's name of each tensor of states: its place in `States`, "first" or "second"."""
     optional: ClassVar[bool] = False
     """The optimizer's state may lack the moments: some hyper-parameters need none."""
+    kernel: ClassVar[bool] = False
+    """Whether `on_device` is one kernel on a GPU, which takes no memory beside the states."""
     only: ClassVar[Mapping[str, Any]] = {}
     """Options of the title's class that change the arithmetic: the one value that is the same."""
 
