@@ -6,6 +6,7 @@ Every byte that arrives is compared. What a fault costs in time is for benchmark
 import json
 import os
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -20,7 +21,7 @@ pytestmark = [
 
 TIMEOUT = 60.0
 ENGINE = "EVENER_NET_ENGINE"
-each_engine = pytest.mark.parametrize("engine", ["tcp", "udp"])
+each_engine = pytest.mark.parametrize("engine", ["tcp", "udp", "xdp"])
 
 
 def exchange(
@@ -30,10 +31,13 @@ def exchange(
     env: dict[str, str] | None = None,
     log: list[str] | None = None,
 ) -> list[dict[str, float]]:
-    """What was measured. `log` gets what was said to stderr."""
+    """What was measured. `log` gets what was said to stderr. Skips where AF_XDP is refused."""
     job = Job(str(plugin_path()), comms=2, depth=4, sizes="262144", seconds=seconds, verify=True)
     lines: list[str] = []
     errors = [] if log is None else log
+    past_kernel = bool(env and env.get(ENGINE) == "xdp")
+    if past_kernel:
+        env = {**(env or {}), "EVENER_DRIVE_LOG": "1"}
 
     def on_line(rank: int, node: str, stream: str, line: str) -> None:
         (lines if stream == "stdout" else errors).append(f"{rank}@{node}: {line}"[-500:])
@@ -42,19 +46,25 @@ def exchange(
         lab.schedule(*faults)
     result = lab.launch(command(job), env=env, timeout=TIMEOUT, on_line=on_line)
     assert result.ok, (result, errors)
+    if past_kernel:
+        refused_is_skipped(errors)
     return merge([line.partition(": ")[2] for line in lines])
+
+
+def refused_is_skipped(log: list[str]) -> None:
+    refused = [line for line in log if "UDP is taken" in line]
+    if refused:
+        pytest.skip(f"no AF_XDP here: {refused}")
 
 
 def test_packets_go_past_the_kernel_and_nothing_is_lost() -> None:
     log: list[str] = []
     with Lab(Spec.parse("2x1@400mbit,paths=4,queue=20ms")) as lab:
         faults = ("1s:path1:blackhole", "2s:path1:heal")
-        env = {ENGINE: "xdp", "EVENER_DRIVE_LOG": "1"}
+        env = {ENGINE: "xdp"}
         rows = exchange(lab, 3.0, *faults, env=env, log=log)
     assert rows[0]["messages"] >= 16
     said = [line for line in log if " xdp: " in line]
-    if any("UDP is taken" in line for line in said):
-        pytest.skip(f"no AF_XDP here: {said}")
     sent = [int(line.split(" xdp: ")[1].split()[0]) for line in said if "past the kernel" in line]
     assert len(sent) == 2 and min(sent) > 100, said
 
@@ -151,9 +161,44 @@ def test_with_no_path_for_too_long_both_ends_get_a_remote_error(engine: str) -> 
     with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
         # Late enough for both to have connected, on a busy machine too.
         lab.schedule("4s:path0:blackhole", "4s:path1:blackhole")
-        env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine}
+        env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine, "EVENER_DRIVE_LOG": "1"}
         result = lab.launch(alone, env=env, timeout=25.0, on_line=on_line)
     assert result.ok, result
+    refused_is_skipped(list(said.values()))
     for text in said.values():
         # NCCL's ncclRemoteError.
         assert "test returned 6" in text, said
+
+
+@each_engine
+def test_a_nic_that_goes_away_costs_nothing_but_time(engine: str) -> None:
+    with Lab(Spec.parse("2x1@200mbit,nics=2,queue=20ms")) as lab:
+        gone = Timer(2.0, lambda: lab.nodes[0].run(["ip", "link", "delete", "eth1"], check=True))
+        gone.start()
+        try:
+            rows = exchange(lab, 4.0, env={ENGINE: engine})
+        finally:
+            gone.join()
+        left = lab.nodes[0].run(["ls", "/sys/class/net"], check=True).stdout.split()
+    assert "eth1" not in left
+    assert rows[0]["messages"] >= 16
+
+
+@each_engine
+def test_who_talks_to_a_killed_process_gets_a_remote_error(engine: str) -> None:
+    job = Job(str(plugin_path()), comms=1, depth=2, sizes="65536", seconds=30.0)
+    said: dict[int, str] = {0: "", 1: ""}
+
+    def on_line(rank: int, node: str, stream: str, line: str) -> None:
+        said[rank] += line + "\n"
+
+    # Rank 1 is killed when both have long been at it.
+    dies = '"$@" & sleep 4; kill -9 $!; wait; exit 0'
+    lives = "trap '' TERM; \"$@\" 2>&1; true"
+    shell = ["sh", "-c", f'if [ "$RANK" = 1 ]; then {dies}; else {lives}; fi', "sh"]
+    with Lab(Spec.parse("2x1@100mbit,paths=2,queue=20ms")) as lab:
+        env = {"EVENER_NET_TIMEOUT": "1.5", ENGINE: engine, "EVENER_DRIVE_LOG": "1"}
+        result = lab.launch([*shell, *command(job)], env=env, timeout=25.0, on_line=on_line)
+    assert result.ok, (result, said)
+    refused_is_skipped(list(said.values()))
+    assert "test returned 6" in said[0], said

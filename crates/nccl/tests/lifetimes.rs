@@ -10,30 +10,34 @@
 
 mod common;
 
-use common::{pair, until};
+use common::{ends, pair, until};
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use evener_drive::{NULL, Object, Plugin};
 
-fn exchange(plugin: &Plugin, (send, receive): (Object, Object), round: usize) {
+fn exchange(
+    (sender, receiver): (&Plugin, &Plugin),
+    (send, receive): (Object, Object),
+    round: usize,
+) {
     let mut from = vec![round as u8; 20_000];
     let mut to = vec![0; 20_000];
     // SAFETY: the buffers outlive the requests.
     unsafe {
         let posted = until(|| {
-            plugin
+            receiver
                 .irecv(receive, to.as_mut_ptr(), to.len(), NULL)
                 .unwrap()
         });
         let sent = until(|| {
-            plugin
+            sender
                 .isend(send, from.as_mut_ptr(), from.len(), NULL)
                 .unwrap()
         });
-        until(|| plugin.test(posted, true).unwrap());
-        until(|| plugin.test(sent, false).unwrap());
+        until(|| receiver.test(posted, true).unwrap());
+        until(|| sender.test(sent, false).unwrap());
     }
     assert_eq!(from, to);
 }
@@ -104,24 +108,24 @@ fn sockets_of_a_child() -> usize {
 
 #[test]
 fn nothing_stays_behind() {
-    common::environment();
-    let mut plugin = Plugin::load(&common::path(), 11).unwrap();
-    plugin.init().unwrap();
-    let kept = pair(&plugin);
+    let Some((mut sender, mut receiver)) = ends(11, 11) else {
+        return;
+    };
+    let kept = pair(&sender, &receiver);
     for round in 0..50 {
-        let both = pair(&plugin);
-        exchange(&plugin, both, round);
-        plugin.close_send(both.0).unwrap();
-        plugin.close_recv(both.1).unwrap();
+        let both = pair(&sender, &receiver);
+        exchange((&sender, &receiver), both, round);
+        sender.close_send(both.0).unwrap();
+        receiver.close_recv(both.1).unwrap();
     }
     let before = (descriptors(), status("Threads:"), status("VmRSS:"));
     for round in 0..1000 {
-        let both = pair(&plugin);
+        let both = pair(&sender, &receiver);
         if round % 10 == 0 {
-            exchange(&plugin, both, round);
+            exchange((&sender, &receiver), both, round);
         }
-        plugin.close_send(both.0).unwrap();
-        plugin.close_recv(both.1).unwrap();
+        sender.close_send(both.0).unwrap();
+        receiver.close_recv(both.1).unwrap();
     }
     // Connections are shared: a few may have been opened or replaced meanwhile, none a communicator.
     let grown = descriptors().len() as i64 - before.0.len() as i64;
@@ -140,27 +144,29 @@ fn nothing_stays_behind() {
 
     assert_eq!(sockets_of_a_child(), 0);
     // The parent's are as they were.
-    exchange(&plugin, kept, 7);
-    plugin.close_send(kept.0).unwrap();
-    plugin.close_recv(kept.1).unwrap();
-    plugin.finalize().unwrap();
+    exchange((&sender, &receiver), kept, 7);
+    sender.close_send(kept.0).unwrap();
+    receiver.close_recv(kept.1).unwrap();
+    sender.finalize().unwrap();
+    receiver.finalize().unwrap();
 
     // NCCL makes a context for each communicator: with the last, the engine goes.
-    let context = |plugin: &mut Plugin, round: usize| {
-        plugin.init().unwrap();
-        let both = pair(plugin);
-        exchange(plugin, both, round);
-        plugin.close_send(both.0).unwrap();
-        plugin.close_recv(both.1).unwrap();
-        plugin.finalize().unwrap();
+    let context = |round: usize| {
+        let (mut sender, mut receiver) = ends(11, 11).unwrap();
+        let both = pair(&sender, &receiver);
+        exchange((&sender, &receiver), both, round);
+        sender.close_send(both.0).unwrap();
+        receiver.close_recv(both.1).unwrap();
+        sender.finalize().unwrap();
+        receiver.finalize().unwrap();
         (descriptors().len(), status("Threads:"))
     };
-    let mut before = context(&mut plugin, 0);
+    let mut before = context(0);
     std::thread::sleep(Duration::from_millis(50));
     before.1 = status("Threads:");
     let memory = status("VmRSS:");
     for round in 0..60 {
-        let mut now = context(&mut plugin, round);
+        let mut now = context(round);
         // A joined thread stays in the kernel's list for a moment after it has told its joiner.
         let until = Instant::now() + Duration::from_secs(5);
         while now.1 > before.1 && Instant::now() < until {
@@ -174,5 +180,7 @@ fn nothing_stays_behind() {
     assert!(kilobytes < 2048, "{kilobytes} kB more");
 
     // What another process does meanwhile would be counted above.
-    common::again_over_udp("no other");
+    for engine in ["udp", "xdp"] {
+        common::again_over(engine);
+    }
 }
