@@ -1,10 +1,16 @@
 """Which rank talks to whom, for every shape of cluster."""
 
+from typing import cast
+
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.comm.world.topology import levels, nodes_of
+from evener.comm.groups import Group, Route, Scaling
+from evener.comm.transport import Carrier
+from evener.comm.world.topology import Levels, levels, nodes_of
 
 
 def hosts(*sizes: int) -> list[str]:
@@ -96,3 +102,52 @@ def test_groups_partition_the_ranks(
             assert mine.uneven and mine.two_level
         if mine.two_level:
             assert len({names[other] for other in mine.inner}) == 1
+
+
+def two_levels(found: list[Levels], inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """What all ranks have in the end, and the entries that owners have given to other nodes.
+
+    As the collectives do it, one rank after the other: by the groups that each rank says, and the
+    shard that its route says.
+    """
+    routes = [route(levels, rank) for rank, levels in enumerate(found)]
+    places = [each.place(len(inputs[0])) for each in routes]
+    shards = [
+        torch.stack([inputs[other] for other in levels.inner]).sum(0)[start:end]
+        for levels, (start, end) in zip(found, places, strict=True)
+    ]
+    given = sum(len(shards[rank]) * (len(levels.outer) - 1) for rank, levels in enumerate(found))
+    sums = [torch.stack([shards[other] for other in levels.outer]).sum(0) for levels in found]
+    return [torch.cat([sums[other] for other in levels.inner]) for levels in found], given
+
+
+def route(levels: Levels, rank: int) -> Route:
+    """Without groups: only who owns what."""
+    nobody = cast("dist.ProcessGroup", None)
+    inner = Group(nobody, levels.inner.index(rank), len(levels.inner))
+    outer = Group(nobody, levels.outer.index(rank), len(levels.outer))
+    near = inner if levels.two_level else None
+    total = Scaling(1.0, dist.ReduceOp.SUM, 1.0, 1.0)
+    return Route(levels, near, outer, near, total, Carrier("gloo", "a picture of it"))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    intra_size=st.integers(1, 8),
+    length=st.integers(1, 5),
+    seed=st.randoms(),
+)
+def test_all_ranks_have_the_sum_whatever_the_nodes(
+    sizes: list[int], intra_size: int, length: int, seed: object
+) -> None:
+    names = hosts(*sizes)
+    seed.shuffle(names)  # type: ignore[attr-defined]
+    found = [levels(rank, names, "2d", intra_size) for rank in range(len(names))]
+    numel = length * found[0].shards
+    inputs = [torch.arange(numel) * (7 + rank) % 1009 for rank in range(len(names))]
+    results, given = two_levels(found, inputs)
+    for result in results:
+        assert torch.equal(result, torch.stack(inputs).sum(0))
+    # Each entry is exchanged once for each pair of inner groups, whoever owns it.
+    groups = len(found[0].sizes)
+    assert given == groups * (groups - 1) * numel
