@@ -4,7 +4,8 @@ It runs in the wild environment (`make wild` makes it), on one CPU process: the 
 a budget and refuses what is over it. Each model trains with all the memory that it wants, and with
 a part of it; with its blocks recomputed, and with their inputs on the host, however small. Losses
 must be a plain loop's to rounding, and a module that is recomputed must see the strides of its
-forward pass: GPUs choose kernels by them. The table shows the plan beside the peak.
+forward pass: GPUs choose kernels by them. A run that is saved and resumed in another engine must go
+on with the same loss. The table shows the plan beside the peak.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +32,7 @@ RUNS: tuple[tuple[bool | str, float], ...] = (
 )  # fmt: skip
 """Checkpointing, and the share of the memory that the first run wants."""
 MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 class Scored(nn.Module):
@@ -73,6 +75,9 @@ _ENCODER = {
 }  # fmt: skip
 
 
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
 def _lora() -> nn.Module:
     import peft
 
@@ -108,6 +113,33 @@ def _speech() -> nn.Module:
         feat_proj_dropout=0, attention_dropout=0, final_dropout=0, layerdrop=0, mask_time_prob=0,
         conv_dim=(32, 32), conv_stride=(5, 4), conv_kernel=(10, 8), num_conv_pos_embeddings=16,
         num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+
+
+def _detr() -> nn.Module:
+    import transformers
+
+    backbone = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"]
+    )
+    return _transformers(
+        "DetrForObjectDetection", use_timm_backbone=False, use_pretrained_backbone=False,
+        backbone=None, backbone_config=backbone, d_model=64, encoder_layers=2, decoder_layers=2,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, encoder_attention_heads=4,
+        decoder_attention_heads=4, num_queries=10, num_labels=5, dropout=0,
+    )  # fmt: skip
+
+
+def _qwen2_vl() -> nn.Module:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    return _transformers(
+        "Qwen2VLForConditionalGeneration",
+        text_config={**_DECODER, "rope_parameters": rope, **_SPECIAL},
+        vision_config={
+            "depth": 2, "embed_dim": 64, "num_heads": 4, "mlp_ratio": 2, "hidden_size": 128,
+            "patch_size": 8,
+        },
+        image_token_id=500, video_token_id=501, vision_start_token_id=502, vision_end_token_id=503,
     )  # fmt: skip
 
 
@@ -213,6 +245,30 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "UMT5ForConditionalGeneration", vocab_size=WORDS, d_model=128, d_kv=32, d_ff=256,
         num_layers=3, num_heads=4, dropout_rate=0, decoder_start_token_id=0,
     ),
+    "Phi-3": lambda: _transformers("Phi3ForCausalLM", **_DECODER, **_SPECIAL),
+    "OLMo 2": lambda: _transformers("Olmo2ForCausalLM", **_DECODER, **_SPECIAL),
+    "Mamba-2": lambda: _transformers(
+        "Mamba2ForCausalLM", vocab_size=WORDS, hidden_size=64, num_hidden_layers=3, state_size=16,
+        num_heads=8, head_dim=16, n_groups=2, chunk_size=16, **_SPECIAL,
+    ),
+    "ALBERT": lambda: _transformers(
+        "AlbertForMaskedLM", vocab_size=WORDS, embedding_size=64, **_ENCODER
+    ),
+    "SegFormer": lambda: _transformers(
+        "SegformerForSemanticSegmentation", depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 48, 64],
+        decoder_hidden_size=32, num_attention_heads=[1, 2, 3, 4], num_labels=10, drop_path_rate=0,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout_prob=0,
+    ),
+    "GPT-NeoX": lambda: _transformers(
+        "GPTNeoXForCausalLM", vocab_size=WORDS, hidden_size=128, intermediate_size=256,
+        num_hidden_layers=4, num_attention_heads=4, attention_dropout=0, hidden_dropout=0,
+    ),
+    "Granite MoE": lambda: _transformers(
+        "GraniteMoeForCausalLM", **_DECODER, num_local_experts=4, num_experts_per_tok=2,
+        pad_token_id=0,
+    ),
+    "Qwen2-VL": _qwen2_vl,
+    "DETR": _detr,
     "Llama with LoRA (peft)": _lora,
     "ResNet-18 (torchvision)": _torchvision,
     "ViT (timm)": _timm,
@@ -242,6 +298,27 @@ def batch_of(name: str, step: int) -> Batch:
     if name in ("ViT", "Swin"):
         images = torch.randn(ROWS, 3, 64, 64, generator=g)
         return {"pixel_values": images, "labels": whole(10, ROWS)}
+    if name == "SegFormer":
+        images = torch.randn(ROWS, 3, 64, 64, generator=g)
+        return {"pixel_values": images, "labels": whole(10, ROWS, 64, 64)}
+    if name == "DETR":
+        images = torch.randn(ROWS, 3, 64, 64, generator=g)
+        seen = [
+            {
+                "class_labels": whole(5, 3),
+                "boxes": 0.1 + 0.4 * torch.rand(3, 4, generator=g),
+            }
+            for _ in range(ROWS)
+        ]
+        return {"pixel_values": images, "labels": seen}
+    if name == "Qwen2-VL":
+        tokens = whole(500, ROWS, 64)
+        tokens[:, 4], tokens[:, 5:9] = 502, 500  # an image begins, and its four tokens
+        return {
+            "input_ids": tokens, "labels": tokens.clone(), "mm_token_type_ids": 1 * (tokens == 500),
+            "pixel_values": torch.randn(ROWS * 16, 3 * 2 * 8 * 8, generator=g),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
+        }  # fmt: skip
     if name == "Whisper":
         sounds = torch.randn(ROWS, 16, 200, generator=g)
         return {"input_features": sounds, "labels": whole(WORDS, ROWS, 32)}
@@ -294,12 +371,9 @@ class Strides:
             self.odd.append(f"{type(module).__name__}: {seen}")
 
 
-def under(
-    name: str, model: nn.Module, gpu: int, way: bool | str
-) -> tuple[list[float], dict[str, Any]]:
-    """The losses under the engine, and what it planned and took."""
-    strides = Strides(model)
-    engine, *_ = zero.initialize(
+def engine_of(name: str, model: nn.Module, gpu: int, way: bool | str) -> zero.Engine:
+    """The model under the engine, on the simulated device."""
+    return zero.initialize(
         model=model,
         config={
             "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
@@ -311,7 +385,37 @@ def under(
         },
         example=batch_of(name, 0),
         machine=MACHINE,
-    )  # fmt: skip
+    )[0]  # fmt: skip
+
+
+def resumed(name: str, model: nn.Module, gpu: int) -> float:
+    """The last loss of a run that is saved before its last step, and resumed in another engine
+    whose model was drawn anew."""
+    torch.manual_seed(1)
+    other = MODELS[name]().train()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_of(name, model, gpu, "auto")
+        try:
+            for step in range(STEPS - 1):
+                engine.backward(_loss(engine(**batch_of(name, step))))
+                engine.step()
+            zero.save_checkpoint(engine, folder)
+        finally:
+            engine.close()
+        engine = engine_of(name, other, gpu, "auto")
+        try:
+            zero.load_checkpoint(engine, folder)
+            return _loss(engine(**batch_of(name, STEPS - 1))).item()
+        finally:
+            engine.close()
+
+
+def under(
+    name: str, model: nn.Module, gpu: int, way: bool | str
+) -> tuple[list[float], dict[str, Any]]:
+    """The losses under the engine, and what it planned and took."""
+    strides = Strides(model)
+    engine = engine_of(name, model, gpu, way)
     try:
         losses = []
         for step in range(STEPS):
@@ -375,6 +479,10 @@ def compare(name: str) -> int:
             f"{'; '.join(found['odd'][:3])}",
             flush=True,
         )
+    again = resumed(name, copy.deepcopy(model), gpu)
+    ok = abs(again - want[-1]) / abs(want[-1]) < 1e-5
+    bad += not ok
+    print(f"{name:26} resumed: loss {again:.6f}, {want[-1]:.6f}{'' if ok else '  <-'}", flush=True)
     return bad
 
 
