@@ -77,6 +77,8 @@ def run(gpu: int, optimizer: str, own: Mapping[str, Any]) -> dict[str, Any]:
 def test_plans_of_models_whose_updates_are_their_peak(optimizer: str, own: dict[str, Any]) -> None:
     """Once 1.3 x the peak with SGD, and 0.5 x with Lion and bf16 moments."""
     whole = run(1 << 40, optimizer, own)
-    assert 0.985 < whole["gpu planned"] / whole["gpu peak"] < 1.015, whole
+    assert 1.0 <= whole["gpu planned"] / whole["gpu peak"] < 1.05, whole
     part = run(int(0.75 * whole["gpu planned"]), optimizer, own)
-    assert 0.97 < part["gpu planned"] / part["gpu peak"] < 1.03, part
+    assert 0.99 < part["gpu planned"] / part["gpu peak"] < 1.05, part
+    # An update is not run again: with no byte more than was planned it must go through.
+    run(whole["gpu planned"], optimizer, own)

@@ -54,6 +54,9 @@ HELD = 4
 """Inputs of recomputed units on the accelerator at a time where the others wait on the host:
 leaving, in use, coming, and one not yet given back."""
 
+SMALL_THINGS = 64 << 10
+"""Bytes beside an update, which cannot be run again: norms, the loss, roundings."""
+
 SLOTS = 3
 """Slices on their way through the accelerator: one comes, one is updated, one leaves."""
 
@@ -257,6 +260,7 @@ def _need(
     # Updated on the accelerator is what lives there, and what streams through, slice by slice.
     there = (p.numel for p in parts if p.trainable and _updated(p, resident, work))
     scratch = work.scratch * min(SLICE, share_of(max(there, default=0), work.ranks))
+    scratch += scratch // 64 + SMALL_THINGS if scratch else 0
     slots = SLOTS * SLICE * formats.host_bytes(work.moments) if work.streaming else 0
     slots += work.crossing.scratch(share, formats.gradient, work.replicas)
     if work.profile is not None:
