@@ -36,7 +36,7 @@ from evener.zero.gradients import Gradients
 from evener.zero.loading import Loading
 from evener.zero.spans import Spans
 from evener.zero.units import Unit
-from evener.zero.vocabulary import Head
+from evener.zero.vocabulary import Head, whole
 
 
 @dataclass
@@ -221,6 +221,8 @@ class Passes:
             if not torch.is_grad_enabled():
                 return body(*args, **kwargs)
             if live.index in self.recompute:
+                if head is not None:  # made whole inside, they are whole when it is recomputed
+                    args, kwargs = whole((args, kwargs))
                 with self.offload.hooks() if self.offload else contextlib.nullcontext():
                     out = checkpoint(
                         body,

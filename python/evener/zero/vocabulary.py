@@ -239,6 +239,11 @@ def _real(value: Any) -> Any:
     return value.whole() if isinstance(value, LazyLogits) else value
 
 
+def whole(tree: Any) -> Any:
+    """`tree` with the lazy logits in it made whole."""
+    return tree_map(_real, tree)
+
+
 def _kept(shape: Any, words: int) -> bool:
     return bool(shape) and shape[-1] in (words, -1)
 
@@ -288,7 +293,7 @@ class LazyLogits(torch.Tensor):
             found = _LAZY[func](first, *args[1:], **kwargs)
             if found is not None:
                 return found
-        args, kwargs = tree_map(_real, (args, kwargs))
+        args, kwargs = whole((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -297,7 +302,7 @@ class LazyLogits(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        args, kwargs = tree_map(_real, (args, kwargs or {}))
+        args, kwargs = whole((args, kwargs or {}))
         return func(*args, **kwargs)
 
 
