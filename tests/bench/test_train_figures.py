@@ -153,6 +153,9 @@ def test_later_updates_are_compared_too() -> None:
         taken = made(rates, change={"ddp": right, column: {**right, "later": nothing}})
         assert [run.column for run in taken.failures] == [column]
         assert "its next 6 updates are 1 from DDP's" in taken.failures[0].reason
+        assert "--lr 0.0001" in taken.failures[0].reason
+    taken = made(rates, change={"ddp": right, "topk": {"update": OTHER, "later": nothing}})
+    assert "--lr" not in taken.failures[0].reason, "the first one is wrong, too"
     taken = made(rates, change={"ddp": right, "topk": {**right, "later": NEARLY}})
     assert not taken.failures
 
