@@ -37,7 +37,10 @@ def make(text: str) -> tuple[Cluster, str]:
     spec = Spec.parse(text)
     why = unavailable()
     if why and spec.uneven:
-        raise UsageError(f"a lab of uneven nodes ({text}) cannot be built here: {why}", "mend that")
+        raise UsageError(
+            f"a lab of uneven nodes ({text}) cannot be built here: {why}",
+            f"give even nodes: --lab {spec.nodes}x{spec.slots} runs on loopback then",
+        )
     if why:
         return Loopback(spec.nodes, spec.slots, why), why
     return LabCluster(spec), ""
