@@ -296,7 +296,7 @@ def _figures(
 # of DDP itself were up to 0.07 apart (ResNet-18). A rank that keeps its own gradients is near 1.
 _GPU_TOLERANCE = 0.25
 # A first update nearer to DDP's than this differs by rounding alone. With three processes the next
-# ones of ResNet-18 are 0.15 apart then, at a learning rate of 0.01, and 7e-15 in float64.
+# ones of ResNet-18 are 0.15 apart then, at a learning rate of 0.01; docs/reference/limits.md.
 _ROUNDING = 1e-3
 
 
