@@ -13,6 +13,7 @@ import os
 import pickle
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests import gpus
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preload"])
@@ -48,10 +51,18 @@ def outcomes(
 ) -> list[Outcome]:
     """Run and return what became of every rank, failures included.
 
-    `gpu`: rank r has GPU r as its current device (`gpus.of`), and NCCL stands beside Gloo.
+    `gpu`: rank r has GPU r as its current device (`gpus.of`), and NCCL stands beside Gloo. Where
+    ranks of a host share a GPU, each is an NCCL host of its own: a warning says so.
     """
     hosts = [f"host{node}" for node, ranks in enumerate(shape) for _ in range(ranks)]
     size = len(hosts)
+    apart = gpu and gpus.doubled(hosts, torch.cuda.device_count())
+    if apart:
+        warnings.warn(
+            f"{size} ranks share {torch.cuda.device_count()} GPU(s): those of a host talk through "
+            "NCCL's sockets, so NVLink is not tested",
+            stacklevel=3,
+        )
     # A store in this process, on a port that the kernel chose: no two tests can collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
@@ -59,7 +70,7 @@ def outcomes(
         for rank, host in enumerate(hosts):
             receive, send = _context.Pipe(duplex=False)
             environment = {
-                "NCCL_HOSTID": host,
+                **names(host, rank, apart),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "EVENER_TIMEOUT": "30",
                 **(env or {}),
@@ -80,6 +91,13 @@ def outcomes(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def names(host: str, rank: int, apart: bool) -> dict[str, str]:
+    """What a rank's host is called; `apart`: NCCL has one for each rank, Evener has not."""
+    if apart:
+        return {"NCCL_HOSTID": f"{host}.{rank}", "EVENER_HOSTID": host}
+    return {"NCCL_HOSTID": host}
 
 
 def run(shape: Sequence[int], function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -163,7 +181,7 @@ def _rank(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         if gpu:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+            torch.cuda.set_device(gpus.of(rank))
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         # A rank that leaves before the last has joined would break that one's init.

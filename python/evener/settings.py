@@ -428,6 +428,14 @@ EVENER_RENDEZVOUS_FILE = _text(
     "launcher gives neither MASTER_ADDR nor MPI. Rank 0 removes it when all have come.",
     allowed="the path of a file or folder on all nodes",
 )
+EVENER_HOSTID = _text(
+    _COMM,
+    "EVENER_HOSTID",
+    "",
+    "The name of this rank's host, where Evener and NCCL are to see different hosts: ranks with "
+    "the same name are one node. Unset: NCCL_HOSTID, or else the host's own name.",
+    allowed="a name",
+)
 
 # --- the door without a line ---
 

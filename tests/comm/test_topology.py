@@ -1,5 +1,6 @@
 """Which rank talks to whom, for every shape of cluster."""
 
+import socket
 from typing import cast
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from evener.comm.groups import Group, Route, Scaling
 from evener.comm.transport import Carrier
-from evener.comm.world.topology import Levels, levels, nodes_of
+from evener.comm.world.topology import Levels, host_identity, levels, nodes_of
 
 
 def hosts(*sizes: int) -> list[str]:
@@ -22,6 +23,15 @@ def test_two_nodes_of_two() -> None:
     assert [f.inner for f in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [f.outer for f in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert "detected" in found[0].reason  # LIGHT_INTRA_SIZE is 8 unless set
+
+
+def test_a_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    assert socket.gethostname() in host_identity()
+    monkeypatch.setenv("NCCL_HOSTID", "one")
+    assert host_identity() == "one"
+    monkeypatch.setenv("EVENER_HOSTID", "two")
+    assert host_identity() == "two"
 
 
 def test_intra_size_cuts_a_node_into_inner_groups() -> None:

@@ -152,8 +152,10 @@ def test_launch_tells_ranks_what_a_launcher_tells(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "7")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "enp5s0")
+    monkeypatch.setenv("EVENER_HOSTID", "one")
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR "
     names += "NCCL_HOSTID NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME OMPI_COMM_WORLD_RANK HOSTNAME"
+    names += " EVENER_HOSTID"
     script = "import os, sys; print(*(os.environ.get(name) for name in sys.argv[1:]))"
     lines: dict[int, tuple[str, str, str]] = {}
 
@@ -165,6 +167,7 @@ def test_launch_tells_ranks_what_a_launcher_tells(
     first = lab.nodes[0].addresses[0]
     for rank, node, local in ((0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)):
         told = f"{rank} 4 {local} 2 {node} {node} {first} node{node} eth0,eth1 eth0 None node{node}"
+        told += " None"
         assert lines[rank] == (f"node{node}", "stdout", told)
 
 

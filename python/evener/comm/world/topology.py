@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from evener import settings
 from evener.comm.options import Algorithm
 
 logger = logging.getLogger("evener.comm")
@@ -29,10 +30,10 @@ logger = logging.getLogger("evener.comm")
 def host_identity() -> str:
     """A name that two ranks share exactly when they are on one host (container, namespace).
 
-    NCCL_HOSTID where it is set, so that Evener and NCCL see the same hosts; else the host name with
-    the kernel's boot id, because cloned machines often share a name.
+    EVENER_HOSTID where it is set; NCCL_HOSTID where that is, so that Evener and NCCL see the same
+    hosts; else the host name with the kernel's boot id, because cloned machines often share a name.
     """
-    if given := os.environ.get("NCCL_HOSTID"):
+    if given := settings.EVENER_HOSTID.get() or os.environ.get("NCCL_HOSTID"):
         return given
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
