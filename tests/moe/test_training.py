@@ -19,9 +19,9 @@ class Looped(moe.Experts):
         return dense.dense(x, experts, weights, self)
 
 
-def model(loop: bool) -> nn.Sequential:
+def model(loop: bool, experts: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
-    layer = moe.MoE(16, 16, 6, 2, shared=16, score="sigmoid")
+    layer = moe.MoE(16, 16, experts, 2, shared=16, score="sigmoid")
     if loop:
         layer.experts.__class__ = Looped
     made = nn.Sequential(nn.Embedding(32, 16), layer, nn.RMSNorm(16), nn.Linear(16, 32))
@@ -36,9 +36,9 @@ def batch(step: int) -> torch.Tensor:
 
 def losses(net: nn.Sequential, steps: int, rank: int = 0, size: int = 1) -> list[float]:
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-    found = []
+    device, found = next(net.parameters()).device, []
     for step in range(steps):
-        tokens = batch(step)[rank::size]
+        tokens = batch(step)[rank::size].to(device)
         out = net(tokens[:, :-1])
         loss = functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
