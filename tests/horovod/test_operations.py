@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 import evener.horovod.torch as hvd
 from evener.horovod.common.exceptions import NotInitializedError
+from evener.horovod.executor import Executor
+from evener.horovod.state import STATE
 from tests import worlds
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -247,3 +251,28 @@ def test_introspection_without_init() -> None:
     assert hvd.gloo_built()
     assert not hvd.mpi_built()
     assert hvd.nccl_built() == 0 or torch.cuda.is_available()
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out in the others' operations, it left them waiting on their GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(STATE, "_engine", SimpleNamespace())
+    with pytest.raises(ValueError, match=r"join\(device=1\): this process has 1 GPU"):
+        hvd.join(1)
+
+
+def test_zeros_are_made_on_the_gpu_of_the_last_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device is of a thread: the engine's thread, which chose none, has GPU 0."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    engine: Any = SimpleNamespace(join_device=-1, timeline=SimpleNamespace(active=False))
+    made, answer = Executor(engine), SimpleNamespace(gpu=True)
+    assert made._device(answer) == torch.device("cuda", 0)  # type: ignore[arg-type]
+    source = SimpleNamespace(device=torch.device("cuda", 1))
+    entry = SimpleNamespace(inputs=[source], here=True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    with made._placed([answer], [entry]):  # type: ignore[list-item]
+        pass
+    assert made._device(answer) == torch.device("cuda", 1)  # type: ignore[arg-type]
+    engine.join_device = 3
+    assert made._device(answer) == torch.device("cuda", 3)  # type: ignore[arg-type]

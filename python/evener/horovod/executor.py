@@ -60,6 +60,7 @@ class Executor:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._last: torch.device | None = None  # the GPU of the last operation
         self._buffers: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._fusion: dict[Any, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = {}
         self._kinds: dict[int, Callable[[Answer, Entry | None], None]] = {
@@ -88,11 +89,16 @@ class Executor:
         return self._engine.sets[answer.set]
 
     def _device(self, answer: Answer) -> torch.device:
-        """Where a rank that has joined makes its zeros."""
+        """Where this rank makes its zeros: where `join` said, or where its tensors were last.
+
+        The current GPU is of a thread, and the engine's thread has GPU 0.
+        """
         if not answer.gpu:
             return torch.device("cpu")
         given = self._engine.join_device
-        return torch.device("cuda", given if given >= 0 else torch.cuda.current_device())
+        if given >= 0:
+            return torch.device("cuda", given)
+        return self._last or torch.device("cuda", torch.cuda.current_device())
 
     @contextlib.contextmanager
     def _placed(self, answers: list[Answer], entries: Sequence[Entry | None]) -> Iterator[None]:
@@ -106,6 +112,7 @@ class Executor:
                 return
             found = next((e.inputs[0].device for e in entries if e is not None), None)
             device = found or self._device(answers[0])
+            self._last = device
             if len(entries) == 1 and entries[0] is not None and entries[0].here:
                 stack.enter_context(torch.cuda.device(device))
                 self._begin(answers)

@@ -591,9 +591,17 @@ def join(device: int = -1) -> int:
     Meanwhile it takes part in the others' all-reduces, and in the steps of their
     DistributedOptimizers, with zeros, on GPU `device` where they are on GPUs (-1: the current one).
     Its own parameters stay as they are, as upstream's: broadcast them from the rank that is given.
-    Other operations of theirs raise HorovodInternalError.
+    Other operations of theirs raise HorovodInternalError. Raises ValueError for a GPU that is not
+    there: found out later, in the others' operations, they would wait for this rank.
     """
     engine = STATE.engine
+    if torch.cuda.is_available() and device >= torch.cuda.device_count():
+        raise ValueError(
+            f"join(device={device}): this process has {torch.cuda.device_count()} GPU(s); give a "
+            "number below that, or none for the current one"
+        )
+    if device < 0 and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
     engine.join_device = device
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # the steps that were begun are done, on all ranks
