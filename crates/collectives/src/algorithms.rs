@@ -148,6 +148,29 @@ impl Members<'_> {
         Ok(())
     }
 
+    /// Each member has its part of `from`; after it each has its part of `to`. Parts of one list do not
+    /// overlap; what is in a member's part of both stays where it is.
+    pub(crate) fn hand_over(
+        &self,
+        data: &mut [u8],
+        from: &[(usize, usize)],
+        to: &[(usize, usize)],
+    ) -> Result<(), Lost> {
+        let size = self.size();
+        for step in 1..size {
+            let (next, before) = (
+                (self.place + step) % size,
+                (self.place + size - step) % size,
+            );
+            let out = common(from[self.place], to[next]);
+            let into = common(from[before], to[self.place]);
+            let (sent, taken) = two(data, out, into);
+            self.mesh
+                .exchange((self.at(next), sent), (self.at(before), taken))?;
+        }
+        Ok(())
+    }
+
     /// `parts`: bytes of each member's part of `data`, one after the other. Each member's own part is
     /// reduced after it; the others are garbage.
     ///
@@ -286,6 +309,12 @@ fn ends(lengths: &[usize]) -> Vec<(usize, usize)> {
             (end - length, end)
         })
         .collect()
+}
+
+/// What lies in both.
+fn common(a: (usize, usize), b: (usize, usize)) -> (usize, usize) {
+    let (start, end) = (a.0.max(b.0), a.1.min(b.1));
+    if start < end { (start, end) } else { (0, 0) }
 }
 
 /// Two parts of `data` that do not overlap: the first to read, the second to write.

@@ -5,6 +5,11 @@
 //! the network, and the node gathers. With m ranks per node a node sends 1/m of what a ring over all
 //! ranks would make it send per rank.
 //!
+//! Nodes may have different numbers of ranks. A sum is then cut into as many shards as the smallest has
+//! ranks, and the first ranks of each node own one each. Inside a node nothing changes but the last and
+//! the first move: reduced parts go on to the shards' owners, and come back after the exchange. A rank
+//! that owns no shard sends nothing to other nodes, and owes nothing.
+//!
 //! **Top-k.** Of a gradient's shard each rank of the outer group sends the entries of largest magnitude
 //! to all others of it, and adds up what came in rank order, so that all have the same bits. What it
 //! does not send stays in the residual, and is added to the same gradient of the next step (Lin et
@@ -41,8 +46,11 @@ const SMALL: usize = 16 << 10;
 pub struct Light {
     /// Ranks of this node, this one among them; one for all in one level.
     pub inner: Vec<usize>,
-    /// Ranks with the same place in their nodes, or all of them in one level.
+    /// Ranks with the same place in their nodes, or all of them in one level; this one alone where it
+    /// owns no shard.
     pub outer: Vec<usize>,
+    /// Of all inner groups, the same on all ranks: what all decide alike is decided from them.
+    pub sizes: Vec<usize>,
     /// Larger sums, in bytes, go in one level.
     pub two_level_max: usize,
     /// Gradients are sent in part.
@@ -114,6 +122,18 @@ struct Kept {
     whole: bool, // the guard has said so
 }
 
+/// How a sum goes: the groups of this rank, and what is the same on all ranks.
+#[derive(Clone, Copy)]
+struct Groups<'a> {
+    inner: &'a [usize],
+    outer: &'a [usize],
+    shards: usize,
+    /// There is a reduction inside nodes.
+    two_level: bool,
+    /// There is an exchange.
+    crosses: bool,
+}
+
 /// [`Light`] with what it remembers.
 #[derive(Default)]
 pub struct Reducer {
@@ -135,6 +155,7 @@ impl Reducer {
         if !light.inner.contains(&rank) || !light.outer.contains(&rank) {
             light.inner = vec![rank];
             light.outer.clone_from(&every);
+            light.sizes = vec![1; size];
         }
         Self {
             light,
@@ -164,12 +185,25 @@ impl Reducer {
         std::mem::take(&mut *falls)
     }
 
-    /// The inner and the outer group for a sum of `bytes` bytes.
-    fn groups(&self, bytes: usize) -> (&[usize], &[usize]) {
+    /// The groups for a sum of `bytes` bytes.
+    fn groups(&self, bytes: usize) -> Groups<'_> {
+        let sizes = &self.light.sizes;
         if bytes > self.light.two_level_max {
-            (&self.own, &self.every)
+            Groups {
+                inner: &self.own,
+                outer: &self.every,
+                shards: 1,
+                two_level: false,
+                crosses: self.every.len() > 1,
+            }
         } else {
-            (&self.light.inner, &self.light.outer)
+            Groups {
+                inner: &self.light.inner,
+                outer: &self.light.outer,
+                shards: sizes.iter().copied().min().unwrap_or(1),
+                two_level: sizes.iter().any(|size| *size > 1),
+                crosses: sizes.len() > 1,
+            }
         }
     }
 
@@ -182,14 +216,14 @@ impl Reducer {
         };
         let count: u64 = shape.iter().product();
         let bytes = usize::try_from(count.saturating_mul(4)).unwrap_or(usize::MAX);
-        let (inner, outer) = self.groups(bytes);
+        let groups = self.groups(bytes);
         mark != 0
             && dtype == FLOAT32
             && matches!(op, number::SUM | number::AVERAGE)
             && shape.len() > 1
             && i32::try_from(count).is_ok()
-            && outer.len() > 1
-            && bytes / 4 / inner.len() * 4 >= topk.least
+            && groups.crosses
+            && bytes / 4 / groups.shards * 4 >= topk.least
     }
 
     /// `data` becomes the sum of all ranks', as `all_reduce` of [`Members`] does it.
@@ -197,12 +231,12 @@ impl Reducer {
     /// # Errors
     /// See [`Lost`].
     pub fn all_reduce(&self, mesh: &Mesh, data: &mut [u8], dtype: u8, op: u8) -> Result<(), Lost> {
-        let (inner, outer) = self.groups(data.len());
-        if inner.len() == 1 || data.len() <= SMALL {
+        let groups = self.groups(data.len());
+        if !groups.two_level || data.len() <= SMALL {
             return self.members(mesh, &self.every).all_reduce(data, dtype, op);
         }
         self.two_level.fetch_add(1, Ordering::Relaxed);
-        self.through(mesh, (inner, outer), data, dtype, op, |outer, shard| {
+        self.through(mesh, groups, data, dtype, op, |outer, shard| {
             outer.all_reduce(shard, dtype, op)
         })
     }
@@ -269,18 +303,26 @@ impl Reducer {
     fn through(
         &self,
         mesh: &Mesh,
-        (inner, outer): (&[usize], &[usize]),
+        groups: Groups,
         data: &mut [u8],
         dtype: u8,
         op: u8,
         across: impl FnOnce(&Members, &mut [u8]) -> Result<(), Lost>,
     ) -> Result<(), Lost> {
-        let (inner, outer) = (self.members(mesh, inner), self.members(mesh, outer));
+        let inner = self.members(mesh, groups.inner);
         let element = number::size(dtype);
-        let parts = even(data.len() / element, inner.ranks.len(), element);
+        let count = data.len() / element;
+        let parts = even(count, inner.ranks.len(), element);
+        let mut shards = even(count, groups.shards, element);
+        shards.resize(inner.ranks.len(), (data.len(), data.len()));
         inner.ring_reduce(data, &parts, dtype, op)?;
-        let (start, end) = parts[inner.place];
-        across(&outer, &mut data[start..end])?;
+        inner.hand_over(data, &parts, &shards)?;
+        if inner.place < groups.shards {
+            let (start, end) = shards[inner.place];
+            let outer = self.members(mesh, groups.outer);
+            across(&outer, &mut data[start..end])?;
+        }
+        inner.hand_over(data, &shards, &parts)?;
         inner.ring_gather(data, &parts)
     }
 }
@@ -469,6 +511,7 @@ mod tests {
         let light = Light {
             inner: vec![0, 1],
             outer: vec![0, 2],
+            sizes: vec![2, 2],
             two_level_max: 1 << 20,
             topk: Some(TopK {
                 ratio: 0.1,

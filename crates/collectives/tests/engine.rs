@@ -3,6 +3,7 @@
 use evener_collectives::engine::{Engine, Failure, Job, Options, Outcome};
 use evener_collectives::light::{Guard, Light, TopK};
 use evener_negotiate::{Kind, Meta, Policy, Request};
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
@@ -267,34 +268,108 @@ fn an_end_reaches_all() {
 
 /// Two nodes of two ranks.
 fn two_by_two(rank: usize, topk: Option<TopK>) -> Light {
-    let (node, place) = (rank / 2, rank % 2);
+    nodes(&[2, 2], rank, topk)
+}
+
+/// Nodes of `sizes` ranks.
+fn nodes(sizes: &[usize], rank: usize, topk: Option<TopK>) -> Light {
+    let starts: Vec<usize> = (0..sizes.len()).map(|n| sizes[..n].iter().sum()).collect();
+    let node = starts
+        .iter()
+        .rposition(|start| *start <= rank)
+        .expect("a node");
+    let place = rank - starts[node];
+    let owns = sizes.iter().all(|size| place < *size);
     Light {
-        inner: vec![2 * node, 2 * node + 1],
-        outer: vec![place, place + 2],
+        inner: (starts[node]..starts[node] + sizes[node]).collect(),
+        outer: if owns {
+            starts.iter().map(|start| start + place).collect()
+        } else {
+            vec![rank]
+        },
+        sizes: sizes.to_vec(),
         two_level_max: 1 << 30,
         topk,
     }
 }
 
-/// In two levels, where the length is no multiple of the ranks; and small ones beside it.
+const UNEVEN: [&[usize]; 5] = [&[2, 1], &[1, 3], &[3, 2], &[1, 2, 1], &[4, 3, 2]];
+
+/// In two levels, where the length is no multiple of the ranks; and small ones beside it. Values whose
+/// sum depends on the order: all ranks have the same bits, whichever node they are on.
 #[test]
 fn two_levels_give_the_sum() {
-    let light = |rank| Some(two_by_two(rank, None));
-    world_with(4, 0, light, |rank, engine| {
-        for count in [5, 10_001] {
-            let mine: Vec<f32> = (0..count)
-                .map(|i| ((i * 7 + rank * 3) % 5) as f32)
-                .collect();
-            let want: Vec<f32> = (0..count)
-                .map(|i| (0..4).map(|rank| ((i * 7 + rank * 3) % 5) as f32).sum())
-                .collect();
-            let name = format!("sum {count}");
-            let (got, outcome) = reduced(engine, &name, &mine).recv().expect("an end");
-            assert_eq!(outcome, Ok(Outcome::default()));
-            assert_eq!(got, want);
+    for sizes in [&[2, 2][..]].into_iter().chain(UNEVEN) {
+        let size: usize = sizes.iter().sum();
+        let light = |rank| Some(nodes(sizes, rank, None));
+        let rounded = Mutex::new(Vec::new());
+        world_with(size as u32, 0, light, |rank, engine| {
+            for count in [5, 10_001] {
+                let value = |i: usize, rank: usize| ((i * 7 + rank * 3) % 5) as f32;
+                let mine: Vec<f32> = (0..count).map(|i| value(i, rank)).collect();
+                let want: Vec<f32> = (0..count)
+                    .map(|i| (0..size).map(|rank| value(i, rank)).sum())
+                    .collect();
+                let name = format!("sum {count}");
+                let (got, outcome) = reduced(engine, &name, &mine).recv().expect("an end");
+                assert_eq!(outcome, Ok(Outcome::default()));
+                assert_eq!(got, want, "{sizes:?}");
+            }
+            let mine: Vec<f32> = (0..9001).map(|i| 1.0 / (1 + i + rank) as f32).collect();
+            let (got, _) = reduced(engine, "rounded", &mine).recv().expect("an end");
+            rounded.lock().expect("a list").push(got);
+            assert_eq!(engine.lightened(), (2, 0));
+        });
+        let rounded = rounded.into_inner().expect("a list");
+        assert!(rounded.iter().all(|got| *got == rounded[0]), "{sizes:?}");
+    }
+}
+
+/// On uneven nodes each form: what waits arrives, and what the guard lets fall goes whole. Ranks
+/// without a shard send no part of a gradient, and say nothing of the guard.
+#[test]
+fn uneven_nodes_lose_nothing() {
+    const COUNT: usize = 4096;
+    let value = |i: usize, rank: usize| ((i * 7 + rank * 3) % 11) as f32 - 5.0;
+    for (sizes, halves) in UNEVEN.into_iter().zip([false, true, false, true, true]) {
+        let size: usize = sizes.iter().sum();
+        let shards = *sizes.iter().min().expect("a node");
+        for every in [0, 2] {
+            let topk = TopK {
+                ratio: 0.25,
+                least: 1024,
+                halves,
+                warmup: 0,
+                guard: guard(every),
+            };
+            let light = |rank| Some(nodes(sizes, rank, Some(topk)));
+            world_with(size as u32, 2, light, |rank, engine| {
+                let mut total = vec![0.0; COUNT];
+                for step in 0..5 {
+                    let mine: Vec<f32> = (0..COUNT)
+                        .map(|i| if step == 0 { value(i, rank) } else { 0.0 })
+                        .collect();
+                    let asked = Request {
+                        root: 2,
+                        ..request("w", Kind::Allreduce, &[64, 64])
+                    };
+                    let (got, outcome) = submit(engine, asked, &mine).recv().expect("an end");
+                    assert_eq!(outcome, Ok(Outcome::default()));
+                    for (total, got) in total.iter_mut().zip(&got) {
+                        *total += got;
+                    }
+                }
+                for (i, total) in total.iter().enumerate() {
+                    let want: f32 = (0..size).map(|rank| value(i, rank)).sum();
+                    assert_eq!(*total, want, "entry {i} on rank {rank} of {sizes:?}");
+                }
+                let light = nodes(sizes, rank, None);
+                let place = light.inner.iter().position(|each| *each == rank);
+                let owns = place.is_some_and(|place| place < shards);
+                assert_eq!(engine.lightened().1 > 0, owns, "rank {rank} of {sizes:?}");
+            });
         }
-        assert_eq!(engine.lightened(), (1, 0));
-    });
+    }
 }
 
 fn guard(every: u64) -> Guard {

@@ -155,6 +155,10 @@ def test_what_cannot_be_is_named(
     planned = light.plan(1, told)
     assert planned is not None
     assert (planned["inner"], planned["outer"]) == ([0, 1], [1, 3])
+    # 2 + 1: rank 1 owns no shard.
+    ways = [light.plan(rank, [*told[:2], told[3]]) for rank in range(3)]
+    assert [way and way["outer"] for way in ways] == [[0, 2], [1], [0, 2]]
+    assert all(way and way["sizes"] == [2, 1] for way in ways)
     other = {**told[0], "light": {**told[0]["light"], "LIGHT_TOPK_RATIO": 0.5}}
     with pytest.raises(RendezvousError, match=r"LIGHT_TOPK_RATIO is 0\.25 on rank 0 and 0\.5 on"):
         light.plan(0, [*told[:3], other])

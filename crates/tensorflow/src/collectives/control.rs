@@ -96,6 +96,7 @@ struct Open {
 struct Ease {
     inner: Vec<usize>,
     outer: Vec<usize>,
+    sizes: Vec<usize>,
     two_level_max: usize,
     topk: Option<Part>,
 }
@@ -116,6 +117,7 @@ impl From<Ease> for Light {
         Self {
             inner: ease.inner,
             outer: ease.outer,
+            sizes: ease.sizes,
             two_level_max: ease.two_level_max,
             topk: ease.topk.map(|part| TopK {
                 ratio: part.ratio,

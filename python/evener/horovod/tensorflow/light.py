@@ -94,7 +94,6 @@ def plan(rank: int, told: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         [each["host"] for each in told],
         "2d" if two_level else "flat",
         settings.LIGHT_INTRA_SIZE.get(),
-        uneven=False,  # the engine cuts a sum into as many parts as a node has ranks
     )
     if two_level:
         info0("2-D all-reduce %s: %s", "on" if levels.two_level else "off", levels.reason)
@@ -109,6 +108,7 @@ def plan(rank: int, told: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return {
         "inner": list(levels.inner),
         "outer": list(levels.outer),
+        "sizes": list(levels.sizes),
         "two_level_max": mine["LIGHT_HIERARCHICAL_THRESHOLD"],
         "topk": {
             "ratio": mine["LIGHT_TOPK_RATIO"],
