@@ -14,6 +14,7 @@ from evener.zero.budget import Budget
 from evener.zero.config import read
 from evener.zero.planner import Machine
 from evener.zero.planning import cut_and_trace
+from evener.zero.probe import STEP
 from evener.zero.profile import Profile, Rehearsed, step_seconds
 from evener.zero.rehearsal import Spec, _made, rehearse, specs
 
@@ -192,6 +193,19 @@ def test_units_run_where_one_process_plans_for_the_gpu_that_is_here(
     machine = Machine(1e12, 1e10, 1e10, 1e9, 1e9, cores=cores)
     found = api._rehearsed(profile, [], config, torch.device("cuda"), machine, None)
     assert found is not None and bool(found.rehearsed) == runs
+
+
+def test_the_host_has_what_units_loaded_when_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.budgets, "resident_now", lambda: 3_000_000_000)
+    machine = Machine(flops=1e12, h2d=1e10, d2h=1e10, host_adam=1e9, device_adam=1e10)
+    ran = Rehearsed(1, 1.0, 1.0, 1.0, 1.0)
+    profile = Profile((), (), frozenset(), rehearsed=(ran,))
+    assert api._loaded(machine, profile).host_reserve == 3_000_000_000 + STEP
+    large = dataclasses.replace(machine, host_reserve=4_000_000_000)
+    assert api._loaded(large, profile) == large
+    assert api._loaded(machine, dataclasses.replace(profile, rehearsed=())) == machine
+    monkeypatch.setattr(api, "world_size", lambda: 2)
+    assert api._loaded(machine, profile) == machine
 
 
 def test_what_modules_launch_takes_longer_than_what_autograd_does() -> None:

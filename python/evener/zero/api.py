@@ -25,7 +25,7 @@ from evener.zero.inputs import Call, call_of, guess
 from evener.zero.planner import Machine, Plan
 from evener.zero.planning import NoFitError, cut_and_trace, formats_of, nearest, plan_units
 from evener.zero.pretrained import given_with, source_for
-from evener.zero.probe import probe
+from evener.zero.probe import STEP, probe
 from evener.zero.profile import Profile
 from evener.zero.ranks import Layout, Ranks, crossing, join, layout, meet, world_size
 from evener.zero.rehearsal import rehearse
@@ -105,6 +105,7 @@ def plans(
             call = _call(model, settings, batch, example)
             units, profile = cut_and_trace(model, {}, settings, device, call, head, measured.cores)
             profile = _rehearsed(profile, units, settings, device, measured, head)
+            measured = _loaded(measured, profile)
         finally:
             restore()
             if head is not None:
@@ -145,6 +146,14 @@ def _rehearsed(
     if world_size() > 1:
         dist.broadcast_object_list(found, src=0)
     return replace(profile, rehearsed=found[0])
+
+
+def _loaded(machine: Machine, profile: Profile | None) -> Machine:
+    """With the host memory that this process has now, where its units have run: kernels and threads
+    of a first step are then there but for `STEP`. Not of several ranks: all must plan the same."""
+    if profile is None or not profile.rehearsed or world_size() > 1:
+        return machine
+    return replace(machine, host_reserve=max(machine.host_reserve, budgets.resident_now() + STEP))
 
 
 def _head(model: nn.Module, config: Config) -> Head | None:
@@ -329,6 +338,7 @@ def _engine(
         if machine is None:
             machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
         profile = _rehearsed(profile, units, settings, device.device, machine, head)
+        machine = _loaded(machine, profile)
         # After the probe: what it found beside the allocator is without the communicators.
         tokens = _tokens(settings, batch)
         ranks, rate = _join(units, settings, machine, device, tokens, profile)

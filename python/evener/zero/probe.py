@@ -27,9 +27,13 @@ from evener.zero.units import Group
 MODULES = 256 << 20
 """Accelerator memory of kernels that are loaded after the probe."""
 
-LIBRARIES = 550_000_000
+LIBRARIES = 750_000_000
 """Host memory of what a first step loads: the pages of libraries whose kernels it calls, autograd's
-threads. 546 to 598 MB in all six runs of benchmarks/results/zero_gpu.json."""
+threads. 0.55 to 0.60 GB with Evener's own model (benchmarks/results/zero_gpu.json), 0.68 to 0.96
+with models of transformers (benchmarks/results/zero_zoo.json)."""
+
+STEP = 350_000_000
+"""What is left of that once units have run (`rehearsal`): 0.19 to 0.39 GB on a H200."""
 
 COLLECTIVES = 360_000_000
 """Host memory that NCCL takes in a first step besides, where there are several ranks: measured on
