@@ -65,6 +65,7 @@ impl Callers {
             port: shared.port,
             udp,
             measures: udp && shared.config.engine == Choice::Auto,
+            lanes: shared.lanes(),
             addresses: shared.nics.iter().map(|nic| nic.address).collect(),
         }
     }
@@ -73,9 +74,8 @@ impl Callers {
     pub fn close_listener(&self, listener: &Listener) {
         lock(&self.shared.listeners).remove(&listener.number);
         let offers = std::mem::take(&mut *lock(&listener.mailbox.offers));
-        for (peer, comm) in offers {
-            let home = peer.home;
-            self.shared.workers[home].ask(Task::Decline(peer.clone(), comm));
+        for (lanes, comm) in offers {
+            self.shared.decline(&lanes, comm);
         }
         let beginning = std::mem::take(&mut *lock(&listener.mailbox.beginning));
         for comm in beginning {
@@ -140,31 +140,40 @@ impl Callers {
 
     /// Begins a comm to the handle's listener over this transport.
     pub(crate) fn open(&self, to: &Handle, transport: Transport) -> Arc<Comm> {
-        let key = self.emptiest(PeerKey {
+        let shared = &self.shared;
+        let key = PeerKey {
             process: to.process,
             mirror: false,
             transport,
             connection: 0,
-        });
-        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-        let peer = self
-            .shared
-            .peer(key, to.token, to.port, &to.addresses, None);
-        let comm = Comm::new(number, Side::Send, peer);
+        };
+        let next = shared.next.fetch_add(1, Ordering::Relaxed);
+        let (keys, number) = match transport {
+            Transport::Tcp => (vec![key], next),
+            Transport::Udp => {
+                let mut keys = self.emptiest(key, shared.lanes().min(to.lanes));
+                // Comms that begin together do not begin on the same thread.
+                let count = keys.len();
+                keys.rotate_left(next as usize % count);
+                // The peer puts the lanes together by this number, which no other process may have.
+                (keys, if count > 1 { shared.random() | 1 } else { next })
+            }
+        };
+        let peers = keys
+            .iter()
+            .map(|key| shared.peer(*key, to.token, to.port, &to.addresses, None));
+        let comm = Comm::new(number, Side::Send, peers.collect());
         self.begin(&comm, Some(to.listener));
         if transport == Transport::Tcp {
-            self.shared.news(News::Want(key));
+            shared.news(News::Want(key));
         }
         comm
     }
 
-    /// With the connection that has the fewest comms.
-    fn emptiest(&self, key: PeerKey) -> PeerKey {
+    /// The connections that have the fewest comms, `count` or as many as there are.
+    fn emptiest(&self, key: PeerKey, count: usize) -> Vec<PeerKey> {
         let shared = &self.shared;
-        let connections = match key.transport {
-            Transport::Tcp => 1,
-            Transport::Udp => shared.instances().len().min(usize::from(u8::MAX)),
-        };
+        let connections = shared.instances().len().min(usize::from(u8::MAX));
         let comms = |key: &PeerKey| {
             let peer = shared.peers.get(key);
             peer.map_or(0, |peer| peer.claims.load(Ordering::Relaxed))
@@ -173,11 +182,16 @@ impl Callers {
             connection: number as u8,
             ..key
         });
-        all.min_by_key(comms).unwrap_or(key)
+        let mut all: Vec<PeerKey> = all.collect();
+        all.sort_by_cached_key(comms);
+        all.truncate(count.max(1));
+        all
     }
 
     fn begin(&self, comm: &Arc<Comm>, listener: Option<u64>) {
-        self.shared.workers[comm.peer.home].ask(Task::Begin(comm.clone(), listener));
+        for (place, lane) in comm.lanes.iter().enumerate() {
+            self.shared.workers[lane.peer.home].ask(Task::Begin(comm.clone(), place, listener));
+        }
     }
 
     /// Accepts a comm without ever blocking: call it again until it gives one.
@@ -188,8 +202,8 @@ impl Callers {
         if self.shared.is_broken() {
             return Err(Error::Stopped);
         }
-        while let Some((peer, number)) = lock(&listener.mailbox.offers).pop_front() {
-            let comm = Comm::new(number, Side::Receive, peer);
+        while let Some((lanes, number)) = lock(&listener.mailbox.offers).pop_front() {
+            let comm = Comm::new(number, Side::Receive, lanes);
             self.begin(&comm, None);
             lock(&listener.mailbox.beginning).push_back(comm);
         }
@@ -199,7 +213,7 @@ impl Callers {
         };
         let comm = beginning.remove(place);
         if let Some(comm) = &comm {
-            self.shared.workers[comm.peer.home].ask(Task::Accept(comm.clone()));
+            self.shared.workers[comm.first().peer.home].ask(Task::Accept(comm.clone()));
         }
         Ok(comm)
     }
@@ -233,15 +247,18 @@ impl Callers {
             return Ok(None);
         };
         let slot = comm.slots.post(number, memory);
-        self.shared.workers[comm.peer.home].ring(comm.bit.load(Ordering::Relaxed));
+        let lane = comm.lane_of(number);
+        self.shared.workers[lane.peer.home].ring(lane.bit.load(Ordering::Relaxed));
         Ok(Some(slot))
     }
 
     /// Ends a comm. When this returns, no memory of its requests is used any more.
     pub fn release(&self, comm: &Arc<Comm>) {
-        self.shared.workers[comm.peer.home].ask(Task::Release(comm.clone()));
+        for (place, lane) in comm.lanes.iter().enumerate() {
+            self.shared.workers[lane.peer.home].ask(Task::Release(comm.clone(), place));
+        }
         let mut patience = 0;
-        while !comm.released.load(Ordering::Acquire) && !self.shared.is_broken() {
+        while !comm.is_released() && !self.shared.is_broken() {
             // A worker's turn is a few microseconds; asleep, it has just been woken.
             patience += 1;
             if patience < 100 {

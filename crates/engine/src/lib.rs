@@ -16,6 +16,7 @@
 //! nor control: slots, comms, listeners and the public face are the same for both. Which one a comm goes
 //! over is decided when it connects ([`Choice`]).
 
+mod arrivals;
 mod callers;
 mod choosing;
 pub mod comm;

@@ -127,11 +127,11 @@ impl End {
         }
         self.waiting = 0;
         let pins = &self.pins;
-        let before = self.requests.slots.under_way();
+        let before = self.requests.slots.under_way(|_| true);
         self.requests
             .slots
             .fail(code, |number| pins[number as usize % SLOTS] == 0);
-        self.less(before - self.requests.slots.under_way());
+        self.less(before - self.requests.slots.under_way(|_| true));
     }
 }
 
@@ -292,10 +292,10 @@ impl Link {
             silent: Duration::ZERO,
         };
         self.ends.insert((side, id), end);
-        requests.registered.store(true, Ordering::Release);
+        requests.register(0);
     }
 
-    /// The caller has closed a comm: [`Requests::released`] is set once none of its memory is pinned.
+    /// The caller has closed a comm: [`Requests::is_released`] holds once none of its memory is pinned.
     pub fn release(&mut self, requests: &Requests) {
         let key = (requests.side, requests.id);
         self.lane.close(requests.id, requests.side);
@@ -309,7 +309,7 @@ impl Link {
                 }
                 self.bury(key);
             }
-            None => requests.released.store(true, Ordering::Release),
+            None => requests.let_go(0),
         }
     }
 
@@ -318,9 +318,9 @@ impl Link {
             && end.ending
             && !end.is_pinned()
         {
-            end.less(end.requests.slots.under_way());
+            end.less(end.requests.slots.under_way(|_| true));
             end.requests.slots.fail(REMOTE, |_| true);
-            end.requests.released.store(true, Ordering::Release);
+            end.requests.let_go(0);
             self.ends.remove(&key);
         }
     }
@@ -329,7 +329,7 @@ impl Link {
     pub fn abandon(&mut self) {
         for (_, end) in self.ends.drain() {
             end.requests.slots.fail(REMOTE, |_| true);
-            end.requests.released.store(true, Ordering::Release);
+            end.requests.let_go(0);
         }
     }
 

@@ -1,9 +1,9 @@
-//! What a caller and a worker share about one end of a comm: the requests, and how the comm stands.
+//! What a caller and the workers share about one end of a comm: the requests, and how the comm stands.
 //!
 //! It knows no peer, no connection and no thread, so that a [`Link`](crate::link::Link) can be tested
 //! with nothing else.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use evener_proto::{Side, Why};
@@ -27,10 +27,12 @@ pub struct Requests {
     pub side: Side,
     /// The requests.
     pub slots: Slots,
-    /// The worker knows it.
-    pub registered: AtomicBool,
-    /// No worker will use its requests' memory any more.
-    pub released: AtomicBool,
+    /// Its lanes ([`comm`](crate::comm)).
+    pub lanes: usize,
+    /// A bit for each lane whose worker knows it.
+    registered: AtomicU64,
+    /// A bit for each lane whose worker will not use the requests' memory any more.
+    released: AtomicU64,
     /// The peer's answer.
     pub opened: AtomicUsize,
     failed: AtomicBool,
@@ -38,14 +40,15 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Of an end that no worker knows yet.
-    pub fn new(id: u64, side: Side) -> Arc<Requests> {
+    /// Of an end with so many lanes that no worker knows yet.
+    pub fn new(id: u64, side: Side, lanes: usize) -> Arc<Requests> {
         Arc::new(Requests {
             id,
             side,
             slots: Slots::default(),
-            registered: AtomicBool::new(false),
-            released: AtomicBool::new(false),
+            lanes,
+            registered: AtomicU64::new(0),
+            released: AtomicU64::new(0),
             opened: AtomicUsize::new(UNANSWERED),
             failed: AtomicBool::new(false),
             why: Mutex::new(None),
@@ -67,8 +70,27 @@ impl Requests {
         }
     }
 
-    /// Whether its worker knows it.
+    fn all(&self) -> u64 {
+        (1 << self.lanes) - 1
+    }
+
+    /// The worker of this lane knows it.
+    pub fn register(&self, lane: usize) {
+        self.registered.fetch_or(1 << lane, Ordering::Release);
+    }
+
+    /// Whether the workers of all lanes know it.
     pub fn is_registered(&self) -> bool {
-        self.registered.load(Ordering::Acquire)
+        self.registered.load(Ordering::Acquire) == self.all()
+    }
+
+    /// The worker of this lane will not use the requests' memory any more.
+    pub fn let_go(&self, lane: usize) {
+        self.released.fetch_or(1 << lane, Ordering::Release);
+    }
+
+    /// Whether no worker will use its requests' memory any more.
+    pub fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire) == self.all()
     }
 }

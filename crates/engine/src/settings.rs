@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crate::comm::MOST_LANES;
 use crate::config::{Choice, Config};
 use crate::nics::Family;
 use crate::settings_generated::{self as all, Setting};
@@ -137,6 +138,7 @@ impl Settings {
                 interfaces,
                 family,
                 workers: parse(env, &all::WORKERS, number(0, 16))?,
+                lanes: parse(env, &all::LANES, number(0, MOST_LANES))?,
                 flows,
                 most_flows: 2 * flows,
                 congestion: optional(text(env, &all::CONGESTION)),
@@ -177,6 +179,7 @@ mod tests {
         assert_eq!(settings.devices, Devices::Auto);
         assert_eq!(settings.config.flows, default.flows);
         assert_eq!(settings.config.most_flows, default.most_flows);
+        assert_eq!(settings.config.lanes, default.lanes);
         assert_eq!(settings.config.timeout, default.timeout);
         assert_eq!(settings.config.interfaces, None);
         assert_eq!(settings.config.trace_dir, None);
@@ -194,6 +197,7 @@ mod tests {
         for (name, value) in [
             ("EVENER_NET_FLOWS", "0"),
             ("EVENER_NET_WORKERS", "many"),
+            ("EVENER_NET_LANES", "9"),
             ("EVENER_NET_TIMEOUT", "-1"),
             ("EVENER_NET_TIMEOUT", "nan"),
             ("EVENER_NET_DEVICES", "two"),

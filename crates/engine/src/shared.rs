@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use crate::arrivals::Arrivals;
 use crate::choosing::{self, Choosing};
-use crate::comm::Comm;
+use crate::comm::{Comm, MOST_LANES};
 use crate::config::Config;
 use crate::crew::Crew;
 use crate::hello::ProcessId;
@@ -24,6 +25,10 @@ use crate::peer::{Peer, PeerKey, Transport};
 use crate::peers::{Claim, Peers};
 use crate::stats::Silences;
 use crate::sys;
+use crate::task::Task;
+
+/// Connections of a comm over UDP, where there are as many threads and nothing else is asked for.
+const LANES: usize = 4;
 
 /// See the module.
 pub struct Shared {
@@ -42,6 +47,7 @@ pub struct Shared {
     pub(crate) news: Mutex<Vec<News>>,
     pub(crate) peers: Peers,
     pub(crate) listeners: Mutex<HashMap<u64, Arc<Mailbox>>>,
+    pub(crate) arrivals: Arrivals,
     pub(crate) pending: Mutex<HashMap<u64, Arc<Comm>>>,
     pub(crate) paths: Mutex<Paths>,
     pub(crate) next: AtomicU64,
@@ -58,7 +64,7 @@ pub struct Shared {
 #[derive(Debug, Default)]
 pub(crate) struct Mailbox {
     /// Comms that peers want to open.
-    pub(crate) offers: Mutex<VecDeque<(Claim, u64)>>,
+    pub(crate) offers: Mutex<VecDeque<(Vec<Claim>, u64)>>,
     /// Those that no worker knows yet.
     pub(crate) beginning: Mutex<VecDeque<Arc<Comm>>>,
 }
@@ -80,6 +86,7 @@ impl Shared {
             news: Mutex::new(Vec::new()),
             peers: Peers::default(),
             listeners: Mutex::default(),
+            arrivals: Arrivals::default(),
             pending: Mutex::default(),
             paths: Mutex::default(),
             next: AtomicU64::new(1),
@@ -136,6 +143,30 @@ impl Shared {
         self.streams..self.workers.len()
     }
 
+    /// Most connections that a comm over UDP has.
+    pub(crate) fn lanes(&self) -> usize {
+        let most = match self.config.lanes {
+            0 => LANES,
+            given => given.min(MOST_LANES),
+        };
+        most.min(self.instances().len()).max(1)
+    }
+
+    /// A peer wants to open a comm, whose lanes are all there: it is declined where there is no such
+    /// listener.
+    pub(crate) fn offer_all(&self, listener: u64, lanes: Vec<Claim>, comm: u64) {
+        if let Err(lanes) = self.offer(listener, lanes, comm) {
+            self.decline(&lanes, comm);
+        }
+    }
+
+    /// Tells the peer that nobody takes a comm, whose lanes these are.
+    pub(crate) fn decline(&self, lanes: &[Claim], comm: u64) {
+        for peer in lanes {
+            self.workers[peer.home].ask(Task::Decline(Arc::clone(peer), comm));
+        }
+    }
+
     /// A claim on the peer with this key, made where it is new; `home`: the worker that has it, if that is
     /// known.
     pub(crate) fn peer(
@@ -161,15 +192,20 @@ impl Shared {
         })
     }
 
-    /// A peer wants to open a comm. Whether there is such a listener.
-    pub(crate) fn offer(&self, listener: u64, peer: Claim, comm: u64) -> bool {
+    /// A peer wants to open a comm, whose lanes these are; they come back where there is no such listener.
+    pub(crate) fn offer(
+        &self,
+        listener: u64,
+        lanes: Vec<Claim>,
+        comm: u64,
+    ) -> Result<(), Vec<Claim>> {
         let Some(mailbox) = lock(&self.listeners).get(&listener).cloned() else {
-            return false;
+            return Err(lanes);
         };
-        lock(&mailbox.offers).push_back((peer, comm));
+        lock(&mailbox.offers).push_back((lanes, comm));
         if listener == choosing::LISTENER {
             self.choosing.offered();
         }
-        true
+        Ok(())
     }
 }

@@ -160,9 +160,12 @@ impl Slots {
         }
     }
 
-    /// Bytes of all taken requests. The worker's.
-    pub fn under_way(&self) -> u64 {
-        let taken = |slot: &&Slot| slot.phase.load(Ordering::Relaxed) & 7 == TAKEN;
+    /// Bytes of the taken requests that `which` names. The worker's.
+    pub fn under_way(&self, which: impl Fn(u64) -> bool) -> u64 {
+        let taken = |slot: &&Slot| {
+            let phase = slot.phase.load(Ordering::Relaxed);
+            phase & 7 == TAKEN && which(phase >> 3)
+        };
         let lengths = self.slots.iter().filter(taken);
         lengths
             .map(|slot| slot.length.load(Ordering::Relaxed) as u64)

@@ -30,14 +30,14 @@ pub enum Task {
     },
     /// Another worker's connection, which is now this one's.
     Adopt(Arc<Peer>, Box<Conn>),
-    /// A comm begins; with a listener, the peer is asked to open it.
-    Begin(Arc<Comm>, Option<u64>),
+    /// A lane of a comm begins; with a listener, the peer is asked to open it.
+    Begin(Arc<Comm>, usize, Option<u64>),
     /// The receiving end of a comm that the peer asked for has begun.
     Accept(Arc<Comm>),
     /// There is no such listener.
     Decline(Arc<Peer>, u64),
-    /// A comm ends.
-    Release(Arc<Comm>),
+    /// A lane of a comm ends.
+    Release(Arc<Comm>, usize),
     /// A path is not worth keeping, or dead.
     Drop(Arc<Peer>, PathId, &'static str),
     /// A path is suspect: it is closed if the kernel may still read memory for it (it may for long).

@@ -347,38 +347,41 @@ impl Worker {
                 self.adopt(&peer, Box::new(conn));
             }
             Task::Adopt(peer, conn) => self.adopt(&peer, conn),
-            Task::Begin(comm, listener) => {
-                let bit = self.next_bit;
+            // A comm over TCP has one lane.
+            Task::Begin(comm, _, listener) => {
+                let (bit, lane) = (self.next_bit, comm.first());
                 self.next_bit = (self.next_bit + 1) % BITS;
-                self.bits[bit].push((comm.peer.clone(), comm.side, comm.id));
-                comm.bit.store(bit, Ordering::Relaxed);
+                self.bits[bit].push((lane.peer.clone(), comm.side, comm.id));
+                lane.bit.store(bit, Ordering::Relaxed);
                 let now = self.now();
-                lock(&comm.peer.link).begin(&comm.requests, listener, now);
-                self.dirty(&comm.peer);
+                lock(&lane.peer.link).begin(&comm.requests, listener, now);
+                self.dirty(&lane.peer);
             }
             Task::Accept(comm) => {
-                lock(&comm.peer.link).lane.accept(comm.id);
-                self.dirty(&comm.peer);
+                let peer = &comm.first().peer;
+                lock(&peer.link).lane.accept(comm.id);
+                self.dirty(peer);
             }
             Task::Decline(peer, comm) => {
                 lock(&peer.link).lane.decline(comm);
                 self.dirty(&peer);
             }
-            Task::Release(comm) => {
-                let bit = comm.bit.load(Ordering::Relaxed);
+            Task::Release(comm, _) => {
+                let of = &comm.first().peer;
+                let bit = comm.first().bit.load(Ordering::Relaxed);
                 self.bits[bit].retain(|(peer, side, id)| {
-                    !(Arc::ptr_eq(peer, &comm.peer) && *side == comm.side && *id == comm.id)
+                    !(Arc::ptr_eq(peer, of) && *side == comm.side && *id == comm.id)
                 });
                 let now = self.now();
                 let effects = {
-                    let mut link = lock(&comm.peer.link);
+                    let mut link = lock(&of.link);
                     link.release(&comm.requests);
                     link.events(now);
                     link.effects()
                 };
-                self.dirty(&comm.peer);
-                self.apply(&comm.peer, effects);
-                self.forget_if_over(&comm.peer);
+                self.dirty(of);
+                self.apply(of, effects);
+                self.forget_if_over(of);
             }
             Task::Drop(peer, path, why) => self.drop_path(&peer, path, why),
             Task::Reclaim(peer, path) => self.reclaim(&peer, path),
@@ -443,7 +446,8 @@ impl Worker {
                 Effect::Detach => detach = true,
                 Effect::Offer { comm, listener } => {
                     // A connection of this worker's has brought it, and keeps the peer meanwhile.
-                    if !self.shared.offer(listener, Claim::of(peer), comm) {
+                    let lanes = vec![Claim::of(peer)];
+                    if self.shared.offer(listener, lanes, comm).is_err() {
                         lock(&peer.link).lane.decline(comm);
                         self.dirty(peer);
                     }

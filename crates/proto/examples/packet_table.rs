@@ -90,6 +90,37 @@ fn main() {
                 table.row(&format!("{name}: least part of 8"), least, "");
             }
         }
+        if want("rounds") && rate >= 10.0 {
+            let spread: Vec<usize> = (0..4).collect();
+            let ways: [(&str, Vec<Vec<usize>>, bool); 6] = [
+                (
+                    "two comms, a connection each",
+                    vec![vec![0], vec![1]],
+                    false,
+                ),
+                ("two comms over four", vec![spread.clone(); 2], false),
+                ("two comms over four, chosen", vec![spread.clone(); 2], true),
+                (
+                    "four comms on two",
+                    vec![vec![0], vec![2], vec![0], vec![2]],
+                    false,
+                ),
+                (
+                    "four comms, a connection each",
+                    spread.iter().map(|at| vec![*at]).collect(),
+                    false,
+                ),
+                ("four comms over four", vec![spread.clone(); 4], false),
+            ];
+            for (cost, nap) in [(300, 0), (300, 300), (600, 0), (600, 300), (600, 1000)] {
+                let busy = (Duration::from_nanos(cost), Duration::from_micros(nap));
+                for (who, lanes, chosen) in &ways {
+                    let name =
+                        format!("{at}: rounds, {cost} ns per packet, naps of {nap} us: {who}");
+                    table.row(&name, rounds(bits, &config, lanes, *chosen, busy), "");
+                }
+            }
+        }
         if want("four") {
             for seed in 1..4 {
                 let four = [bits / 4.0; 4];

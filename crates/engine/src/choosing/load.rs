@@ -127,9 +127,10 @@ impl<'a> Sender<'a> {
     }
 }
 
-/// Packets to this process that went again: of UDP each path tells the number of its connection.
+/// Packets to this process that went again: of UDP each path tells the number of its connection, and the
+/// largest counts.
 fn again(callers: &Callers, comm: &Comm, transport: Transport) -> u64 {
-    let name = comm.peer.name();
+    let name = comm.first().peer.name();
     let paths = lock(&callers.shared.paths);
     let all = paths.live().filter(|(_, stats)| stats.peer == name);
     let all = all.map(|(_, stats)| stats.report().retransmits);

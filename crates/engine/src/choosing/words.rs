@@ -63,7 +63,7 @@ mod tests {
             process: [u8; 16], which in 0usize..3, noise in prop::collection::vec(any::<u8>(), 0..200),
         ) {
             let from = Handle {
-                process, token: [3; 16], listener: 0, port: 4, udp: true, measures: true,
+                process, token: [3; 16], listener: 0, port: 4, udp: true, measures: true, lanes: 4,
                 addresses: vec!["10.0.0.1".parse().unwrap()],
             };
             let word = [Word::Ask, Word::Tell(Carrier::Tcp), Word::Tell(Carrier::Udp)][which];

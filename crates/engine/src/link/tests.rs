@@ -37,8 +37,8 @@ impl Pair {
         let mut pair = Pair {
             a: link(),
             b: link(),
-            send: Requests::new(COMM, Side::Send),
-            receive: Requests::new(COMM, Side::Receive),
+            send: Requests::new(COMM, Side::Send, 1),
+            receive: Requests::new(COMM, Side::Receive, 1),
         };
         for path in PATHS {
             pair.a.lane.path_up(path, at(0));
@@ -232,10 +232,10 @@ fn a_comm_is_released_with_its_last_pin() {
     pair.a.release(&send);
     pair.a.events(at(1));
     assert_eq!(pair.a.effects(), [Effect::Detach]);
-    assert!(!send.released.load(SyncOrdering::Acquire));
+    assert!(!send.is_released());
     assert!(pair.a.is_over(COMM, 0));
     pair.written(&held);
-    assert!(send.released.load(SyncOrdering::Acquire) && pair.a.is_idle());
+    assert!(send.is_released() && pair.a.is_idle());
     // The other end is told.
     let (_, effects) = pair.talk(PATHS[1], at(2));
     let why = Why::PeerClosed;
@@ -253,7 +253,7 @@ fn what_the_peer_writes_to_a_released_buffer_goes_nowhere() {
     let held = pair.pull(PATHS[0], at(1)).expect("a chunk");
     let receive = pair.receive.clone();
     pair.b.release(&receive);
-    assert!(receive.released.load(SyncOrdering::Acquire));
+    assert!(receive.is_released());
     pair.deliver(&held, at(2));
     assert!(to.iter().all(|byte| *byte == 0));
 }

@@ -1,14 +1,16 @@
 //! One connection to a process: its sockets ([`packets`]), and the comms that it carries.
 //!
 //! Bytes go from the side that connects to the side that accepts, as NCCL's comms do, so two processes
-//! that send to each other have two. A comm is a channel of the connection; request `n` of a comm is
-//! message `n` of its channel.
+//! that send to each other have two. A comm is a channel of each connection that it goes over, its lanes
+//! ([`comm`](crate::comm)). The requests of a lane are the messages of its channel, in their order: request
+//! `n` is message `n / lanes` of lane `n % lanes`.
 //!
 //! # Why a caller's memory is safe
 //! Only the thread that has the association reads and writes the memory of requests, while one call
 //! of [`Association::hear`] or [`Association::transmit`] runs; the kernel gets copies. It is the same
 //! thread that finishes requests and releases comms. So no memory needs a pin, as those of
-//! [`link`](crate::link) do.
+//! [`link`](crate::link) do. Of a comm with several lanes that holds for each lane and its own requests: no
+//! thread touches those of another, not even to fail them.
 //!
 //! # Paths
 //! A path is a source port. Those of the connecting side are dealt out over its NICs, and each goes to
@@ -43,10 +45,33 @@ use crate::trace::{Record, Ring};
 /// One end of a comm.
 struct End {
     requests: Arc<Requests>,
+    /// Which of the comm's lanes it is.
+    lane: usize,
     /// Number of the next request to take.
     next: u64,
     /// When each request was taken.
     taken: [Duration; SLOTS],
+    /// Nothing of it completes any more.
+    failed: bool,
+}
+
+impl End {
+    /// The request that is this message of the lane's channel.
+    fn request(&self, message: u64) -> u64 {
+        message * self.requests.lanes as u64 + self.lane as u64
+    }
+
+    fn is_own(&self, request: u64) -> bool {
+        request % self.requests.lanes as u64 == self.lane as u64
+    }
+
+    /// Fails what is not finished; bytes of what was taken.
+    fn settle(&self, code: usize) -> u64 {
+        let slots = &self.requests.slots;
+        let bytes = slots.under_way(|request| self.is_own(request));
+        slots.fail(code, |request| self.is_own(request));
+        bytes
+    }
 }
 
 /// A socket of ours, and what it did.
@@ -70,7 +95,11 @@ pub enum Effect {
         comm: u64,
         /// At this listener.
         listener: u64,
+        /// Which of its lanes this is, and how many it has.
+        lane: (usize, usize),
     },
+    /// The peer does not want to open it any more.
+    Withdraw(u64),
     /// Watch this new socket.
     Watch {
         /// Its place.
@@ -110,7 +139,9 @@ fn code(why: Why) -> usize {
 
 /// Bytes of a message that is taken and not finished.
 fn memory(end: Option<&End>, message: u64, offset: u64, length: usize) -> Option<Memory> {
-    end?.requests.slots.memory(message)?.part(offset, length)
+    let end = end?;
+    let memory = end.requests.slots.memory(end.request(message))?;
+    memory.part(offset, length)
 }
 
 impl Association {
@@ -231,36 +262,39 @@ impl Association {
         self.signals.say(number, signal);
     }
 
-    pub(super) fn begin(&mut self, channel: u32, requests: &Arc<Requests>) {
+    pub(super) fn begin(&mut self, channel: u32, requests: &Arc<Requests>, lane: usize) {
         let end = End {
             requests: requests.clone(),
-            next: 0,
+            lane,
+            next: lane as u64,
             taken: [Duration::ZERO; SLOTS],
+            failed: false,
         };
         self.ends.insert(channel, end);
         self.channels.insert(requests.id, channel);
-        requests.registered.store(true, Ordering::Release);
+        requests.register(lane);
     }
 
-    /// Adds a sending end, and asks the peer to open it at its listener.
-    pub fn open(&mut self, requests: &Arc<Requests>, listener: u64) {
+    /// Adds a lane of a sending end, and asks the peer to open it at its listener.
+    pub fn open(&mut self, requests: &Arc<Requests>, lane: usize, listener: u64) {
         let channel = self.next_channel;
         self.next_channel += 1;
-        self.begin(channel, requests);
+        self.begin(channel, requests, lane);
         self.say(Signal::Open {
             channel,
             comm: requests.id,
             listener,
+            lane: (lane, requests.lanes),
         });
     }
 
-    /// Adds the receiving end of a comm that the peer has offered. Of one that is gone it fails.
-    pub fn take(&mut self, requests: &Arc<Requests>) {
+    /// Adds a lane of the receiving end of a comm that the peer has offered. Of one that is gone it fails.
+    pub fn take(&mut self, requests: &Arc<Requests>, lane: usize) {
         match self.channels.get(&requests.id).copied() {
-            Some(channel) => self.begin(channel, requests),
+            Some(channel) => self.begin(channel, requests, lane),
             None => {
                 requests.fail(Why::PeerClosed);
-                requests.registered.store(true, Ordering::Release);
+                requests.register(lane);
             }
         }
     }
@@ -277,34 +311,39 @@ impl Association {
         }
     }
 
-    /// The caller has closed a comm: no memory of it is used from here on.
-    pub fn release(&mut self, requests: &Requests, now: Duration) {
+    /// The caller has closed a comm: no memory of this lane is used from here on.
+    pub fn release(&mut self, requests: &Requests, lane: usize, now: Duration) {
         if let Some(channel) = self.channels.remove(&requests.id) {
             self.connection.forget(channel);
             if let Some(end) = self.ends.remove(&channel) {
-                self.settle(&end, REMOTE);
+                self.less(end.settle(REMOTE));
             }
             self.say(Signal::Closed(channel));
         }
         self.idle = now;
-        requests.released.store(true, Ordering::Release);
-    }
-
-    fn settle(&self, end: &End, code: usize) {
-        let less = end.requests.slots.under_way();
-        end.requests.slots.fail(code, |_| true);
-        self.less(less);
+        requests.let_go(lane);
     }
 
     fn less(&self, bytes: u64) {
         self.peer.traffic.under_way[self.side() as usize].fetch_sub(bytes, Ordering::Relaxed);
     }
 
+    /// Ends what is here of comms that have failed, where other lanes or the caller have found it.
+    pub fn fail_with_others(&mut self, shared: &Shared) {
+        let failed = self.ends.iter().filter(|(_, end)| !end.failed);
+        let failed = failed.filter_map(|(channel, end)| Some((*channel, end.requests.failure()?)));
+        let failed: Vec<(u32, Why)> = failed.collect();
+        for (channel, why) in failed {
+            self.fail(channel, why, shared);
+        }
+    }
+
     /// Nothing of a comm will complete any more.
     fn fail(&mut self, channel: u32, why: Why, shared: &Shared) {
-        let Some(end) = self.ends.get(&channel) else {
+        let Some(end) = self.ends.get_mut(&channel) else {
             return;
         };
+        end.failed = true;
         if end.requests.failure().is_none() {
             let level = match why {
                 Why::PeerClosed => Level::Debug,
@@ -314,7 +353,8 @@ impl Association {
             shared.log(level, &text);
         }
         end.requests.fail(why);
-        self.settle(end, code(why));
+        let less = end.settle(code(why));
+        self.less(less);
         self.connection.forget(channel);
     }
 
@@ -328,12 +368,14 @@ impl Association {
             return;
         };
         if let Some(why) = end.requests.failure() {
-            end.requests.slots.fail(code(why), |_| true);
+            // What was taken before another lane failed is settled as well.
+            let less = end.settle(code(why));
+            self.less(less);
             return;
         }
         while let Some(length) = end.requests.slots.take(end.next) {
             end.taken[end.next as usize % SLOTS] = now;
-            end.next += 1;
+            end.next += end.requests.lanes as u64;
             self.peer.traffic.under_way[side as usize].fetch_add(length as u64, Ordering::Relaxed);
             match side {
                 Side::Send => self.connection.send(channel, length as u64),
@@ -393,11 +435,12 @@ impl Association {
                 let Some(end) = self.ends.get(&channel) else {
                     return;
                 };
-                let since = end.taken[message as usize % SLOTS];
+                let request = end.request(message);
+                let since = end.taken[request as usize % SLOTS];
                 self.peer.traffic.took.count(now.saturating_sub(since));
-                if let Some(memory) = end.requests.slots.memory(message) {
+                if let Some(memory) = end.requests.slots.memory(request) {
                     self.less(memory.length as u64);
-                    end.requests.slots.finish(message, memory.length);
+                    end.requests.slots.finish(request, memory.length);
                 }
             }
             Event::Received {
@@ -413,10 +456,11 @@ impl Association {
                         self.obey(signal, shared);
                     }
                 } else if let Some(end) = self.ends.get(&channel)
-                    && let Some(memory) = end.requests.slots.memory(message)
+                    && let request = end.request(message)
+                    && let Some(memory) = end.requests.slots.memory(request)
                 {
                     self.less(memory.length as u64);
-                    end.requests.slots.finish(message, length as usize);
+                    end.requests.slots.finish(request, length as usize);
                 }
             }
             Event::TooLong {
@@ -459,9 +503,14 @@ impl Association {
                 channel,
                 comm,
                 listener,
+                lane,
             } => {
                 self.channels.insert(comm, channel);
-                self.effects.push(Effect::Offer { comm, listener });
+                self.effects.push(Effect::Offer {
+                    comm,
+                    listener,
+                    lane,
+                });
             }
             Signal::Opened(channel) | Signal::Declined(channel) => {
                 if let Some(end) = self.ends.get(&channel) {
@@ -474,7 +523,14 @@ impl Association {
                 self.fail(channel, Why::PeerClosed, shared);
                 // An offer that nobody has taken yet.
                 if !self.ends.contains_key(&channel) {
-                    self.channels.retain(|_, of| *of != channel);
+                    let effects = &mut self.effects;
+                    self.channels.retain(|comm, of| {
+                        let closed = *of == channel;
+                        if closed {
+                            effects.push(Effect::Withdraw(*comm));
+                        }
+                        !closed
+                    });
                 }
             }
         }
@@ -491,8 +547,8 @@ impl Association {
         self.connection.close();
         self.transmit(batch, shared, counts, now);
         for end in self.ends.values() {
-            self.settle(end, REMOTE);
-            end.requests.released.store(true, Ordering::Release);
+            self.less(end.settle(REMOTE));
+            end.requests.let_go(end.lane);
         }
         self.ends.clear();
     }
@@ -501,6 +557,7 @@ impl Association {
     pub fn bury(&mut self, why: &str, shared: &Shared) {
         self.counted.bring(&self.connection, &shared.packets);
         self.trace_notes();
+        shared.arrivals.withdraw(None, &self.peer);
         let mut paths = lock(&shared.paths);
         for own in self.ports.drain(..).flatten() {
             paths.end(self.peer.key.mirror, own.path, why);

@@ -107,8 +107,8 @@ fn talk(data: &[u8]) -> Option<Vec<u8>> {
     let mut victim = Association::new(peer(), end, vec![from], None, now);
     let shared = Shared::for_tests();
     let mut memory = vec![FENCE_BYTE; FENCE + 3 * ROOM + FENCE];
-    let requests = Requests::new(COMM, Side::Receive);
-    victim.begin(1, &requests);
+    let requests = Requests::new(COMM, Side::Receive, 1);
+    victim.begin(1, &requests, 0);
     for place in 0..3 {
         let memory = Memory::of(&mut memory[FENCE + place * ROOM..FENCE + (place + 1) * ROOM]);
         requests.slots.post(place as u64, memory);

@@ -17,6 +17,7 @@ use super::association::{Association, Effect};
 use super::cards::Cards;
 use super::own;
 use super::ports::{Batch, Came, LARGEST, Port, Reader};
+use crate::arrivals::Came as Arrived;
 use crate::comm::Comm;
 use crate::config::Choice;
 use crate::doorbell::BITS;
@@ -311,11 +312,19 @@ impl Instance {
                             shared.log(Level::Warn, &format!("epoll: {error}"));
                         }
                     }
-                    Effect::Offer { comm, listener } => {
-                        if !shared.offer(listener, Claim::of(&one.peer), comm) {
-                            one.answer(comm, false);
-                        }
-                    }
+                    Effect::Offer {
+                        comm,
+                        listener,
+                        lane,
+                    } => match shared
+                        .arrivals
+                        .come((listener, comm), lane, Claim::of(&one.peer))
+                    {
+                        Arrived::Waits => {}
+                        Arrived::All(lanes) => shared.offer_all(listener, lanes, comm),
+                        Arrived::Refused => one.answer(comm, false),
+                    },
+                    Effect::Withdraw(comm) => shared.arrivals.withdraw(Some(comm), &one.peer),
                 }
             }
         }
@@ -467,9 +476,9 @@ impl Instance {
 
     fn perform(&mut self, task: Task) {
         match task {
-            Task::Begin(comm, listener) => self.begin(&comm, listener),
+            Task::Begin(comm, lane, listener) => self.begin(&comm, lane, listener),
             Task::Accept(comm) => {
-                if let Some(one) = self.of(&comm.peer) {
+                if let Some(one) = self.of(&comm.first().peer) {
                     one.answer(comm.id, true);
                 }
             }
@@ -478,18 +487,18 @@ impl Instance {
                     one.answer(comm, false);
                 }
             }
-            Task::Release(comm) => {
-                let bit = comm.bit.load(std::sync::atomic::Ordering::Relaxed);
+            Task::Release(comm, place) => {
+                let lane = &comm.lanes[place];
+                let bit = lane.bit.load(std::sync::atomic::Ordering::Relaxed);
                 self.bits[bit]
-                    .retain(|(peer, id)| !(Arc::ptr_eq(peer, &comm.peer) && *id == comm.id));
+                    .retain(|(peer, id)| !(Arc::ptr_eq(peer, &lane.peer) && *id == comm.id));
                 let now = self.now();
                 let mut all = self.associations.iter_mut().flatten();
-                match all.find(|one| one.has(&comm.requests)) {
-                    Some(one) => one.release(&comm.requests, now),
-                    None => comm
-                        .requests
-                        .released
-                        .store(true, std::sync::atomic::Ordering::Release),
+                // Another lane's connection may be this thread's as well.
+                match all.find(|one| Arc::ptr_eq(&one.peer, &lane.peer) && one.has(&comm.requests))
+                {
+                    Some(one) => one.release(&comm.requests, place, now),
+                    None => comm.requests.let_go(place),
                 }
             }
             Task::Hello {
@@ -514,26 +523,25 @@ impl Instance {
         }
     }
 
-    fn begin(&mut self, comm: &Arc<Comm>, listener: Option<u64>) {
-        let bit = self.next_bit;
+    fn begin(&mut self, comm: &Arc<Comm>, place: usize, listener: Option<u64>) {
+        let (bit, lane) = (self.next_bit, &comm.lanes[place]);
         self.next_bit = (self.next_bit + 1) % BITS;
-        self.bits[bit].push((comm.peer.clone(), comm.id));
-        comm.bit.store(bit, std::sync::atomic::Ordering::Relaxed);
+        self.bits[bit].push((lane.peer.clone(), comm.id));
+        lane.bit.store(bit, std::sync::atomic::Ordering::Relaxed);
         match (comm.side, listener) {
-            (Side::Send, Some(listener)) => match self.connection_to(&comm.peer) {
-                Ok(one) => one.open(&comm.requests, listener),
+            (Side::Send, Some(listener)) => match self.connection_to(&lane.peer) {
+                Ok(one) => one.open(&comm.requests, place, listener),
                 Err(error) => {
                     let text = format!("no random numbers for a connection: {error}");
                     self.shared.log(Level::Error, &text);
                     comm.requests.fail(evener_proto::Why::PeerClosed);
                 }
             },
-            _ => match self.of(&comm.peer) {
-                Some(one) => one.take(&comm.requests),
+            _ => match self.of(&lane.peer) {
+                Some(one) => one.take(&comm.requests, place),
                 None => {
                     comm.requests.fail(evener_proto::Why::PeerClosed);
-                    let registered = &comm.requests.registered;
-                    registered.store(true, std::sync::atomic::Ordering::Release);
+                    comm.requests.register(place);
                 }
             },
         }
@@ -559,6 +567,7 @@ impl Instance {
                 continue;
             };
             one.measure(&shared);
+            one.fail_with_others(&shared);
             if one.is_idle() && one.initiates() && now >= one.idle + IDLE {
                 one.close(&mut self.batch, &shared, counts, now);
             }

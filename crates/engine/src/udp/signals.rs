@@ -4,6 +4,7 @@
 //! | bytes | what |
 //! |---|---|
 //! | 0 | 1 open, 2 opened, 3 declined, 4 closed |
+//! | 1..3 | open: which lane of the comm it is, and how many there are; 0, 0: the only one |
 //! | 4..8 | channel: the initiator chooses it |
 //! | 8..16 | open: the comm, by the sending process' number |
 //! | 16..24 | open: the listener |
@@ -28,6 +29,8 @@ pub enum Signal {
         comm: u64,
         /// Which listener.
         listener: u64,
+        /// Which of its lanes this is, and how many it has.
+        lane: (usize, usize),
     },
     /// It is open.
     Opened(u32),
@@ -39,17 +42,23 @@ pub enum Signal {
 
 impl Signal {
     fn emit(self) -> [u8; SIGNAL] {
+        let mut bytes = [0; SIGNAL];
         let (kind, channel, comm, listener) = match self {
             Signal::Open {
                 channel,
                 comm,
                 listener,
-            } => (1, channel, comm, listener),
+                lane: (lane, lanes),
+            } => {
+                if lanes > 1 {
+                    (bytes[1], bytes[2]) = (lane as u8, lanes as u8);
+                }
+                (1, channel, comm, listener)
+            }
             Signal::Opened(channel) => (2, channel, 0, 0),
             Signal::Declined(channel) => (3, channel, 0, 0),
             Signal::Closed(channel) => (4, channel, 0, 0),
         };
-        let mut bytes = [0; SIGNAL];
         bytes[0] = kind;
         bytes[4..8].copy_from_slice(&u32::to_le_bytes(channel));
         bytes[8..16].copy_from_slice(&u64::to_le_bytes(comm));
@@ -69,6 +78,7 @@ impl Signal {
                 channel,
                 comm: word(8)?,
                 listener: word(16)?,
+                lane: (usize::from(bytes[1]), usize::from(bytes[2]).max(1)),
             }),
             2 => Some(Signal::Opened(channel)),
             3 => Some(Signal::Declined(channel)),
@@ -172,25 +182,33 @@ mod tests {
             channel: 7,
             comm: 1 << 40,
             listener: 9,
+            lane: (2, 3),
+        };
+        let whole = Signal::Open {
+            channel: 8,
+            comm: 3,
+            listener: 9,
+            lane: (0, 1),
         };
         let said = [
             open,
+            whole,
             Signal::Opened(7),
             Signal::Declined(8),
             Signal::Closed(7),
         ];
         for round in 0..100u64 {
             for (at, signal) in said.iter().enumerate() {
-                one.say(round * 4 + at as u64, *signal);
+                one.say(round * 5 + at as u64, *signal);
             }
-            for at in (0..4).rev() {
-                let number = round * 4 + at;
+            for at in (0..5).rev() {
+                let number = round * 5 + at;
                 for (from, to) in [(10, SIGNAL), (0, 10)] {
                     let mut part = vec![0; to - from];
                     one.read(number, from as u64, &mut part);
                     other.place(number, from as u64, &part);
                 }
-                assert_eq!(other.received(number), if at == 0 { 4 } else { 0 });
+                assert_eq!(other.received(number), if at == 0 { 5 } else { 0 });
                 one.sent(number);
             }
             let heard: Vec<_> = std::iter::from_fn(|| other.hear()).collect();

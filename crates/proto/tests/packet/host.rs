@@ -1,6 +1,8 @@
 //! An end that speaks the protocol: a connection, its messages, and whether what comes is what went.
 
+use std::cell::Cell;
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::time::Duration;
 
 use evener_proto::packet::{
@@ -40,6 +42,8 @@ pub struct Host {
     pub asleep: Duration,
     /// A packet that goes or comes takes its thread so long; 0: it takes no time.
     pub cost: Duration,
+    /// Until when its thread is busy, if it shares one with other ends.
+    pub thread: Option<Rc<Cell<Duration>>>,
     /// With when each came.
     inbox: Vec<(Vec<u8>, Duration)>,
     pub sends: Vec<Flow>,
@@ -49,6 +53,8 @@ pub struct Host {
     /// Time from send to the last byte at the receiver's end is the sender's less a way back.
     pub took: Vec<(Duration, u32, Duration)>,
     pub events: Vec<Event>,
+    /// All events are kept, those of messages too.
+    pub keeps: bool,
     /// Bytes that were placed.
     pub placed: u64,
     pub last_placed: Duration,
@@ -96,6 +102,7 @@ impl Host {
             clock: Duration::ZERO,
             asleep: Duration::ZERO,
             cost: Duration::ZERO,
+            thread: None,
             inbox: Vec::new(),
             sends: Vec::new(),
             posts: Vec::new(),
@@ -103,6 +110,7 @@ impl Host {
             started: HashMap::new(),
             took: Vec::new(),
             events: Vec::new(),
+            keeps: false,
             placed: 0,
             last_placed: Duration::ZERO,
             longest_gap: Duration::ZERO,
@@ -204,6 +212,7 @@ impl Host {
                 _ => {}
             }
             if self.memory.is_some()
+                || self.keeps
                 || !matches!(event, Event::Sent { .. } | Event::Received { .. })
             {
                 self.events.push(event);
@@ -223,6 +232,9 @@ impl End for Host {
     }
 
     fn run(&mut self, real: Duration, out: &mut Vec<Packet>) -> Option<Duration> {
+        if let Some(thread) = &self.thread {
+            self.asleep = self.asleep.max(thread.get());
+        }
         if real < self.asleep {
             return Some(self.asleep);
         }
@@ -312,6 +324,9 @@ impl End for Host {
             *missed += less;
         }
         self.asleep = self.asleep.max(real + self.cost * handled);
+        if let Some(thread) = &self.thread {
+            thread.set(self.asleep);
+        }
         if more {
             self.events(now);
             return Some(self.asleep);

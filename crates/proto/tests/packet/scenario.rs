@@ -1,10 +1,11 @@
 //! Networks and what is measured on them, for the tests and for the table.
 
+use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use evener_proto::packet::Config;
 use evener_proto::packet::format::{CHUNK, HEADER};
+use evener_proto::packet::{Config, Event};
 
 use super::cubic;
 use super::host::{Flow, Host};
@@ -346,4 +347,162 @@ pub fn beside_cubic(bits: f64, config: &Config, seed: u64, cubic_first: bool) ->
         rates[0] / sum,
         sum / (bits / 8.0) / limit(config.most_datagram),
     )
+}
+
+/// Messages of a comm that are on their way at a time, and bytes of each: as NCCL has them.
+const AHEAD: u64 = 8;
+const STEP: u64 = 512 << 10;
+
+/// One comm: its messages, each over one of its connections.
+struct Comm {
+    /// Its connections: where it sends and where it receives.
+    lanes: Vec<(usize, usize)>,
+    /// The lane of each message whose buffer is posted.
+    of: Vec<usize>,
+    /// Which message of the comm is the next of a lane at the sender, and at the receiver.
+    numbers: Vec<Vec<u64>>,
+    /// Messages that went, and bytes that are posted and have not come, for each lane.
+    sent: u64,
+    outstanding: Vec<u64>,
+    /// Which have been sent and received; all before these places have.
+    done: [Vec<bool>; 2],
+    first: [u64; 2],
+}
+
+impl Comm {
+    fn over(lanes: Vec<(usize, usize)>) -> Comm {
+        Comm {
+            of: Vec::new(),
+            numbers: vec![Vec::new(); lanes.len()],
+            sent: 0,
+            outstanding: vec![0; lanes.len()],
+            done: [Vec::new(), Vec::new()],
+            first: [0, 0],
+            lanes,
+        }
+    }
+
+    fn finish(&mut self, end: usize, lane: usize, number: u64) {
+        let message = self.numbers[lane][number as usize] as usize;
+        let done = &mut self.done[end];
+        done.resize(done.len().max(message + 1), false);
+        done[message] = true;
+        while done.get(self.first[end] as usize) == Some(&true) {
+            self.first[end] += 1;
+        }
+        if end == 1 {
+            self.outstanding[lane] -= 1;
+        }
+    }
+}
+
+/// Rounds as NCCL's all-reduce has them: two nodes of four threads, four connections each way; connection
+/// `n` is thread `n`'s where it sends and the next one's where it receives. Comm `n` each way goes over
+/// the connections `lanes[n]`; all comms move as much, and the next round begins when all have. A message
+/// goes over the connection whose turn it is, or over the one that owes its receiver least (`chosen`).
+/// Each packet takes a thread so long, and threads nap as in [`threads`]. The share of both links.
+pub fn rounds(
+    bits: f64,
+    config: &Config,
+    lanes: &[Vec<usize>],
+    chosen: bool,
+    (cost, nap): (Duration, Duration),
+) -> f64 {
+    const THREADS: usize = 4;
+    const ROUNDS: u64 = 4;
+    let amount = 384 / lanes.len() as u64;
+    let mut net = Net::new(vec![Link::new(bits, DELAY), Link::new(bits, DELAY)], 1);
+    let busy: Vec<Rc<Cell<Duration>>> = (0..2 * THREADS).map(|_| Rc::default()).collect();
+    for at in 0..2 * THREADS {
+        let (connection, way) = (at / 2, at % 2);
+        let (there, back): (Route, Route) = (Rc::from([way]), Rc::from([1 - way]));
+        for (initiates, route) in [(true, there), (false, back)] {
+            let peer = 2 * at + usize::from(initiates);
+            let seed = 10 * at as u64 + u64::from(initiates);
+            let mut host = Host::new(initiates, config.clone(), seed, peer, move |_| {
+                route.clone()
+            });
+            let thread = if initiates {
+                way * THREADS + connection
+            } else {
+                (1 - way) * THREADS + (connection + 1) % THREADS
+            };
+            (host.cost, host.keeps) = (cost, true);
+            host.thread = Some(busy[thread].clone());
+            net.add(Box::new(host));
+        }
+    }
+    let mut comms: Vec<Comm> = (0..2 * lanes.len())
+        .map(|at| {
+            let of = lanes[at / 2].iter();
+            let ends = of.map(|connection| 2 * (2 * connection + at % 2));
+            Comm::over(ends.map(|end| (end, end + 1)).collect())
+        })
+        .collect();
+    net.run_until(MILLI);
+    let mut seed = 7;
+    let mut naps: Vec<Duration> = (0..2 * THREADS as u32).map(|at| MILLI * at / 4).collect();
+    let (mut round, mut began) = (1, Duration::ZERO);
+    while net.now < Duration::from_secs(4) {
+        let now = net.now;
+        for (thread, next) in busy.iter().zip(&mut naps) {
+            if !nap.is_zero() && now >= *next {
+                let share = 0.5 + (random(&mut seed) % 1536) as f64 / 1024.0;
+                thread.set(thread.get().max(now + nap.mul_f64(share)));
+                *next = now + nap.mul_f64(share * 10.0);
+            }
+        }
+        for at in 0..4 * THREADS {
+            for event in std::mem::take(&mut net.end::<Host>(at).events) {
+                let (end, channel, message) = match event {
+                    Event::Sent { channel, message } => (0, channel, message),
+                    Event::Received {
+                        channel, message, ..
+                    } => (1, channel, message),
+                    _ => continue,
+                };
+                let comm = &mut comms[channel as usize - 1];
+                let of = |lane: &(usize, usize)| lane.0 == at || lane.1 == at;
+                let lane = comm.lanes.iter().position(of).unwrap();
+                comm.finish(end, lane, message);
+            }
+        }
+        for (at, comm) in comms.iter_mut().enumerate() {
+            let channel = at as u32 + 1;
+            let count = comm.lanes.len();
+            while (comm.of.len() as u64) < (comm.first[1] + AHEAD).min(round * amount) {
+                let turn = comm.of.len() % count;
+                let mut all = (0..count).map(|more| (turn + more) % count);
+                let least = all.by_ref().min_by_key(|lane| comm.outstanding[*lane]);
+                let lane = if chosen { least.unwrap() } else { turn };
+                comm.numbers[lane].push(comm.of.len() as u64);
+                comm.of.push(lane);
+                comm.outstanding[lane] += 1;
+                let host = net.end::<Host>(comm.lanes[lane].1);
+                host.connection.as_mut().unwrap().post(channel, STEP);
+                net.poke(comm.lanes[lane].1);
+            }
+            while comm.sent < (comm.first[0] + AHEAD).min(comm.of.len() as u64) {
+                let lane = comm.of[comm.sent as usize];
+                comm.sent += 1;
+                let host = net.end::<Host>(comm.lanes[lane].0);
+                host.connection.as_mut().unwrap().send(channel, STEP);
+                net.poke(comm.lanes[lane].0);
+            }
+        }
+        if comms.iter().all(|comm| comm.first[1] == round * amount) {
+            if round == 1 {
+                began = now;
+            }
+            if round == ROUNDS {
+                break;
+            }
+            round += 1;
+        }
+        net.run_until(net.now + MILLI / 100);
+    }
+    assert_eq!(round, ROUNDS, "not ended in time");
+    let bytes = ((round - 1) * amount * STEP * comms.len() as u64) as f64;
+    let time = (net.now - began).as_secs_f64();
+    bytes / time / (bits / 4.0) / limit(config.most_datagram)
 }
