@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::slots::Status;
-use crate::sync::Ordering as SyncOrdering;
 use evener_proto::Frame;
 
 const COMM: u64 = 7;

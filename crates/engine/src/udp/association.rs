@@ -18,6 +18,8 @@
 //! routes that the kernel has, to the addresses from which it has heard.
 
 mod packets;
+#[cfg(test)]
+mod tests;
 
 use std::net::SocketAddr;
 use std::sync::Arc;

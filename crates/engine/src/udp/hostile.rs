@@ -82,7 +82,8 @@ pub fn packet(
     packet
 }
 
-fn peer() -> Arc<Peer> {
+/// A peer that nobody knows.
+pub(crate) fn peer() -> Arc<Peer> {
     let key = PeerKey {
         process: [1; 16],
         mirror: true,

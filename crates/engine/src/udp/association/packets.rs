@@ -10,15 +10,18 @@ use std::time::Duration;
 use evener_proto::PathId;
 use evener_proto::packet::{Dropped, Place, Span};
 
-use super::{Association, Effect, Own, memory};
+use rustc_hash::FxHashMap;
+
+use super::{Association, Effect, End, Own, memory};
 use crate::lock::lock;
 use crate::log::Level;
+use crate::packets::Counted;
 use crate::shared::Shared;
 use crate::stats::{PathStats, WorkerStats};
 use crate::sys::{self, Memory};
 use crate::trace::Record;
 use crate::udp::ports::{Batch, Came, Port, Reader};
-use crate::udp::signals;
+use crate::udp::signals::{self, Signals};
 
 /// Most addresses of the peer that packets are sent to.
 const MOST_REMOTES: usize = 16;
@@ -147,22 +150,7 @@ impl Association {
         loop {
             let (ends, signals) = (&self.ends, &self.signals);
             let counted = &mut self.counted;
-            let mut read = |span: &Span, to: &mut [u8]| {
-                if span.channel == signals::CHANNEL {
-                    signals.read(span.message, span.offset, to);
-                    return;
-                }
-                let end = ends.get(&span.channel);
-                let length = span.length as usize;
-                if let Some(from) = memory(end, span.message, span.offset, length) {
-                    counted.copied_out(length);
-                    // SAFETY: as in `hear`; `to` is in a batch, and as long as the span.
-                    #[allow(unsafe_code, reason = "bytes are read")]
-                    unsafe {
-                        sys::copy(from, Memory::of(to));
-                    }
-                }
-            };
+            let mut read = |span: &Span, to: &mut [u8]| fill(ends, signals, counted, span, to);
             let Some(sent) = self.connection.transmit(now, batch.place(), &mut read) else {
                 break;
             };
@@ -269,6 +257,29 @@ impl Association {
                 *place = None;
                 lock(&shared.paths).end(self.peer.key.mirror, path, why);
             }
+        }
+    }
+}
+
+/// Copies bytes of a message into a packet.
+pub(super) fn fill(
+    ends: &FxHashMap<u32, End>,
+    signals: &Signals,
+    counted: &mut Counted,
+    span: &Span,
+    to: &mut [u8],
+) {
+    if span.channel == signals::CHANNEL {
+        signals.read(span.message, span.offset, to);
+        return;
+    }
+    let end = ends.get(&span.channel);
+    if let Some(from) = memory(end, span.message, span.offset, to.len()) {
+        counted.copied_out(to.len());
+        // SAFETY: as in `hear`; `to` is in a packet, and as long as what is read.
+        #[allow(unsafe_code, reason = "bytes are read")]
+        unsafe {
+            sys::copy(from, Memory::of(to));
         }
     }
 }
