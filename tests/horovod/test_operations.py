@@ -254,7 +254,7 @@ def test_introspection_without_init() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused_by_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found out in the others' operations, it left them waiting on their GPUs."""
+    """The others' operations, which would be the first to find out, wait for this rank."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(STATE, "_engine", SimpleNamespace())

@@ -66,6 +66,7 @@ def test_the_bytes_that_cross_a_card(spec: str) -> None:
     assert "inner groups of [" in said
     # A card has the bytes of all ranks of its node: any of them has counted the same.
     sent = json.loads(found[0])
+    print(spec, sent)
     assert 1 <= sent["2d exact"] / BYTES < 1.03, sent
     assert 1 <= sent["flat exact"] / (2 * (ranks - 1) / ranks * BYTES) < 1.03, sent
     # Each pair of nodes exchanges one part, where a ring passes on that of every rank.

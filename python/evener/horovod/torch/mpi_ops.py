@@ -592,7 +592,7 @@ def join(device: int = -1) -> int:
     DistributedOptimizers, with zeros, on GPU `device` where they are on GPUs (-1: the current one).
     Its own parameters stay as they are, as upstream's: broadcast them from the rank that is given.
     Other operations of theirs raise HorovodInternalError. Raises ValueError for a GPU that is not
-    there: found out later, in the others' operations, they would wait for this rank.
+    there: the others' operations, which would be the first to find out, wait for this rank.
     """
     engine = STATE.engine
     if torch.cuda.is_available() and device >= torch.cuda.device_count():
