@@ -559,9 +559,10 @@ EVENER_NET_WORKERS = _number(
 EVENER_NET_LANES = _number(
     _NET,
     "EVENER_NET_LANES",
-    0,
-    "Connections that a communicator's messages take turns over with the UDP engine. Each is moved "
-    "by one worker thread. 0: as many as there are threads, 4 at most. The peer may allow fewer.",
+    1,
+    "Connections that a communicator's messages take turns over with the UDP engine, each moved by "
+    "one worker thread; no more than there are threads, and than the peer allows.",
+    low=1,
     high=8,
 )
 EVENER_NET_FLOWS = _number(

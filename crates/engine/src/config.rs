@@ -31,7 +31,7 @@ pub struct Config {
     pub family: Family,
     /// Worker threads; 0: by the number of processors.
     pub workers: usize,
-    /// Connections of a comm over UDP; 0: by the number of threads.
+    /// Connections of a comm over UDP, if there are as many threads.
     pub lanes: usize,
     /// Connections to a peer at the start, over all routes.
     pub flows: usize,
@@ -66,7 +66,7 @@ impl Default for Config {
             interfaces: None,
             family: Family::Any,
             workers: 0,
-            lanes: 0,
+            lanes: 1,
             flows: 16,
             most_flows: 32,
             congestion: None,

@@ -138,7 +138,7 @@ impl Settings {
                 interfaces,
                 family,
                 workers: parse(env, &all::WORKERS, number(0, 16))?,
-                lanes: parse(env, &all::LANES, number(0, MOST_LANES))?,
+                lanes: parse(env, &all::LANES, number(1, MOST_LANES))?,
                 flows,
                 most_flows: 2 * flows,
                 congestion: optional(text(env, &all::CONGESTION)),

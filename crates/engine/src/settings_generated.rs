@@ -53,11 +53,11 @@ pub const WORKERS: Setting = Setting {
     allowed: "a whole number, 0 to 16",
 };
 
-/// Connections that a communicator's messages take turns over with the UDP engine. Each is moved by one worker thread. 0: as many as there are threads, 4 at most. The peer may allow fewer.
+/// Connections that a communicator's messages take turns over with the UDP engine, each moved by one worker thread; no more than there are threads, and than the peer allows.
 pub const LANES: Setting = Setting {
     name: "EVENER_NET_LANES",
-    default: "0",
-    allowed: "a whole number, 0 to 8",
+    default: "1",
+    allowed: "a whole number, 1 to 8",
 };
 
 /// TCP connections between two processes at the start. More are opened while throughput grows, up to twice as many.

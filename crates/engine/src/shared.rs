@@ -27,9 +27,6 @@ use crate::stats::Silences;
 use crate::sys;
 use crate::task::Task;
 
-/// Connections of a comm over UDP, where there are as many threads and nothing else is asked for.
-const LANES: usize = 4;
-
 /// See the module.
 pub struct Shared {
     pub(crate) config: Config,
@@ -145,11 +142,8 @@ impl Shared {
 
     /// Most connections that a comm over UDP has.
     pub(crate) fn lanes(&self) -> usize {
-        let most = match self.config.lanes {
-            0 => LANES,
-            given => given.min(MOST_LANES),
-        };
-        most.min(self.instances().len()).max(1)
+        let most = self.instances().len().min(MOST_LANES);
+        self.config.lanes.min(most).max(1)
     }
 
     /// A peer wants to open a comm, whose lanes are all there: it is declined where there is no such

@@ -55,6 +55,8 @@ fn engine(choice: Choice, workers: usize) -> Engine {
         engine: choice,
         interfaces: Some("lo".into()),
         workers,
+        // With UDP: a comm's messages take turns over all threads.
+        lanes: workers,
         flows: 4,
         most_flows: 8,
         ..Config::default()
@@ -496,10 +498,10 @@ fn udp(workers: usize, lanes: usize) -> Engine {
 #[test]
 fn a_comm_goes_over_as_many_connections_as_both_ends_allow() {
     for ((workers, lanes), (other, allowed), want) in [
-        ((4, 0), (4, 0), 4),
-        ((2, 0), (4, 0), 2),
+        ((4, 4), (4, 4), 4),
+        ((2, 4), (4, 4), 2),
         ((4, 3), (4, 8), 3),
-        ((4, 0), (4, 1), 1),
+        ((4, 4), (4, 1), 1),
         ((6, 6), (6, 6), 6),
     ] {
         let (a, b) = (udp(workers, lanes), udp(other, allowed));
@@ -538,7 +540,7 @@ fn a_comm_goes_over_as_many_connections_as_both_ends_allow() {
 #[test]
 fn closing_ends_all_lanes() {
     for sender_closes in [true, false] {
-        let (a, b) = (udp(4, 0), udp(4, 0));
+        let (a, b) = (udp(4, 4), udp(4, 4));
         let (send, receive) = pair(&a, &b);
         let mut all = vec![vec![0; 1 << 20]; 16];
         let (left, right) = all.split_at_mut(8);
