@@ -143,6 +143,87 @@ def _qwen2_vl() -> nn.Module:
     )  # fmt: skip
 
 
+def _llava() -> nn.Module:
+    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128,
+              "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32,
+              "patch_size": 8}  # fmt: skip
+    return _transformers(
+        "LlavaForConditionalGeneration",
+        text_config={"model_type": "llama", **_DECODER, **_SPECIAL},
+        vision_config=vision, image_token_index=500,
+    )  # fmt: skip
+
+
+def _eager_experts() -> nn.Module:
+    """Each expert by itself, with the tokens that chose it."""
+    model: Any = _transformers(
+        "MixtralForCausalLM", **_DECODER, num_local_experts=4, num_experts_per_tok=2
+    )
+    model.set_experts_implementation("eager")
+    made: nn.Module = model
+    return made
+
+
+class Segmented(nn.Module):
+    """SAM and a loss of its masks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: torch.Tensor, points: torch.Tensor, masks: torch.Tensor
+                ) -> torch.Tensor:  # fmt: skip
+        found = self.inner(pixel_values=images, input_points=points, multimask_output=False)
+        return functional.binary_cross_entropy_with_logits(found.pred_masks[:, 0], masks)
+
+
+def _sam() -> nn.Module:
+    vision = {
+        "hidden_size": 64, "output_channels": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "image_size": 64, "patch_size": 8, "window_size": 4, "global_attn_indexes": [1, 3],
+        "num_pos_feats": 16, "mlp_dim": 128,
+    }  # fmt: skip
+    prompt = {"hidden_size": 32, "image_size": 64, "patch_size": 8, "mask_input_channels": 8}
+    decoder = {
+        "hidden_size": 32,
+        "mlp_dim": 64,
+        "num_attention_heads": 4,
+        "iou_head_hidden_dim": 32,
+    }
+    made = _transformers(
+        "SamModel", vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder
+    )
+    return Segmented(made)
+
+
+class Detector(nn.Module):
+    """A detector of torchvision, of which each image has a list of boxes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: list[torch.Tensor], targets: list[Batch]) -> torch.Tensor:
+        found: dict[str, torch.Tensor] = self.inner(images, targets)
+        return torch.stack(list(found.values())).sum()
+
+
+def _detector(kind: str) -> nn.Module:
+    from torchvision.models import detection
+
+    sizes = {"min_size": 128, "max_size": 128}
+    if kind == "retinanet":
+        inner = detection.retinanet_resnet50_fpn(
+            weights=None, weights_backbone=None, num_classes=5, **sizes
+        )
+    else:
+        inner = getattr(detection, f"{kind}_resnet50_fpn")(
+            weights=None, weights_backbone=None, num_classes=5, rpn_pre_nms_top_n_train=200,
+            rpn_post_nms_top_n_train=100, box_batch_size_per_image=32, **sizes,
+        )  # fmt: skip
+    return Detector(inner)
+
+
 def _torchvision() -> nn.Module:
     import torchvision
 
@@ -269,6 +350,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "Qwen2-VL": _qwen2_vl,
     "DETR": _detr,
+    "LLaVA": _llava,
+    "Mixtral, eager experts": _eager_experts,
+    "SAM": _sam,
+    "Faster R-CNN": lambda: _detector("fasterrcnn"),
+    "Mask R-CNN": lambda: _detector("maskrcnn"),
+    "RetinaNet": lambda: _detector("retinanet"),
     "Llama with LoRA (peft)": _lora,
     "ResNet-18 (torchvision)": _torchvision,
     "ViT (timm)": _timm,
@@ -311,6 +398,29 @@ def batch_of(name: str, step: int) -> Batch:
             for _ in range(ROWS)
         ]
         return {"pixel_values": images, "labels": seen}
+    if name in ("Faster R-CNN", "Mask R-CNN", "RetinaNet"):
+        corners = 60 * torch.rand(ROWS, 3, 2, generator=g)
+        sides = 10 + 50 * torch.rand(ROWS, 3, 2, generator=g)
+        boxes = torch.cat([corners, corners + sides], dim=2)
+        masks = (torch.rand(ROWS, 3, 128, 128, generator=g) < 0.5).to(torch.uint8)
+        return {
+            "images": [torch.rand(3, 128, 128, generator=g) for _ in range(ROWS)],
+            "targets": [
+                {"boxes": boxes[n], "labels": 1 + whole(4, 3), "masks": masks[n]}
+                for n in range(ROWS)
+            ],
+        }
+    if name == "SAM":
+        return {
+            "images": torch.randn(ROWS, 3, 64, 64, generator=g),
+            "points": 64 * torch.rand(ROWS, 1, 2, 2, generator=g),
+            "masks": (torch.rand(ROWS, 1, 32, 32, generator=g) < 0.5).float(),
+        }
+    if name == "LLaVA":
+        tokens = whole(500, ROWS, 64)
+        tokens[:, 4:20] = 500
+        images = torch.randn(ROWS, 3, 32, 32, generator=g)
+        return {"input_ids": tokens, "labels": tokens.clone(), "pixel_values": images}
     if name == "Qwen2-VL":
         tokens = whole(500, ROWS, 64)
         tokens[:, 4], tokens[:, 5:9] = 502, 500  # an image begins, and its four tokens
@@ -331,13 +441,32 @@ def _loss(out: Any) -> torch.Tensor:
     return found
 
 
+def forward(name: str, model: Any, step: int) -> torch.Tensor:
+    """The loss of a step. Detectors draw which boxes they learn from."""
+    torch.manual_seed(step)
+    return _loss(model(**batch_of(name, step)))
+
+
+CHOOSES = ("Faster R-CNN", "Mask R-CNN", "RetinaNet")
+"""Detectors learn from the boxes that they find, and norm by small batches: rounding grows from
+step to step. A plain loop whose weights are 1e-7 off has a third loss that is 0.2% (RetinaNet) to
+22% (Faster R-CNN) another one. So of these only the first two losses are compared with it."""
+
+
+def apart(name: str, got: list[float], want: list[float]) -> float:
+    """The largest relative difference of losses."""
+    compared = 2 if name in CHOOSES else len(want)
+    pairs = list(zip(got, want, strict=True))[:compared]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
 def plain(name: str, model: nn.Module) -> list[float]:
     """The losses of a plain loop."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-2)
     losses = []
     for step in range(STEPS):
-        loss = _loss(model(**batch_of(name, step)))
+        loss = forward(name, model, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -397,7 +526,7 @@ def resumed(name: str, model: nn.Module, gpu: int) -> float:
         engine = engine_of(name, model, gpu, "auto")
         try:
             for step in range(STEPS - 1):
-                engine.backward(_loss(engine(**batch_of(name, step))))
+                engine.backward(forward(name, engine, step))
                 engine.step()
             zero.save_checkpoint(engine, folder)
         finally:
@@ -405,7 +534,7 @@ def resumed(name: str, model: nn.Module, gpu: int) -> float:
         engine = engine_of(name, other, gpu, "auto")
         try:
             zero.load_checkpoint(engine, folder)
-            return _loss(engine(**batch_of(name, STEPS - 1))).item()
+            return forward(name, engine, STEPS - 1).item()
         finally:
             engine.close()
 
@@ -420,7 +549,7 @@ def under(
         losses = []
         for step in range(STEPS):
             strides.begin(backward=False)
-            loss = _loss(engine(**batch_of(name, step)))
+            loss = forward(name, engine, step)
             strides.begin(backward=True)
             engine.backward(loss)
             engine.step()
@@ -459,7 +588,7 @@ def compare(name: str) -> int:
     torch.manual_seed(0)
     model = MODELS[name]().train()
     want = plain(name, copy.deepcopy(model))
-    gpu, bad = 1 << 40, 0
+    gpu, bad, first = 1 << 40, 0, want
     for way, share in RUNS:
         said = f"{name:26} {way!s:7} {share:4.2f} of its memory:"
         try:
@@ -467,12 +596,13 @@ def compare(name: str) -> int:
         except zero.NoFitError as error:
             print(said, f"refused: {error}", flush=True)
             continue
-        gpu = found["gpu planned"] if share == 1.0 else gpu
-        apart = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
-        ok = apart < 1e-4 and not found["odd"]
+        if share == 1.0:
+            gpu, first = found["gpu planned"], got
+        gap = apart(name, got, want)
+        ok = gap < (1e-3 if name in CHOOSES else 1e-4) and not found["odd"]
         bad += not ok
         print(
-            f"{said} loss apart {apart:.0e}{'' if ok else '  <-'}, "
+            f"{said} loss apart {gap:.0e}{'' if ok else '  <-'}, "
             f"plan {found['gpu planned'] / found['gpu peak']:.3f} x the peak, traced "
             f"{found['traced']}, {found['way']}, resident {found['resident']}, passes run again "
             f"{found['passes run again']}{', other strides: ' * bool(found['odd'])}"
@@ -480,9 +610,9 @@ def compare(name: str) -> int:
             flush=True,
         )
     again = resumed(name, copy.deepcopy(model), gpu)
-    ok = abs(again - want[-1]) / abs(want[-1]) < 1e-5
+    ok = abs(again - first[-1]) / abs(first[-1]) < 1e-5
     bad += not ok
-    print(f"{name:26} resumed: loss {again:.6f}, {want[-1]:.6f}{'' if ok else '  <-'}", flush=True)
+    print(f"{name:26} resumed: loss {again:.6f}, {first[-1]:.6f}{'' if ok else '  <-'}", flush=True)
     return bad
 
 

@@ -440,3 +440,47 @@ def test_the_size_that_torch_names() -> None:
         assert torch.empty(1 << 19, dtype=torch.uint8).numel() == 1 << 19
     finally:
         device.unlimit()
+
+
+def test_a_norm_with_running_means_runs_again_in_its_backward_pass() -> None:
+    """The second forward pass changes the means once more; they are put back while autograd holds
+    them for the backward pass."""
+
+    class Normed(nn.Module):
+        greed = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.BatchNorm1d(WIDTH)  # no block: it is never recomputed
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(6)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            loss: torch.Tensor = x.square().mean()
+            return _Greedy.apply(loss, self.greed) if self.greed else loss
+
+    def run(gpu: int, greed: int) -> tuple[list[float], dict[str, torch.Tensor], zero.Plan, int]:
+        torch.manual_seed(0)
+        model = Normed()
+        with engine_of(model, gpu, torch.randn(256, WIDTH)) as engine:
+            model.greed = greed
+            losses = []
+            for _ in range(3):
+                loss = engine(torch.randn(256, WIDTH))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            buffers = {name: b.clone() for name, b in model.named_buffers()}
+            assert engine.plan is not None
+            return losses, buffers, engine.plan, engine.memory()["passes run again"]
+
+    want, means, plan, _ = run(WHOLE, 0)
+    # Twice as much is asked for in the backward pass as in the forward pass: that one fails.
+    got, others, _, again = run(plan.gpu_bytes + 250_000, 300_000)
+    assert again > 0
+    assert got == want
+    assert all(torch.equal(means[name], others[name]) for name in means)

@@ -69,9 +69,10 @@ def plan(
 
     model: a module (best made in `empty_weights`), or a dict with the keys of Hugging Face's
     config.json of a Llama. batch: (sequences, tokens a sequence) of a micro-batch, or tokens.
-    example: what the model is called with (a mapping of keywords, or positions), only shapes
-    count; guessed from `batch` where it is None. machine: measured here where it is None. nodes:
-    with `ranks` each and a copy of the states; `machine.between` is the rate between them.
+    example: what the model is called with (a mapping of keywords, or positions). Its shapes
+    count, and its values where the model asks for them; guessed from `batch` where it is None.
+    machine: measured here where it is None. nodes: with `ranks` each and a copy of the states;
+    `machine.between` is the rate between them.
     """
     settings = read(config, ranks)
     settings.budget = budget if budget != "auto" else settings.budget
@@ -154,6 +155,17 @@ def _loaded(machine: Machine, profile: Profile | None) -> Machine:
     if profile is None or not profile.rehearsed or world_size() > 1:
         return machine
     return replace(machine, host_reserve=max(machine.host_reserve, budgets.resident_now() + STEP))
+
+
+def _agreed(profile: Profile | None) -> Profile | None:
+    """The first rank's. Plans must be the same on all ranks. Collective."""
+    if world_size() == 1:
+        return profile
+    # What units are called with may hold anything, and is looked at on the rank itself.
+    found = [None if profile is None else replace(profile, calls={})]
+    dist.broadcast_object_list(found, src=0)
+    first = found[0]
+    return first and replace(first, calls=profile.calls if profile is not None else {})
 
 
 def _head(model: nn.Module, config: Config) -> Head | None:
@@ -261,8 +273,9 @@ def initialize(
     The model's own parameters are taken over: afterwards they hold values only while their unit
     runs. Uses the default process group where there is one. `batch`: of a micro-batch, for the
     plan (the configuration's, of 1024 tokens), or `example`: what the model is called with, of
-    which only shapes count. Its step is traced with these; other inputs later are traced when they
-    come. `weights`: a folder of safetensors, or a function (name, parameter) -> value: `model` may
+    which shapes count, and values where the model asks for them. Its step is traced with these;
+    other inputs later are traced when they come. `weights`: a folder of safetensors, or a function
+    (name, parameter) -> value: `model` may
     then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
     chunks on the accelerator), `away` (of those with states on the SSD, in the budget's folder) and
     `streaming` (of states through the accelerator): in place of what is planned. A GPU budget in
@@ -334,7 +347,9 @@ def _engine(
     call, made, folder = None, None, ""
     if resident is None:
         call = _call(model, settings, batch, example)
-        units, profile = cut_and_trace(model, numbers, settings, device.device, call, head)
+        units, profile = cut_and_trace(
+            model, numbers, settings, device.device, call, head, agree=_agreed
+        )
         if machine is None:
             machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
         profile = _rehearsed(profile, units, settings, device.device, machine, head)

@@ -66,7 +66,9 @@ class _State:
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
         for buffer, value in self.buffers:
-            buffer.copy_(value)
+            # A norm saves its running means with its inputs and does not read them in a backward
+            # pass. Their version must not change: autograd would refuse the pass that runs again.
+            buffer.data.copy_(value)
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ leaves open the fastest that fits. Where none fits, the settings near by that wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -189,8 +189,10 @@ def cut_and_trace(
     call: Call,
     head: Head | None,
     cores: int = 0,
+    agree: Callable[[Profile | None], Profile | None] = lambda profile: profile,
 ) -> tuple[list[Unit], Profile | None]:
-    """The units, and the profile of a step with the inputs `call`, where it can be traced."""
+    """The units, and the profile of a step with the inputs `call`, where it can be traced. `agree`:
+    of several ranks' profiles gives one, as each looks at values of its own batch."""
     stay: frozenset[str] = frozenset()
     for _ in range(3):
         units = cut(model, numbers, small=config.small, stay=stay)
@@ -204,6 +206,7 @@ def cut_and_trace(
             head=head,
             cores=cores,
         )
+        profile = agree(profile)
         if profile is None or not profile.strays - stay:
             break
         stay |= profile.strays

@@ -92,6 +92,8 @@ class Profile:
     holes: tuple[int, int] = (0, 0)
     """Bytes that an allocator loses between tensors (see `pool`): with nothing recomputed, and with
     every repeated unit recomputed."""
+    asked: str = field(default="", compare=False)
+    """Which values the model asked for, in words; empty: none."""
 
     @property
     def mixes(self) -> bool:

@@ -5,9 +5,7 @@ and with all repeated units recomputed. Shapes, dtypes and lifetimes of all that
 then the model's own, the loss included; `profile` says what is kept of it. The hooks are those of
 `passes`, with a recorder in the place of loading and gradients, so the moments are the engine's.
 
-Where an operation asks for a value, 0 is given (no layer is dropped). Where a mask selects, all is
-selected. Where it asks whether
-something holds everywhere, the answer is yes unless there is a mask (no sequences are packed). What
+Where an operation asks for a value, `answers` has one: the example's, or one that is drawn. What
 cannot be faked at all raises TraceError: then the plan is made from shapes, and the first step
 shows what is true.
 """
@@ -19,7 +17,6 @@ import dataclasses
 import gc
 import logging
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +25,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from evener.errors import EvenerError
+from evener.zero.answers import Answers, Readers
 from evener.zero.device import SimulatedDevice
 from evener.zero.loss import cross_entropy
 from evener.zero.meter import Ledger, Meter, tensors
@@ -112,66 +109,6 @@ class _Recorder:
         """As both have it."""
 
 
-class _Answers(TorchDispatchMode):
-    """See the head of this file. `every`: the answer to `all()`."""
-
-    def __init__(self, every: bool) -> None:
-        super().__init__()
-        self._every = every
-        self._asked: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default:
-            return args[0].fake_device  # asked for by every operation: half of all that is seen
-        if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            if any(args[0] is x for x in self._asked):
-                return self._every
-            return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
-        if func is torch.ops.aten.equal.default:
-            return False
-        if func is torch.ops.aten.masked_select.default:
-            values = torch.broadcast_tensors(*args)[0]
-            return values.reshape(-1).clone()
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _grouped(*args[:3])
-        if func in _CTC:
-            return _ctc(*args)
-        if func in _CTC_BACKWARD:
-            return torch.empty_like(args[1])
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.all.default:
-            self._asked.add(out)
-        return out
-
-
-_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
-_CTC_BACKWARD = (
-    torch.ops.aten._ctc_loss_backward.default,
-    torch.ops.aten._ctc_loss_backward.Tensor,
-)
-
-
-def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """Of grouped products: torch 2.11 knows their shapes for bfloat16 alone."""
-    shape = [a.shape[-2], b.shape[-1]]
-    if a.dim() == b.dim() == 3:
-        shape.insert(0, a.shape[0])
-    elif a.dim() == b.dim() == 2:
-        assert ends is not None
-        shape.insert(0, ends.shape[0])
-    return a.new_empty(shape)
-
-
-def _ctc(scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of CTC, which looks at lengths: what it would take where every target is as long as all."""
-    times, rows = scores.shape[:2]
-    longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // rows)
-    return scores.new_empty(rows), scores.new_empty(rows, times, 2 * longest + 1)
-
-
 @contextlib.contextmanager
 def _swapped(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype
              ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:  # fmt: skip
@@ -214,6 +151,8 @@ def _loss(out: Any, chunked: bool) -> torch.Tensor:
     wanted = [x for x in leaves if isinstance(x, LazyLogits) or x.requires_grad]
     if not wanted:
         raise TraceError("the model's output needs no gradient", "train a parameter of it")
+    if all(x.dim() == 0 for x in wanted):
+        return torch.stack(wanted).sum()  # models that detect give a loss for each task
     if wanted[0].dim() == 0:
         return wanted[0]
     x = max(wanted, key=lambda each: each.numel())
@@ -233,8 +172,9 @@ def _work(meter: Meter) -> Work:
     return found
 
 
-_Run = tuple[tuple[Moment, ...], Work, Work, frozenset[str], int]
-"""Of a step: its moments, the work of both passes, strays, and what holes take."""
+_Run = tuple[tuple[Moment, ...], Work, Work, frozenset[str], int, str]
+"""Of a step: its moments, the work of both passes, strays, what holes take, and which values were
+asked for."""
 
 
 def trace(
@@ -248,20 +188,22 @@ def trace(
     chunked: bool = False,
     head: Head | None = None,
     cores: int = 0,
+    draw: bool = False,
 ) -> Profile:
-    """The profile of a training step with these inputs (real, fake or on the meta device: only
-    their shapes and dtypes are looked at). `cores`: multiprocessors of a CUDA GPU that is not here.
-    Raises TraceError."""
+    """The profile of a training step with these inputs (real, fake or on the meta device: of those
+    that are real, values are used where the model asks). `cores`: multiprocessors of a CUDA GPU
+    that is not here. `draw`: values that follow from activations are drawn (see `answers`). Raises
+    TraceError."""
     repeated = frozenset(number for number, unit in enumerate(units) if unit.repeated)
     runs: list[_Run] = []
     calls: dict[int, Any] = {}
     for recompute in (frozenset(), repeated):
         if recompute or not runs:
             with _remembered(units, calls):
-                runs.append(
-                    _run(model, units, args, kwargs, device, dtype, chunked, head, recompute, cores)
-                )
-    (plain, forward, backward, strays, lost), (again, _, slow, more, also) = runs[0], runs[-1]
+                given = model, units, args, kwargs, device, dtype, chunked, head
+                runs.append(_run(*given, recompute, cores, draw))
+    plain, forward, backward, strays, lost, asked = runs[0]
+    again, _, slow, more, also, _ = runs[-1]
     leaves = [x for x in tree_leaves((list(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
     return Profile(
         plain=plain,
@@ -276,6 +218,7 @@ def trace(
         calls=calls,
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         holes=(lost, also),
+        asked=asked,
     )
 
 
@@ -321,6 +264,7 @@ def _run(
     head: Head | None,
     recompute: frozenset[int],
     cores: int,
+    draw: bool = False,
 ) -> _Run:
     ledger = Ledger()
     if not cores and device.type == "cuda":
@@ -363,9 +307,10 @@ def _run(
             wide = value.is_floating_point()
             kind = dtype if wide else value.dtype
             made_up = torch.empty(value.shape, dtype=kind, device=device)
+            answers.know(made_up, value)
             return made_up.requires_grad_(value.requires_grad) if wide else made_up
 
-        every = not any("mask" in name for name in kwargs)
+        answers = Answers(every=not any("mask" in name for name in kwargs), draw=draw)
         recompute_now = set(recompute)
         passes = Passes(
             model,
@@ -382,7 +327,7 @@ def _run(
             tracing=True,
         )
         try:
-            with mode, torch.enable_grad(), meter, _Answers(every), as_real():
+            with mode, torch.enable_grad(), meter, answers, Readers(answers), as_real():
                 inputs, named = tree_map(fake, (list(args), dict(kwargs)))
                 recorder.moment("other")
                 out = model(*inputs, **named)
@@ -405,28 +350,35 @@ def _run(
             for _, mine in ghosts:
                 for ghost in mine:
                     ghost.arrived.clear()
-    return tuple(recorder.moments), forward, backward, frozenset(strays), holes(meter.events)
+    moments, lost = tuple(recorder.moments), holes(meter.events)
+    return moments, forward, backward, frozenset(strays), lost, answers.said()
 
 
 def timed_trace(*args: Any, **kwargs: Any) -> tuple[Profile | None, str]:
-    """A profile, or None and why; and always in how many seconds."""
+    """A profile, or None and why; and always in how many seconds. A model that asks for values of
+    activations is traced with drawn ones."""
     begun = time.perf_counter()
     noise = logging.getLogger("torch._subclasses.fake_tensor")
     level = noise.level
     noise.setLevel(logging.CRITICAL)  # it shows what is raised, too
+    # Some operations have shapes for bfloat16 alone (grouped products, in torch 2.11).
+    ways: list[tuple[bool, dict[str, Any], int]] = [(False, kwargs, 1), (True, kwargs, 1)]
+    if kwargs["dtype"] == torch.float32:
+        half = {**kwargs, "dtype": torch.bfloat16}
+        ways = [*ways, (False, half, 2), (True, half, 2)]
     found: Profile | None = None
     why = ""
     try:
-        found = trace(*args, **kwargs)
-    except TraceError as error:
-        why = str(error)
-        if kwargs["dtype"] == torch.float32:
-            # Some operations have shapes for bfloat16 alone (grouped products, in torch 2.11).
-            with contextlib.suppress(TraceError):
-                found = trace(*args, **{**kwargs, "dtype": torch.bfloat16}).times(2)
-                why = ""
+        for draw, named, times in ways:
+            try:
+                found = trace(*args, **named, draw=draw).times(times)
+                break
+            except TraceError as error:
+                why = why or str(error)
     finally:
         noise.setLevel(level)
     gc.collect()
-    took = time.perf_counter() - begun
-    return found, why or f"traced in {took:.1f} s"
+    if found is None:
+        return None, why
+    asked = f": {found.asked}" if found.asked else ""
+    return found, f"traced in {time.perf_counter() - begun:.1f} s{asked}"
