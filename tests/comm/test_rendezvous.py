@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,20 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     store.set("rank/1", json.dumps(["node", 0, 1, ""]))
     with pytest.raises(RendezvousError, match=r"rank 0 of 4 waited 0\.2 s for 2 ranks \(2, 3\)"):
         meeting.check_in(Ranks(0, 4), store, 0.2, time.monotonic() + 0.2)
+
+
+def test_rank_0_keeps_the_store_until_all_have_read_that_frameworks_differ() -> None:
+    """It would end first, and its peer tell of a lost store."""
+    store = HashStore()
+    other = meeting.Entry("there", 0, 1, "", "TensorFlow")
+    store.set("rank/1", json.dumps(list(vars(other).values())))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meeting.check_in, Ranks(0, 2), store, 9.0, time.monotonic() + 9.0)
+        store.wait(["read/0"], timedelta(seconds=9))
+        assert not first.done()
+        store.set("read/1", "1")
+        with pytest.raises(RendezvousError, match="rank 0 trains with PyTorch and rank 1 with Ten"):
+            first.result(timeout=9)
 
 
 def test_nobody_there_and_no_way_at_all() -> None:

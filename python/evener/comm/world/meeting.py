@@ -47,6 +47,8 @@ from evener.log import info0, logger, set_rank
 _DEFAULT_PORT = 29500
 # How long to be silent while waiting for ranks that have not come.
 _PATIENCE = 10.0
+# How long rank 0 keeps the store for peers that have to read what is wrong.
+_READ = 10.0
 
 
 class RendezvousError(EvenerError):
@@ -434,6 +436,7 @@ def check_in(ranks: Ranks, store: Any, seconds: float, deadline: float) -> Ranks
         ) from error
     for rank, entry in enumerate(entries):
         if entry.framework != framework:
+            _wait_until_read(ranks, store)
             raise RendezvousError(
                 f"rank {ranks.rank} trains with {framework} and rank {rank} with "
                 f"{entry.framework}: their collectives do not fit together",
@@ -441,6 +444,16 @@ def check_in(ranks: Ranks, store: Any, seconds: float, deadline: float) -> Ranks
             )
     gloo.choose_interface(ranks.rank, [gloo.Place(each.node, each.reached) for each in entries])
     return complete(ranks, entries)
+
+
+def _wait_until_read(ranks: Ranks, store: Any) -> None:
+    """All ranks are about to raise the same, and rank 0 holds the store: it stays until the others
+    have read what is in it, or they would tell of a lost store."""
+    keys = [f"read/{rank}" for rank in range(ranks.size)]
+    with contextlib.suppress(RuntimeError):
+        store.set(keys[ranks.rank], "1")
+        if ranks.rank == 0:
+            store.wait(keys, timedelta(seconds=_READ))
 
 
 def _wait_for_all(
