@@ -23,6 +23,14 @@ def sent() -> int:
     )
 
 
+def all_sent() -> int:
+    """`sent()` while no rank sends: nobody goes on before all have read."""
+    dist.barrier()
+    count = sent()
+    dist.barrier()
+    return count
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, size, hosts = dist.get_rank(), dist.get_world_size(), 2
@@ -33,15 +41,13 @@ def main() -> None:
     for step in range(STEPS + 1):
         if step == 1:  # connections and buffers are there
             embedding.traffic.clear()
-            dist.barrier()
-            before = sent()
+            before = all_sent()
         ids = (torch.rand(IDS, generator=draw).pow(6) * 200_000).long()
         embedding(ids).square().sum().backward()
         optimizer.step()
         if step:
             asked.append(torch.unique(ids))
-    dist.barrier()
-    wire = sent() - before
+    wire = all_sent() - before
     every: list[list[torch.Tensor]] = [[] for _ in range(size)]
     dist.all_gather_object(every, asked)
     bound = 0

@@ -30,22 +30,29 @@ def sent():
         if line.strip().startswith("eth0:"):
             return int(line.split(":")[1].split()[8])
 
-found, bits = {{}}, []
+def all_sent():
+    # The second barrier: a rank that goes on while another still has to read would be counted.
+    hvd.barrier()
+    count = sent()
+    hvd.barrier()
+    return count
+
+found = {{}}
 for two, topk in ((0, 0), (1, 0), (0, 1), (1, 1)):
     os.environ.update(LIGHT_2D_ALLREDUCE=str(two), LIGHT_TOPK_ALLREDUCE=str(topk))
     hvd.init()
     v = tf.Variable(tf.zeros((1000, 1000)))
     x = tf.constant(np.random.default_rng(hvd.rank()).normal(size=(1000, 1000)), tf.float32)
+    steps = []
     for step in range({STEPS} + 2):
-        if step == 2:
-            hvd.barrier()
-            before = sent()
+        before = all_sent()
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(v * x)
         tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
         gradient = tape.gradient(loss, [v])[0].numpy()
-    hvd.barrier()
-    found[f"{{('flat', '2d')[two]}} {{('exact', 'topk')[topk]}}"] = (sent() - before) / {STEPS}
+        steps.append(all_sent() - before)
+    # The least: on a busy machine TCP sends again what was only late.
+    found[f"{{('flat', '2d')[two]}} {{('exact', 'topk')[topk]}}"] = min(steps[2:])
     every = hvd.allgather_object(gradient.tobytes())
     assert all(each == every[0] for each in every), "ranks differ"
     if not topk:
