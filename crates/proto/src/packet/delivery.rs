@@ -1,23 +1,61 @@
 //! How fast a connection's bytes arrive, lately: what one packet's time on the link is known by.
 //!
 //! Bytes that were confirmed are counted over two round trips at a time. The fastest of these counts
-//! in the last [`MEMORY`] to twice that is the rate: a connection that had nothing to send for a
+//! in the last [`LATELY`] to twice that is the rate: a connection that had nothing to send for a
 //! moment is not taken for a slow one (BBR filters its bandwidth in the same way).
+//!
+//! A connection that others push aside is not on a slow link either. So a packet's time is never that
+//! of less than a part of the fastest rate in the last [`ONCE`]: else the wait that it aims at grew
+//! with its own misery, and it made room for TCP until nothing was left.
 
 use std::time::Duration;
 
-const MEMORY: Duration = Duration::from_millis(100);
+const LATELY: Duration = Duration::from_millis(100);
+/// A slower way is believed after so long at most, twice.
+const ONCE: Duration = Duration::from_secs(10);
+/// Four connections that share a link in equal parts still go by what they have.
+const PART: f64 = 0.25;
 /// The shortest time that is counted over.
 const SPAN: Duration = Duration::from_millis(2);
+
+/// The fastest of the last `memory` to twice that.
+#[derive(Debug, Clone, Copy)]
+struct Fastest {
+    memory: Duration,
+    present: f64,
+    before: f64,
+    since: Duration,
+}
+
+impl Fastest {
+    fn new(memory: Duration, now: Duration) -> Self {
+        Fastest {
+            memory,
+            present: 0.0,
+            before: 0.0,
+            since: now,
+        }
+    }
+
+    fn add(&mut self, rate: f64, now: Duration) {
+        if now.saturating_sub(self.since) > self.memory {
+            (self.before, self.present, self.since) = (self.present, 0.0, now);
+        }
+        self.present = self.present.max(rate);
+    }
+
+    fn get(&self) -> f64 {
+        self.present.max(self.before)
+    }
+}
 
 /// See the module.
 #[derive(Debug, Clone, Copy)]
 pub struct Delivery {
     bytes: f64,
     begun: Duration,
-    present: f64,
-    before: f64,
-    since: Duration,
+    lately: Fastest,
+    once: Fastest,
 }
 
 impl Delivery {
@@ -26,9 +64,8 @@ impl Delivery {
         Delivery {
             bytes: 0.0,
             begun: now,
-            present: 0.0,
-            before: 0.0,
-            since: now,
+            lately: Fastest::new(LATELY, now),
+            once: Fastest::new(ONCE, now),
         }
     }
 
@@ -41,20 +78,18 @@ impl Delivery {
         }
         let rate = self.bytes / passed.as_secs_f64();
         (self.bytes, self.begun) = (0.0, now);
-        if now.saturating_sub(self.since) > MEMORY {
-            (self.before, self.present, self.since) = (self.present, 0.0, now);
-        }
-        self.present = self.present.max(rate);
+        self.lately.add(rate, now);
+        self.once.add(rate, now);
     }
 
     /// Bytes per second; 0 until something is known.
     pub fn rate(&self) -> f64 {
-        self.present.max(self.before)
+        self.lately.get()
     }
 
     /// Seconds that this many bytes take; 0 until something is known.
     pub fn takes(&self, bytes: f64) -> f64 {
-        let rate = self.rate();
+        let rate = self.lately.get().max(self.once.get() * PART);
         if rate > 0.0 { bytes / rate } else { 0.0 }
     }
 }
@@ -81,9 +116,21 @@ mod tests {
         assert!((delivery.takes(1500.0) - 120e-6).abs() < 1e-6);
         run(&mut delivery, &mut now, 80, 100);
         assert!((delivery.takes(1500.0) - 120e-6).abs() < 1e-6);
-        run(&mut delivery, &mut now, 300, 1_250);
-        assert!((delivery.takes(1500.0) - 1.2e-3).abs() < 1e-5);
+        run(&mut delivery, &mut now, 300, 6_250);
+        assert!((delivery.takes(1500.0) - 240e-6).abs() < 1e-6);
         run(&mut delivery, &mut now, 3, 12_500);
         assert!(delivery.takes(1500.0) < 130e-6);
+    }
+
+    #[test]
+    fn who_is_pushed_aside_is_not_on_a_slow_link() {
+        let (mut delivery, mut now) = (Delivery::new(Duration::ZERO), Duration::ZERO);
+        run(&mut delivery, &mut now, 300, 12_500);
+        run(&mut delivery, &mut now, 300, 125);
+        assert!((delivery.takes(1500.0) - 480e-6).abs() < 1e-6);
+        assert!(delivery.rate() < 130e3);
+        // What lasts is the way.
+        run(&mut delivery, &mut now, 20_000, 125);
+        assert!((delivery.takes(1500.0) - 12e-3).abs() < 1e-5);
     }
 }
