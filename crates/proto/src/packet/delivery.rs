@@ -5,8 +5,8 @@
 //! moment is not taken for a slow one (BBR filters its bandwidth in the same way).
 //!
 //! A connection that others push aside is not on a slow link either. So a packet's time is never that
-//! of less than a part of the fastest rate in the last [`ONCE`]: else the wait that it aims at grew
-//! with its own misery, and it made room for TCP until nothing was left.
+//! of less than a part of the fastest rate in the last [`ONCE`]. Else the target would grow while the
+//! rate falls, and the connection would make room for TCP until it has nothing.
 
 use std::time::Duration;
 
