@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 const LATELY: Duration = Duration::from_millis(100);
-/// A slower way is believed after so long at most, twice.
+/// A link that has become slower is believed to be so after twice this time at most.
 const ONCE: Duration = Duration::from_secs(10);
 /// Four connections that share a link in equal parts still go by what they have.
 const PART: f64 = 0.25;
@@ -129,7 +129,7 @@ mod tests {
         run(&mut delivery, &mut now, 300, 125);
         assert!((delivery.takes(1500.0) - 480e-6).abs() < 1e-6);
         assert!(delivery.rate() < 130e3);
-        // What lasts is the way.
+        // What lasts is the link.
         run(&mut delivery, &mut now, 20_000, 125);
         assert!((delivery.takes(1500.0) - 12e-3).abs() < 1e-5);
     }
