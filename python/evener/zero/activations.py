@@ -135,6 +135,7 @@ class Offload:
             self.device.wait("h2d", saved.out)
             _flat(saved.back).copy_(saved.home, non_blocking=True)
             saved.ready = self.device.record("h2d")
+        self.device.reading("h2d", "compute")  # also if nobody asks for it
 
     def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

@@ -57,6 +57,10 @@ class Device(Protocol):
     def wait(self, stream: str, event: Event) -> None:
         """`stream` goes on when `event` has passed; the host does not wait."""
 
+    def reading(self, stream: str, pool: str) -> None:
+        """What `stream` has been told so far still reads memory that was made in the stream `pool`
+        and is free since: the allocator must not take it from the GPU before that is done."""
+
     def peak_bytes(self) -> int:
         """The most that the allocator held (CUDA: reserved from the driver)."""
 
@@ -127,6 +131,9 @@ class SimulatedDevice:
     def wait(self, stream: str, event: Event) -> None:
         return
 
+    def reading(self, stream: str, pool: str) -> None:
+        return
+
     def peak_bytes(self) -> int:
         """Weights on the move have a part of their own, as with CUDA's allocator, whose memory goes
         round in the stream that asked for it."""
@@ -194,6 +201,7 @@ class CudaDevice:
         self._before: float | None = None
         names = ("h2d", "d2h", "back", "reduce", "states in", "optimizer", "states out")
         self._streams = {name: torch.cuda.Stream(self.device) for name in names}
+        self._kept: list[torch.Tensor] = []
 
     def attach(self) -> None:
         torch.cuda.set_device(self.device)
@@ -215,6 +223,17 @@ class CudaDevice:
         assert isinstance(event, torch.cuda.Event)
         self._stream(stream).wait_event(event)
 
+    def reading(self, stream: str, pool: str) -> None:
+        # Memory that is free in its own stream's order may still be read in another stream, which
+        # the next use of it waits for. An allocator that finds nothing takes such memory from the
+        # GPU, and waits for the stream that it was made in, and no other
+        # (ExpandableSegment::unmapHandles of torch's CUDACachingAllocator.cpp): what reads it then
+        # ends with an illegal address. Before that it waits for tensors that were freed while
+        # another stream used them. This is one.
+        with self.on(pool):
+            witness = torch.empty(1, dtype=torch.uint8, device=self.device)
+        witness.record_stream(self._stream(stream))
+
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_reserved(self.device))
 
@@ -225,6 +244,9 @@ class CudaDevice:
         torch.cuda.empty_cache()
         with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        for pool in ("compute", "h2d", "back"):  # there is always room for `reading` there
+            with self.on(pool):
+                self._kept.append(torch.empty(1, dtype=torch.uint8, device=self.device))
         total = torch.cuda.get_device_properties(self.device).total_memory
         self._before = torch.cuda.get_per_process_memory_fraction(self.device)
         # A segment grows by whole parts, and the last one is checked before it is rounded up.
@@ -235,6 +257,7 @@ class CudaDevice:
         if self._before is not None:
             torch.cuda.set_per_process_memory_fraction(self._before, self.device)
             self._before = None
+            self._kept.clear()
 
     def begin(self, held: int) -> None:
         return

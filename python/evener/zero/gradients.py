@@ -131,7 +131,7 @@ class Gradients:
     def _cross_sum(self, chunk: Chunk) -> None:
         with self._aside():
             share = self._earlier(chunk).clone()
-            self._added = self._device.record("reduce")
+            self._read()
             self._send(share, chunk)
             chunk.norms = self._norms(chunk, share)
             self._home(chunk, share, share)
@@ -214,7 +214,7 @@ class Gradients:
                 self._send(share, chunk)
             if chunk.filled:
                 share += self._earlier(chunk)
-                self._added = self._device.record("reduce") if self._shared else None
+                self._read()
             if crosses and not chunk.crossed:
                 self._send(share, chunk)
             chunk.crossed = crosses
@@ -275,6 +275,12 @@ class Gradients:
             event = device.record("back")
         device.wait("reduce", event)
         return earlier
+
+    def _read(self) -> None:
+        """The sum of the micro-batches before is read, and free, in the order of "reduce"."""
+        if self._shared:
+            self._added = self._device.record("reduce")
+            self._device.reading("reduce", "back")
 
     def _norms(self, chunk: Chunk, share: torch.Tensor) -> torch.Tensor:
         """On one rank, of each parameter, so that the global norm is that of

@@ -166,6 +166,7 @@ class Loading:
             self._freed = [*(e for e in self._freed if not e[2].query()), entry]
         chunk.unbind()
         chunk.empty()
+        self._device.reading("compute", "h2d")
         self._device.book(-chunk.bytes)
         chunk.loaded = False
 
