@@ -91,7 +91,7 @@ def train(
     rows = 2 if tiny else given.rows
     batch = zoo.batch_of(given.model, rows, model, device.type, tiny)
     own: dict[str, Any] = {
-        "checkpointing": "auto",
+        "checkpointing": given.checkpointing == "true" or given.checkpointing,
         "device": device.type,
         "budget": {"gpu": int(given.gpu * GB), "host": int(given.host * GB)},
         "nodes": given.nodes,
@@ -152,6 +152,11 @@ def train(
         "gpu_peak": engine.memory()["gpu peak"],
     }
     found["ranks_per_node"] = engine.world
+    found["made_room"] = engine.room.said
+    found["plan"] = f"{plan.checkpointing} {len(plan.recomputed)}, resident {len(plan.resident)}"
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info()
+        found["gpu_driver"] = whole - free
     found["planned_payload"] = plan.crossing_bytes
     found["crossing"] = crossing
     while crossing != "exact" and together and engine.global_steps < LOOKED:
@@ -174,6 +179,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--gradients", default="bf16", choices=["bf16", "fp32"], help="summed in")
     parser.add_argument("--crossing", default=["exact"], choices=names(), nargs="+")
+    parser.add_argument("--checkpointing", default="auto", choices=["auto", "true", "offload"])
     parser.add_argument("--nodes", default="replicate", choices=["auto", "replicate", "shard"])
     parser.add_argument("--gpu", type=float, default=24, help="GB")
     parser.add_argument("--host", type=float, default=90, help="GB for each process")

@@ -16,6 +16,7 @@ from evener.zero import form as forms
 from evener.zero.budget import Budget
 from evener.zero.config import ConfigError, read
 from evener.zero.planner import Machine, Part, Work, plan
+from evener.zero.profile import Held, Moment, Profile, peaks
 from evener.zero.store import Formats
 from tests import worlds
 from tests.zero.models import Model, batches, loss_of
@@ -253,7 +254,7 @@ def planned(_rank: int, _size: int) -> list[int]:
     found = []
     measured = zero.api.crossing
     for rate in (1e6, 1e13):
-        zero.api.crossing = lambda *given, rate=rate: (measured(*given)[0], rate)
+        zero.api.crossing = lambda *given, rate=rate: replace(measured(*given), rate=rate)
         torch.manual_seed(0)
         own = {"budget": {"gpu": "40MB", "host": "4GB"}}
         given = configuration(gradient_accumulation_steps=4, evener=own)
@@ -270,6 +271,29 @@ HERE = Machine(flops=1e11, h2d=1e10, d2h=1e10, host_adam=1e8, device_adam=1e9)
 
 def test_the_network_chooses() -> None:
     assert worlds.run([1, 1], planned) == [[2, 1], [2, 1]]
+
+
+def test_between_ranks_gradients_are_held_until_they_have_passed() -> None:
+    """Also of chunks that stay, and those of the pass before: a pass is launched before the GPU is
+    through with the one before it."""
+    order = [("enter", 0), ("enter", 1), ("leave", 0), ("leave", 1), ("enter", 1), ("gradient", 1),
+             ("leave", 1), ("enter", 0), ("gradient", 0), ("leave", 0)]  # fmt: skip
+    moments = tuple(Moment(kind, index, 0, 50) for kind, index in order)
+    profile = Profile(moments, (), frozenset())
+    chunks = [Held(n, 0, 1000, moves=False, leaves=False) for n in (0, 1)]
+    found = [
+        peaks(profile, chunks, recompute=set(), depth=depth, shared=shared)[1]
+        for depth, shared in ((2, False), (0, True), (1, True), (2, True))
+    ]
+    # One that is put together; and with `depth` on their way, one more.
+    assert found == [1050, 1050, 2050, 3050]
+
+
+def test_what_a_form_takes_while_it_crosses_is_counted() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert forms.Form("exact").scratch(1000, bf16, 1) == 0
+    assert forms.Form("exact").scratch(1001, bf16, 2) == 501 * 2  # a rank's part
+    assert forms.Form("fp16").scratch(1000, fp32, 2) == 1000 * (4 + 2)  # divided, then cast
 
 
 MACHINE = Machine(flops=1e14, h2d=5e10, d2h=5e10, host_adam=4e9, device_adam=4e10, between=3e9)

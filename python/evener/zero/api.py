@@ -467,7 +467,7 @@ def _forced(config: Config, device: devices.Device, nodes: Layout) -> Ranks:
     """What the configuration says of nodes; "auto" shares states out over all ranks."""
     if config.nodes != "replicate" or not nodes.able:
         return join(device.device)
-    return join(device.device, nodes, crossing(device.device, nodes)[0], Form(config.crossing))
+    return join(device.device, nodes, crossing(device.device, nodes), Form(config.crossing))
 
 
 def _join(
@@ -488,7 +488,8 @@ def _join(
                 f"there are {', '.join(str(len(ranks)) for ranks in nodes.nodes)}",
             )
         return join(device.device), 0.0
-    group, rate = crossing(device.device, nodes)
+    between = crossing(device.device, nodes)
+    rate = between.rate
     size, inner, copies = world_size(), len(nodes.nodes[0]), len(nodes.nodes)
     budget = _budget(config, device.device, inner)
     measured = replace(machine, between=rate, ssd=machine.ssd or 1e9)
@@ -530,7 +531,7 @@ def _join(
         "; ".join(words),
     )
     if chosen == "replicate":
-        return join(device.device, nodes, group, Form(config.crossing)), rate
+        return join(device.device, nodes, between, Form(config.crossing)), rate
     return join(device.device), rate
 
 

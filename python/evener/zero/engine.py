@@ -193,6 +193,7 @@ class Engine:
             self.drain,
             plan=plan,
             ranks=self.world,
+            shared=self.ranks.size > 1,
             fixed=slots + scratch + (plan.gpu_reserve if plan else 0),
             slack=slack,
         )
@@ -235,12 +236,12 @@ class Engine:
         return moved
 
     def _largest_gradient(self) -> int:
-        """Bytes, of those that go to the host."""
+        """Bytes, of those that are held while they go to the host or to other ranks."""
         width = self.store.formats.gradient.itemsize
         sizes = [
             chunk.flat.numel() * width
             for chunk in self.chunks()
-            if chunk.group.trainable and not chunk.resident
+            if chunk.group.trainable and (self.ranks.size > 1 or not chunk.resident)
         ]
         return max(sizes, default=0)
 

@@ -87,10 +87,16 @@ class Form:
 
     def scratch(self, largest: int, gradient: torch.dtype, copies: int) -> int:
         """Bytes on the accelerator beside the gradients, the largest of `largest` elements."""
-        if self.name == "exact" or copies == 1:
+        if copies == 1:
             return 0
+        part = -(-largest // copies)  # what a rank sums up (`Ranks.cross`)
+        if self.name == "exact":
+            return part * gradient.itemsize
         size = min(PIECE, largest)
         check = gradient.itemsize * size  # the guard's second sum
+        if self.cast is not None:  # divided, then cast; or cast, and this rank's part
+            width = self.cast.itemsize
+            check = max(largest * (gradient.itemsize + width), (largest + part) * width)
         owed = self.owed(gradient)
         if (wire := self.blocks) is None or owed is None:
             return check

@@ -272,6 +272,7 @@ def _need(
             offload=HELD if work.offloaded else 0,
             ranks=work.ranks,
             pools=machine.slack > 0 and work.pools,
+            shared=work.ranks * work.replicas > 1,
         )
         if work.accumulation > 1:  # the sum so far comes back to be added to
             top = max((p.numel for p in parts if not p.stays), default=0)

@@ -195,13 +195,16 @@ def peaks(
     offload: int = 0,
     ranks: int = 1,
     pools: bool = False,
+    shared: bool = False,
 ) -> tuple[int, int]:
     """(the most of moving weights, the most of all else) in bytes. They need not be at the same
     moment, but each has its own part of the allocator's memory. `offload`: how many inputs of
     recomputed units are on the accelerator at a time, the others waiting on the host; 0: all.
     `pools`: of an allocator with a pool for each stream: holes in that of the weights count, and
     gradients of repeated units that leave have one of their own (see `gradients`), which counts
-    with the weights."""
+    with the weights. `shared`: between several ranks, in a stream of its own (`ranks` of them have
+    a copy of the states): also what stays on the accelerator is held until that has passed, and the
+    last of a pass are still held in the next."""
     of_unit: dict[int, list[int]] = {}
     for number, chunk in enumerate(chunks):
         if chunk.moves:
@@ -211,12 +214,22 @@ def peaks(
     every = bool(profile.recomputed) and recompute >= profile.repeated
     plain = profile.recomputed if every else profile.plain
     other = profile.recomputed if recompute and profile.mixes else plain
-    out = outgoing(depth, max((c.gradient for c in chunks if c.leaves), default=0))
+    out = outgoing(depth, max((c.gradient for c in chunks if c.leaves or shared), default=0))
     order = [m.index for m in plain if m.kind == "enter"]
     inputs = {unit: profile.inputs.get(unit, 0) for unit in recompute} if offload else {}
     keep = offload * max(inputs.values(), default=0)
     place, loaded, weights, most = 0, set[int](), 0, 0
+
+    def flat(chunk: Held) -> tuple[int, int]:
+        """A gradient that is put together: bytes among the activations, and in its own pool."""
+        size = chunk.gradient + (chunk.gradient // ranks if ranks > 1 else 0)
+        apart = pools and ranks == 1 and chunk.leaves and chunk.unit in profile.repeated
+        return (0, size) if apart else (size, 0)
+
     leaving: deque[tuple[int, int]] = deque()
+    if shared:
+        made = [chunks[m.index] for m in plain if m.kind == "gradient"]
+        leaving.extend(flat(chunk) for chunk in made[len(made) - out :] if out)
     rest = 0
     # The model's own forward pass may hold a block's input until it returns. The plain list gives
     # it back there; a block that is recomputed holds it still.
@@ -252,11 +265,10 @@ def peaks(
                     pool.give(each)
         elif moment.kind == "gradient":
             chunk = chunks[moment.index]
-            transient = chunk.gradient + (chunk.gradient // ranks if ranks > 1 else 0)
-            if chunk.leaves:
-                apart = pools and ranks == 1 and chunk.unit in profile.repeated
-                leaving.append((0, transient) if apart else (transient, 0))
-                transient = 0
+            if not (chunk.leaves or shared):
+                transient = sum(flat(chunk))
+            else:
+                leaving.append(flat(chunk))
                 while len(leaving) > out + 1:
                     leaving.popleft()
         taken = other if inside in recompute else plain

@@ -186,10 +186,29 @@ def layout() -> Layout:
     return Layout(tuple(tuple(ranks) for ranks in nodes.values()))
 
 
-def crossing(device: torch.device, nodes: Layout) -> tuple[dist.ProcessGroup, float]:
-    """The group of this rank's place on all nodes, and bytes/s that a rank receives in it while all
-    ranks of a node do the same: measured with 16 MB (1 MB where no GPU is). Collective."""
+@dataclass(frozen=True)
+class Crossing:
+    """The group of this rank's place on all nodes; bytes/s that a rank receives in it while all
+    ranks of a node do the same; and the accelerator memory that the group takes."""
+
+    group: dist.ProcessGroup
+    rate: float
+    bytes: int
+
+
+def _taken(device: torch.device) -> int:
+    """Bytes of the GPU that torch's allocator has not: contexts and communicators."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def crossing(device: torch.device, nodes: Layout) -> Crossing:
+    """Made and measured with 16 MB (1 MB where no GPU is). Collective."""
     rank, mine = dist.get_rank(), None
+    before = _taken(device)
     for place in range(len(nodes.nodes[0])):
         members = [ranks[place] for ranks in nodes.nodes]
         group = _group(device, "between nodes", members)
@@ -215,17 +234,18 @@ def crossing(device: torch.device, nodes: Layout) -> tuple[dist.ProcessGroup, fl
     idle()
     slowest: list[Any] = [None] * world_size()
     dist.all_gather_object(slowest, sorted(rates)[1])
-    return mine, min(slowest)
+    del whole, share
+    return Crossing(mine, min(slowest), max(0, _taken(device) - before))
 
 
 def join(
     device: torch.device,
     nodes: Layout | None = None,
-    between: dist.ProcessGroup | None = None,
+    between: Crossing | None = None,
     form: Form | None = None,
 ) -> Ranks:
     """The ranks of the default process group, in communicators of their own; alone without one.
-    `between` (of `crossing`): each of `nodes` has a copy of the states."""
+    `nodes`: each has a copy of the states, with `between` among them."""
     size = world_size()
     if size == 1:
         return Ranks()
@@ -237,14 +257,13 @@ def join(
         replica = next(n for n, ranks in enumerate(nodes.nodes) if number in ranks)
         rank, world = nodes.nodes[replica].index(number), len(nodes.nodes[0])
         replicas, sets = len(nodes.nodes), [list(ranks) for ranks in nodes.nodes]
-    alone = Ranks(rank, world, None, None, replica=replica, replicas=replicas, between=between,
-                  form=form or Form())  # fmt: skip
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-        before = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    alone = Ranks(
+        rank, world, replica=replica, replicas=replicas, form=form or Form(),
+        between=between.group if between else None, bytes=between.bytes if between else 0,
+    )  # fmt: skip
     if world == 1:
         return alone
+    cuda, before = device.type == "cuda", _taken(device)
     made = []
     for name in ("weights", "gradients"):
         groups = [_group(device, name, members) for members in sets]
@@ -266,9 +285,8 @@ def join(
     torch.cuda.synchronize(device)
     rate = 4 * (whole.nbytes - share.nbytes) / (time.perf_counter() - start)
     del whole, share
-    torch.cuda.empty_cache()
-    after = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return replace(ranks, bytes=max(0, before - after), network=rate)
+    taken = max(0, _taken(device) - before)
+    return replace(ranks, bytes=ranks.bytes + taken, network=rate)
 
 
 def _group(device: torch.device, name: str, members: list[int]) -> dist.ProcessGroup:

@@ -34,7 +34,8 @@ SMALL = 1 << 20
 
 
 class Room:
-    """See the head of this file. `settle`: waits for every optimizer step that was begun. `fixed`:
+    """See the head of this file. `settle`: waits for every optimizer step that was begun. `ranks`
+    have one copy of the states; `shared`: there are several ranks, whatever each has. `fixed`:
     bytes on the accelerator that no chunk and no pass takes (context, slots)."""
 
     def __init__(
@@ -49,6 +50,7 @@ class Room:
         *,
         plan: Plan | None,
         ranks: int,
+        shared: bool = False,
         fixed: int = 0,
         slack: float = 0.0,
     ) -> None:
@@ -61,6 +63,7 @@ class Room:
         self._settle = settle
         self._plan = plan
         self._ranks = ranks
+        self._shared = shared
         self._fixed = fixed
         self._slack = slack
         self._taken = 0
@@ -97,6 +100,7 @@ class Room:
             offload=HELD if self._passes.offload else 0,
             ranks=self._ranks,
             pools=self._slack > 0,
+            shared=self._shared,
         )
         moving = weights + rest + profile.buffers
         loss = lost(profile, self._passes.recompute, moving, self._slack)
