@@ -177,11 +177,7 @@ def main() -> int:
         return 0
     if not torch.cuda.is_available():
         sys.exit("error: there is no GPU here\n  fix: run it on a machine with one")
-    record: dict[str, Any] = {
-        "machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__},
-        "blocks": blocks(),
-        "rows": [],
-    }
+    record: dict[str, Any] = {**own.ran(), "blocks": blocks(), "rows": []}
     torch.cuda.empty_cache()
     for name in ("forward", "again and backward"):
         one, other = (record["blocks"][kind][name] for kind in ("own", "transformers"))

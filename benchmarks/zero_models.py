@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -100,6 +101,19 @@ def batch_of(rows: int, length: int = 1024, vocabulary: int = VOCABULARY) -> tor
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator("cuda").manual_seed(100 + rank)
     return torch.randint(0, vocabulary, (rows, length), device="cuda", generator=generator)
+
+
+def ran() -> dict[str, Any]:
+    """What this ran as, and on."""
+    gpu = torch.cuda.is_available()
+    return {
+        "command": " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "machine": {
+            "gpu": torch.cuda.get_device_name() if gpu else None,
+            "cpus": os.cpu_count(),
+            "torch": torch.__version__,
+        },
+    }
 
 
 def host_peak(process: str | int = "self") -> int:

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from zero_models import ran
 
 from evener import zero
 from evener.zero import ssd
@@ -281,7 +282,7 @@ def main() -> None:
     if not given.folder.is_dir():
         sys.exit(f"error: {given.folder} is no folder\n  fix: give one on the SSD")
     size = int(given.size * GB)
-    record: dict[str, Any] = {"gpu": torch.cuda.is_available(), "cpus": os.cpu_count()}
+    record = ran()
     disk = fio(given.folder, size, given.seconds) or loop(given.folder, size, given.seconds)
     rates = ssd.measure(given.folder, size, given.seconds)
     record["disk"], record["tier"] = disk, vars(rates)

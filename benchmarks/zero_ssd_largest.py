@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zero_models import VOCABULARY, host_peak, loss_of, on_meta
+from zero_models import VOCABULARY, host_peak, loss_of, on_meta, ran
 from zero_ssd import GB, value_of
 
 from evener import zero
@@ -223,7 +223,8 @@ def main() -> int:
     if given.case:
         print("found:" + json.dumps(run(given)))
         return 0
-    record: dict[str, Any] = {"limits": {n: getattr(given, n) for n in ("gpu", "host", "ssd")}}
+    record = ran()
+    record["limits"] = {n: getattr(given, n) for n in ("gpu", "host", "ssd")}
     wrong: list[str] = []
     for case in ("without", "with"):
         done = subprocess.run(
