@@ -234,6 +234,21 @@ def test_grouped_products_in_float32_are_traced_as_they_are() -> None:
     assert 0.97 < found["gpu planned"] / found["gpu peak"] < 1.03, found
 
 
+def test_what_the_process_has_on_the_accelerator_already_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine_of(Model()) as engine:
+        assert engine.plan is not None
+        before = engine.plan.gpu_bytes
+    model = Model()
+    mine = sum(p.nbytes for p in model.parameters()) + batches(1)[0].nbytes
+    monkeypatch.setattr(SimulatedDevice, "allocated", lambda _: mine + 3_000_000)
+    with engine_of(model) as engine:
+        assert engine.plan is not None
+        assert engine.plan.gpu_held == 3_000_000
+        assert engine.plan.gpu_bytes == before + 3_000_000
+
+
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     def start(gpu: int, **own: Any) -> None:
         torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from typing import Any
@@ -143,3 +144,27 @@ def test_the_allocator_never_takes_more_than_the_budget() -> None:
     engine.close()
     assert torch.empty(budget, dtype=torch.uint8, device="cuda").numel() == budget
     torch.cuda.empty_cache()
+
+
+def test_an_engine_that_was_closed_and_what_others_hold_leave_the_budget_whole() -> None:
+    """A closed engine is a cycle, which Python collects whenever it likes."""
+    others = torch.ones(300 << 20, dtype=torch.uint8, device="cuda")
+    gc.disable()
+    try:
+        for _ in range(2):
+            torch.manual_seed(0)
+            engine, *_ = zero.initialize(
+                model=Model(width=1024),
+                config=configuration(evener={"device": "cuda", "budget": {"gpu": "2GB"}}),
+                batch=(4, 16),
+            )
+            for tokens in batches(3):
+                engine.backward(loss_of(engine, tokens.cuda()))
+                engine.step()
+            assert engine.plan is not None
+            assert others.nbytes <= engine.plan.gpu_held < others.nbytes + (32 << 20)
+            assert engine.memory()["gpu peak"] <= 2_000_000_000
+            engine.close()
+            del engine
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -147,6 +148,23 @@ def _rehearsed(
     if world_size() > 1:
         dist.broadcast_object_list(found, src=0)
     return replace(profile, rehearsed=found[0])
+
+
+def _beside(
+    machine: Machine, device: devices.Device, model: nn.Module, profile: Profile | None
+) -> Machine:
+    """With what the process has on the accelerator and is none of this model's or its batch's: the
+    limit is on all of it. An engine that was closed is a cycle, so it is collected first."""
+    gc.collect()
+    tensors = [*model.parameters(), *model.buffers()]
+    mine = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors if t.device == device.device}  # fmt: skip
+    others = device.allocated() - sum(mine.values()) - (profile.inputs_bytes if profile else 0)
+    if others > 10 << 20:
+        logger.info(
+            "%.2f GB of %s are held by something else in this process", others / 1e9, device.device
+        )
+    return replace(machine, held=max(0, others))
 
 
 def _loaded(machine: Machine, profile: Profile | None) -> Machine:
@@ -353,7 +371,7 @@ def _engine(
         if machine is None:
             machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
         profile = _rehearsed(profile, units, settings, device.device, machine, head)
-        machine = _loaded(machine, profile)
+        machine = _beside(_loaded(machine, profile), device, model, profile)
         # After the probe: what it found beside the allocator is without the communicators.
         tokens = _tokens(settings, batch)
         ranks, rate = _join(units, settings, machine, device, tokens, profile)
@@ -431,7 +449,8 @@ def _planned(
     if ranks.size > 1:
         # Ranks that recompute or gather otherwise would wait for ever.
         reserve = ranks.largest(machine.reserve + ranks.bytes, device.device)
-        machine = replace(machine, reserve=reserve, network=ranks.network)
+        held = ranks.largest(machine.held, device.device)
+        machine = replace(machine, reserve=reserve, held=held, network=ranks.network)
         machine, budget = ranks.agree((machine, budget))
     world = ranks.world
     copies = ranks.replicas

@@ -64,6 +64,9 @@ class Device(Protocol):
     def peak_bytes(self) -> int:
         """The most that the allocator held (CUDA: reserved from the driver)."""
 
+    def allocated(self) -> int:
+        """Bytes of tensors that the process has there now (CUDA only; else 0)."""
+
     def limit(self, size: int) -> None:
         """The allocator gets no more than `size` bytes from the driver, until `unlimit`."""
 
@@ -138,6 +141,9 @@ class SimulatedDevice:
         """Weights on the move have a part of their own, as with CUDA's allocator, whose memory goes
         round in the stream that asked for it."""
         return self.ledger.peak + self._most if self.ledger else 0
+
+    def allocated(self) -> int:
+        return 0
 
     def limit(self, size: int) -> None:
         if self.ledger is not None:
@@ -236,6 +242,9 @@ class CudaDevice:
 
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_reserved(self.device))
+
+    def allocated(self) -> int:
+        return int(torch.cuda.memory_allocated(self.device))
 
     def limit(self, size: int) -> None:
         """Of this process, so of all that torch allocates on this GPU. What was cached is given

@@ -194,7 +194,7 @@ class Engine:
             plan=plan,
             ranks=self.world,
             shared=self.ranks.size > 1,
-            fixed=slots + scratch + (plan.gpu_reserve if plan else 0),
+            fixed=slots + scratch + (plan.gpu_reserve + plan.gpu_held if plan else 0),
             slack=slack,
         )
         """What makes room on the accelerator; `said` tells what it did."""

@@ -93,6 +93,8 @@ class Machine:
     """Bytes/s of the SSD's file, read and written at once (0: not measured)."""
     between: float = 0.0
     """Bytes/s that a rank receives from other nodes (0: not measured)."""
+    held: int = 0
+    """Bytes on the accelerator that this process has for something else."""
     cores: int = 0
     """Multiprocessors of a CUDA GPU that is not here; 0: what is here is asked."""
 
@@ -173,6 +175,8 @@ class Plan:
     streaming: bool = False
     gpu_reserve: int = 0
     """Of `gpu_bytes`, what is not the allocator's: the CUDA context."""
+    gpu_held: int = 0
+    """Of `gpu_bytes`, what the process has there for something else."""
     host_reserve: int = 0
     """Of `host_bytes`, what the process takes without the model."""
     offloaded: int = 0
@@ -279,7 +283,7 @@ def _need(
             rest += top * formats.gradient.itemsize
         moving = weights + max(rest, work.profile.inputs_bytes + scratch) + work.profile.buffers
         loss = lost(work.profile, work.recompute, moving, machine.slack, work.pools)
-        return machine.reserve + moving + loss + slots + stays
+        return machine.reserve + machine.held + moving + loss + slots + stays
     sizes = [p.numel for p in parts if not p.stays]
     largest = sorted(sizes, reverse=True)[: work.depth + 1]
     weights = sum(largest) * formats.compute.itemsize
@@ -288,7 +292,7 @@ def _need(
     gradients = top * formats.compute.itemsize
     gradients += (work.depth + 1) * top * formats.gradient.itemsize
     moving = weights + max(gradients + work.activations, scratch)
-    return machine.reserve + int(moving * (1 + machine.slack)) + slots + stays
+    return machine.reserve + machine.held + int(moving * (1 + machine.slack)) + slots + stays
 
 
 def _updated(part: Part, resident: Set[str], work: Work) -> bool:
@@ -403,6 +407,7 @@ def plan(
         checkpointing=_mode(work),
         streaming=work.streaming,
         gpu_reserve=machine.reserve,
+        gpu_held=machine.held,
         host_reserve=machine.host_reserve,
         offloaded=work.offloaded,
         recomputed=sorted(work.recompute),
