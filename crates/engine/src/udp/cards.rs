@@ -215,7 +215,7 @@ impl Cards {
                 self.left = true;
                 true
             }
-            Sent::ByKernel | Sent::TooLong => false,
+            Sent::ByKernel | Sent::TooLong | Sent::Busy => false,
         }
     }
 
