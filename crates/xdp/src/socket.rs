@@ -211,16 +211,13 @@ impl Socket {
                     keep = each(bytes, self.shape.part.is_some());
                     count += 1;
                 }
-                let next = match frame {
-                    Some(frame) if keep && self.shape.part.is_some() => {
-                        let next = self.umem.keep(frame);
-                        self.lacking += u32::from(next.is_none());
-                        next
+                if let Some(frame) = frame {
+                    if keep && self.shape.part.is_some() {
+                        self.umem.keep(frame);
+                        self.lacking += 1;
+                    } else {
+                        self.refill(frame);
                     }
-                    frame => frame,
-                };
-                if let Some(frame) = next {
-                    self.fill.push(frame);
                 }
                 continue;
             }
@@ -231,12 +228,13 @@ impl Socket {
                 each(&self.joined, false);
                 count += 1;
                 self.joined.clear();
-                for part in self.parts.drain(..) {
-                    self.fill.push(part);
+                while let Some(part) = self.parts.pop() {
+                    self.refill(part);
                 }
             }
         }
         self.received.release();
+        self.fill_up();
         self.fill.submit();
         if self.fill.needs_wakeup() {
             // An error says what the next packet would: nothing comes.
@@ -245,23 +243,32 @@ impl Socket {
         count
     }
 
+    /// A frame that came goes back, or one in its place.
+    fn refill(&mut self, frame: u64) {
+        if self.shape.part.is_some() {
+            self.umem.set_aside(frame);
+            self.lacking += 1;
+        } else {
+            self.fill.push(frame);
+        }
+    }
+
+    /// Puts spare frames where the fill ring lacks some.
+    fn fill_up(&mut self) {
+        while self.lacking > 0
+            && let Some(frame) = self.umem.take_spare()
+        {
+            self.fill.push(frame);
+            self.lacking -= 1;
+        }
+    }
+
     /// Takes a frame back that was kept, by any address of the process in it. `false`: it is not of this socket, or
     /// was not kept.
     pub fn give_back(&mut self, at: usize) -> bool {
         let start = self.umem.mapping().start().as_ptr() as usize;
-        let frame = at
-            .checked_sub(start)
-            .and_then(|address| self.umem.give_back(address as u64));
-        let Some(frame) = frame else {
-            return false;
-        };
-        if self.lacking > 0 {
-            self.lacking -= 1;
-            self.fill.push(frame);
-        } else {
-            self.umem.set_aside(frame);
-        }
-        true
+        at.checked_sub(start)
+            .is_some_and(|address| self.umem.give_back(address as u64))
     }
 
     /// Copies bytes into a frame for receiving, which is kept: where they are. `None`: none is spare.

@@ -8,11 +8,14 @@
 //! between its descriptor's arrival and its way back to the fill ring, which is inside of one call of
 //! [`Socket::receive`](crate::socket::Socket::receive). With a pool it may also be *kept*: then it is the
 //! caller's, who reads it and gives it back. There are more frames for receiving than the fill ring has places
-//! then: the rest is *spare*, and takes the place of what is kept.
+//! then: the rest is *spare*.
+//!
+//! Spare frames go into the fill ring in the order of their addresses, round and round. So packets that come behind
+//! each other mostly lie behind each other too, whatever was kept before and in which order it came back, and a
+//! device takes many out in one copy.
 
 #![allow(unsafe_code, reason = "frames are in memory that the kernel shares")]
 
-use std::collections::VecDeque;
 use std::io;
 
 use crate::pool::{self, LENT_HEADERS, Part, Pool};
@@ -51,8 +54,10 @@ pub struct Umem {
     claimed: Vec<bool>,
     /// Frames for receiving that a caller has.
     kept: Vec<bool>,
-    /// And those that nobody has.
-    spare: VecDeque<u64>,
+    /// And those that nobody has, how many they are, and where the next one is looked for.
+    spare: Vec<bool>,
+    spares: u32,
+    next: usize,
     /// Which frames for sending are out: what comes back twice is not taken twice.
     out: Vec<bool>,
     /// Why there are no huge pages; `None`: there are.
@@ -84,7 +89,11 @@ impl Umem {
             (first, receiving, sending),
             lent as usize,
         );
-        umem.spare = umem.receiving().skip(filled as usize).collect();
+        umem.next = filled as usize;
+        if let Some(spare) = umem.spare.get_mut(umem.next..) {
+            spare.fill(true);
+            umem.spares = spare.len() as u32;
+        }
         umem.not_huge = not_huge;
         umem
     }
@@ -105,7 +114,9 @@ impl Umem {
             free: (from..all).rev().map(Frame).collect(),
             claimed: vec![false; lent],
             kept: vec![false; receiving as usize],
-            spare: VecDeque::new(),
+            spare: vec![false; receiving as usize],
+            spares: 0,
+            next: 0,
             out: vec![false; sending as usize],
             not_huge: None,
         }
@@ -133,28 +144,55 @@ impl Umem {
         ours.contains(&at).then_some(at * self.size as u64)
     }
 
-    fn kept(&mut self, frame: u64) -> Option<&mut bool> {
-        let at = self.frame_of(frame)? / self.size as u64 - u64::from(self.first);
-        self.kept.get_mut(at as usize)
+    /// The place of a frame for receiving, by any address in it.
+    fn place(&self, address: u64) -> Option<usize> {
+        let frame = self.frame_of(address)? / self.size as u64;
+        Some((frame - u64::from(self.first)) as usize)
     }
 
-    /// The caller keeps a frame for receiving that has come: another one for the fill ring, if one is spare.
-    pub fn keep(&mut self, frame: u64) -> Option<u64> {
-        if let Some(kept) = self.kept(frame) {
-            *kept = true;
+    /// The caller keeps a frame for receiving that has come.
+    pub fn keep(&mut self, frame: u64) {
+        if let Some(place) = self.place(frame) {
+            self.kept[place] = true;
         }
-        self.spare.pop_front()
     }
 
-    /// A frame that was kept, by any address in it: nobody has it now. `None`: it was not kept.
-    pub fn give_back(&mut self, address: u64) -> Option<u64> {
-        let frame = self.frame_of(address)?;
-        std::mem::take(self.kept(frame)?).then_some(frame)
+    /// A frame that was kept, by any address in it, is spare. `false`: it was not kept.
+    pub fn give_back(&mut self, address: u64) -> bool {
+        let Some(place) = self.place(address) else {
+            return false;
+        };
+        let was = std::mem::take(&mut self.kept[place]);
+        if was {
+            self.set_aside(address);
+        }
+        was
     }
 
-    /// A frame that is not needed in the fill ring.
-    pub fn set_aside(&mut self, frame: u64) {
-        self.spare.push_back(frame);
+    /// A frame for receiving that has come, and that nobody keeps, is spare.
+    pub fn set_aside(&mut self, address: u64) {
+        if let Some(place) = self.place(address)
+            && !std::mem::replace(&mut self.spare[place], true)
+        {
+            self.spares += 1;
+        }
+    }
+
+    /// The next spare frame, which is spare no more.
+    pub fn take_spare(&mut self) -> Option<u64> {
+        if self.spares == 0 {
+            return None;
+        }
+        let (before, after) = self.spare.split_at(self.next);
+        let found = after.iter().position(|spare| *spare);
+        let place = match found {
+            Some(at) => self.next + at,
+            None => before.iter().position(|spare| *spare)?,
+        };
+        self.spare[place] = false;
+        self.spares -= 1;
+        self.next = (place + 1) % self.spare.len();
+        Some((u64::from(self.first) + place as u64) * self.size as u64)
     }
 
     /// Copies bytes into a spare frame, which is kept then: where they are. `None`: there is none, or they are too
@@ -163,8 +201,8 @@ impl Umem {
         if bytes.len() > self.size - LENT_HEADERS {
             return None;
         }
-        let frame = self.spare.pop_front()?;
-        *self.kept(frame)? = true;
+        let frame = self.take_spare()?;
+        self.keep(frame);
         // Safety: a spare frame is inside of the mapping, and neither the kernel nor a caller has it; the bytes
         // are not in it, and fit, as was just seen.
         unsafe {
@@ -321,20 +359,28 @@ mod tests {
         let first = 2048 * (1 + 6);
         let frames: Vec<u64> = umem.receiving().collect();
         assert_eq!(frames[0], first);
-        assert_eq!(umem.keep(frames[0]), Some(frames[3]));
-        assert_eq!(umem.keep(frames[1]), None);
-        assert_eq!(umem.give_back(frames[0] + 344), Some(frames[0]));
-        assert_eq!(umem.give_back(frames[0]), None);
-        assert_eq!(umem.give_back(frames[2]), None, "the kernel has it");
-        assert_eq!(umem.give_back(0), None);
+        umem.keep(frames[0]);
+        assert_eq!(umem.take_spare(), Some(frames[3]));
+        umem.keep(frames[1]);
+        assert_eq!(umem.take_spare(), None);
         assert_eq!(umem.copy_in(b"abc"), None);
+        assert!(umem.give_back(frames[1] + 344) && umem.give_back(frames[0]));
+        assert!(!umem.give_back(frames[0]));
+        assert!(!umem.give_back(frames[2]), "the kernel has it");
+        assert!(!umem.give_back(0));
+        umem.set_aside(frames[3]);
+        // Round and round, by address.
+        assert_eq!(umem.take_spare(), Some(frames[0]));
         umem.set_aside(frames[0]);
+        assert_eq!(umem.take_spare(), Some(frames[1]));
+        assert_eq!(umem.take_spare(), Some(frames[3]));
         assert_eq!(umem.copy_in(&[0; 2000]), None);
         let at = umem.copy_in(b"abc").unwrap();
         let start = umem.mapping().start().as_ptr() as usize;
         assert_eq!(at, start + frames[0] as usize + LENT_HEADERS);
         assert_eq!(umem.received(frames[0] + 128, 3), Some(&b"abc"[..]));
-        assert_eq!(umem.give_back((at - start) as u64), Some(frames[0]));
+        assert!(umem.give_back((at - start) as u64));
+        assert_eq!(umem.take_spare(), Some(frames[0]));
     }
 
     #[test]
