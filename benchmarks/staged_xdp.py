@@ -99,7 +99,9 @@ def worker(size: int, seconds: float, on_cpu: bool) -> None:
 
     wrong = sum(turn(number, True) for number in range(3))
     dist.barrier()
-    before, began, turns, last = _used(), time.perf_counter(), 0, 0.0
+    # From here on faults come.
+    print("READY", flush=True)
+    began, turns = time.perf_counter(), 0
     longest, spent, transfer = 0.0, 0.0, 0.0
     going = True
     while going:
@@ -107,7 +109,7 @@ def worker(size: int, seconds: float, on_cpu: bool) -> None:
         turn(turns, False)
         took = time.perf_counter() - start
         transfer, spent = transfer + took, spent + _used() - at
-        longest, last = max(longest, took), took
+        longest = max(longest, took)
         # Compared beside the clock, each time.
         for place, part in enumerate(got.chunk(world)):
             wrong += int((part != numbers * (2 * turns + 2 * place + 1)).sum())
@@ -115,7 +117,6 @@ def worker(size: int, seconds: float, on_cpu: bool) -> None:
         goes = torch.tensor([float(time.perf_counter() - began < seconds)])
         dist.broadcast(goes, 0)
         going = bool(goes.item())
-    del before, last
     made.check()
     gathered = made.gathered()
     made.close()
@@ -150,7 +151,9 @@ def measure(case: Case, carrier: str, args: argparse.Namespace) -> Record:
     said: list[str] = []
 
     def on_line(rank: int, node: str, stream: str, line: str) -> None:
-        if line.startswith("RESULT "):
+        if line == "READY" and rank == 0 and case.faults:
+            lab.schedule(*case.faults)
+        elif line.startswith("RESULT "):
             ranks.append(json.loads(line.removeprefix("RESULT ")))
         elif stream == "stderr":
             said.append(f"{rank}@{node}: {line.strip()}"[:300])
@@ -159,8 +162,6 @@ def measure(case: Case, carrier: str, args: argparse.Namespace) -> Record:
     argv += ["--cpu"] if args.cpu else []
     env = {"EVENER_NET_ENGINE": carrier, "OMP_NUM_THREADS": "1"}
     with Lab(Spec.parse(case.spec.format(rate=args.rate))) as lab:
-        if case.faults:
-            lab.schedule(*case.faults)
         result = lab.launch(argv, env=env, timeout=args.seconds + 120, on_line=on_line)
     row: Record = {"case": case.name, "carrier": carrier, "ok": result.ok and len(ranks) == 2}
     row["said"] = said[-20:]
@@ -194,7 +195,8 @@ def show(row: Record) -> str:
     if "gb_per_s" not in row:
         return f"{name}: failed: {row['said']}"
     text = (
-        f"{name}: {row['gb_per_s']:.3f} GB/s each way, {row['cpu_s_per_gb']:.2f} processor s per GB, "
+        f"{name}: {row['gb_per_s']:.3f} GB/s each way, "
+        f"{row['cpu_s_per_gb']:.2f} processor s per GB, "
         f"longest {row['longest_ms']:.0f} ms, bytes {'equal' if not row['wrong'] else 'WRONG'}"
     )
     if row["frames"]:

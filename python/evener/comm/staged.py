@@ -140,7 +140,7 @@ class StagedTransport:
             lane.connect([handle[place] for handle in handles], timeout)
 
     def gathered(self) -> tuple[int, int] | None:
-        """Pieces taken out of a card's frames, and in how many copies; None: there are no frames."""
+        """Pieces taken out of a card's frames, and in how many copies; None: no frames."""
         found = [lane.exchange.gathered() for lane in self.lanes]
         if any(one is None for one in found):
             return None
