@@ -1,10 +1,10 @@
 """The staged transport past the kernel: does a processor touch payload, and what does a byte cost?
 
-Two simulated nodes, one rank each, all-gathers of one size by `evener.comm.staged`. With AF_XDP the
-slots are frames of the card's memory: what the process's own processors copied is counted, and
-must be 0 where no fault sends packets another way. In these namespaces the *kernel* copies each
-packet (veth has no zero copy): that is in the processor seconds, and not in the count. Every byte
-that arrives is compared. On a GPU both ranks may share one.
+Simulated nodes, one rank each, all-gathers and all-to-alls of one size by `evener.comm.staged`.
+With AF_XDP the slots are frames of the card's memory: what the process's own processors copied is
+counted, and must be 0 but where a card dies. In these namespaces the *kernel* copies each packet
+(veth has no zero copy): that is in the processor seconds, and not in the count. Every byte that
+arrives is compared. Ranks may share a GPU.
 
     python benchmarks/staged_xdp.py --json benchmarks/results/staged-xdp.json
     python benchmarks/staged_xdp.py --cpu
@@ -42,6 +42,7 @@ class Case:
 
 CASES = (
     Case("clean", "2x1@{rate},queue=2ms", strict=True),
+    Case("three", "3x1@{rate},queue=2ms", strict=True),
     Case("loss 1%", "2x1@{rate},queue=2ms", ("0s:path0:loss 1%",), strict=True),
     Case(
         "path dies",
@@ -63,7 +64,7 @@ def _used() -> float:
 
 
 def worker(size: int, seconds: float, on_cpu: bool) -> None:
-    """All-gathers for so long; one line of JSON."""
+    """Collectives for so long; one line of JSON."""
     import torch
     import torch.distributed as dist
 
@@ -82,22 +83,38 @@ def worker(size: int, seconds: float, on_cpu: bool) -> None:
     made = staged.connect(rank, world, group, device, 60.0)
     numbers = torch.arange(size // 4, dtype=torch.int32, device=device)
     payload = torch.empty_like(numbers)
+    parts = torch.empty(world * numbers.numel(), dtype=torch.int32, device=device)
     got = torch.empty(world * numbers.numel(), dtype=torch.int32, device=device)
 
     def settle() -> None:
         if not on_cpu:
             torch.cuda.synchronize()
 
-    def turn(number: int, compare: bool) -> int:
+    def turn(number: int) -> tuple[float, float]:
+        """Both in turn; seconds by the clock, and of processors."""
         torch.mul(numbers, 2 * number + 2 * rank + 1, out=payload)
-        made.all_gather(got, payload)
+        if number % 2:
+            for to, part in enumerate(parts.chunk(world)):
+                torch.add(payload, to, out=part)
         settle()
-        wrong = 0
-        for place, part in enumerate(got.chunk(world)) if compare else ():
-            wrong += int((part != numbers * (2 * number + 2 * place + 1)).sum())
+        at, used = time.perf_counter(), _used()
+        if number % 2:
+            made.all_to_all(got, parts)
+        else:
+            made.all_gather(got, payload)
+        settle()
+        return time.perf_counter() - at, _used() - used
+
+    def wrong_of(number: int) -> int:
+        wrong, add = 0, rank * (number % 2)
+        for place, part in enumerate(got.chunk(world)):
+            wrong += int((part != numbers * (2 * number + 2 * place + 1) + add).sum())
         return wrong
 
-    wrong = sum(turn(number, True) for number in range(3))
+    wrong = 0
+    for number in range(4):
+        turn(number)
+        wrong += wrong_of(number)
     dist.barrier()
     # From here on faults come.
     print("READY", flush=True)
@@ -105,14 +122,10 @@ def worker(size: int, seconds: float, on_cpu: bool) -> None:
     longest, spent, transfer = 0.0, 0.0, 0.0
     going = True
     while going:
-        start, at = time.perf_counter(), _used()
-        turn(turns, False)
-        took = time.perf_counter() - start
-        transfer, spent = transfer + took, spent + _used() - at
+        took, used = turn(turns)
+        transfer, spent = transfer + took, spent + used
         longest = max(longest, took)
-        # Compared beside the clock, each time.
-        for place, part in enumerate(got.chunk(world)):
-            wrong += int((part != numbers * (2 * turns + 2 * place + 1)).sum())
+        wrong += wrong_of(turns)
         turns += 1
         goes = torch.tensor([float(time.perf_counter() - began < seconds)])
         dist.broadcast(goes, 0)
@@ -126,7 +139,7 @@ def worker(size: int, seconds: float, on_cpu: bool) -> None:
     result = {
         "rank": rank,
         "turns": turns,
-        "bytes": turns * size,
+        "bytes": turns * size * (world - 1),
         "wrong": wrong,
         "seconds": transfer,
         "cpu_seconds": spent,
@@ -163,7 +176,11 @@ def measure(case: Case, carrier: str, args: argparse.Namespace) -> Record:
     env = {"EVENER_NET_ENGINE": carrier, "OMP_NUM_THREADS": "1"}
     with Lab(Spec.parse(case.spec.format(rate=args.rate))) as lab:
         result = lab.launch(argv, env=env, timeout=args.seconds + 120, on_line=on_line)
-    row: Record = {"case": case.name, "carrier": carrier, "ok": result.ok and len(ranks) == 2}
+    row: Record = {
+        "case": case.name,
+        "carrier": carrier,
+        "ok": result.ok and len(ranks) == lab.spec.nodes,
+    }
     row["said"] = said[-20:]
     if not row["ok"]:
         return row
@@ -238,7 +255,7 @@ def main() -> int:
                 rows.append(measure(case, carrier, args))
                 print(show(rows[-1]), flush=True)
     if args.json:
-        record = {"machine": machine(args.cpu), "device": "cpu" if args.cpu else "gpu"}
+        record: Record = {"machine": machine(args.cpu), "device": "cpu" if args.cpu else "gpu"}
         record |= {"rate": args.rate, "size": args.size, "seconds": args.seconds, "rows": rows}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(row["ok"] for row in rows) else 1
