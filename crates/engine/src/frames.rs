@@ -15,11 +15,15 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+use evener_proto::packet::format::BARE;
 pub use evener_xdp::LENT_HEADERS;
 use evener_xdp::Pool;
 
 use crate::lock::lock;
 use crate::sys::Memory;
+
+/// Bytes of a packet that are not payload: of IPv4, UDP, and its own.
+pub const HEADERS: usize = 28 + BARE;
 
 /// How many frames callers want: lent ones, and for what comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

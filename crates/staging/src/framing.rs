@@ -23,7 +23,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use evener_engine::Memory;
-use evener_engine::frames::{Framed, LENT_HEADERS, Lease};
+use evener_engine::frames::{Framed, HEADERS, LENT_HEADERS, Lease};
 
 /// Slots of each kind.
 pub const SLOTS: u32 = 16;
@@ -96,6 +96,25 @@ impl Framing {
     /// Bytes of payload in a frame.
     pub fn unit(&self) -> usize {
         self.unit
+    }
+
+    /// What else silence may mean, in words: units are not made smaller for a link on the way.
+    pub fn doubt(&self) -> String {
+        format!(
+            ", or a link between takes no packets of {} bytes: EVENER_NET_ENGINE=udp finds what it takes",
+            self.unit + HEADERS
+        )
+    }
+
+    /// For the trial of a way: one unit in a frame of its own, and the word for one.
+    pub fn trial(&self, peer: usize) -> (Memory, Memory) {
+        let place = peer % self.tables.len();
+        let word = self.tables[place].as_ptr();
+        let of = |start| Memory {
+            start,
+            length: self.unit,
+        };
+        (of(self.lease.at(place) as *mut u8), of(word.cast()))
     }
 
     /// What comms are told.

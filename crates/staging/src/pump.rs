@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use evener_engine::comm::Comm;
 use evener_engine::{Engine, Memory, Slot, Status};
 
+use crate::framing::Framing;
 use crate::{Comms, Inner, Piece, Word, lock, reached};
 
 /// Nothing moved for this long: look less often. A piece takes longer than a nap.
@@ -149,10 +150,11 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
         if under_way && quiet > inner.patience {
             return Err(format!(
                 "nothing came or went between nodes for {:.0} s, with {} pieces awaited and {} not \
-                 acknowledged: a rank has died or hangs",
+                 acknowledged: a rank has died or hangs{}",
                 quiet.as_secs_f64(),
                 coming.len(),
                 leaving.len(),
+                inner.framing.get().map_or(String::new(), Framing::doubt),
             ));
         }
         if quiet > SPIN {

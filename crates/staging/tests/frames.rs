@@ -11,7 +11,7 @@ use evener_engine::frames::Wanted;
 use evener_engine::{Choice, Config, Engine};
 use evener_staging::framing::FRAMES;
 use evener_staging::{Exchange, Kind, Room, WORDS};
-use nodes::{Node, pair};
+use nodes::{Node, ip, pair};
 
 #[path = "../../xdp/tests/nodes/mod.rs"]
 mod nodes;
@@ -29,6 +29,16 @@ struct Rank {
 }
 
 fn rank(node: &Node, name: &'static str, rank: u32, choice: Choice, frames: u32) -> Rank {
+    patient_rank(node, name, rank, (choice, frames), PATIENCE)
+}
+
+fn patient_rank(
+    node: &Node,
+    name: &'static str,
+    rank: u32,
+    (choice, frames): (Choice, u32),
+    patience: Duration,
+) -> Rank {
     let said: Arc<Mutex<Vec<String>>> = Arc::default();
     let log = said.clone();
     let engine = node.run(move || {
@@ -47,10 +57,15 @@ fn rank(node: &Node, name: &'static str, rank: u32, choice: Choice, frames: u32)
         let log = move |_, text: &str| log.lock().unwrap().push(text.to_string());
         Arc::new(Engine::start(config, Box::new(log)).unwrap())
     });
-    exchange(engine, said, rank)
+    exchange(engine, said, rank, patience)
 }
 
-fn exchange(engine: Arc<Engine>, said: Arc<Mutex<Vec<String>>>, rank: u32) -> Rank {
+fn exchange(
+    engine: Arc<Engine>,
+    said: Arc<Mutex<Vec<String>>>,
+    rank: u32,
+    patience: Duration,
+) -> Rank {
     let each = SLOT * SLOTS as usize;
     let memory = vec![0u64; (2 * each + WORDS) / 8];
     let base = memory.as_ptr() as usize;
@@ -62,7 +77,7 @@ fn exchange(engine: Arc<Engine>, said: Arc<Mutex<Vec<String>>>, rank: u32) -> Ra
         slots: SLOTS,
     };
     // SAFETY: the memory lives as long as the exchange, which is dropped first.
-    let exchange = unsafe { Exchange::listen(engine.clone(), rank, 2, room, PATIENCE) };
+    let exchange = unsafe { Exchange::listen(engine.clone(), rank, 2, room, patience) };
     Rank {
         exchange: exchange.unwrap(),
         engine,
@@ -208,9 +223,35 @@ fn exchanges_one_after_the_other_have_the_same_frames() {
             })
             .collect();
         for (index, (engine, said)) in engines.into_iter().enumerate() {
-            ranks.push(exchange(engine, said, index as u32));
+            ranks.push(exchange(engine, said, index as u32, PATIENCE));
         }
         connect(&ranks);
         assert!(ranks.iter().all(|one| one.exchange.gathered().is_some()));
     }
+}
+
+/// A link on the way that takes smaller packets only: an error in words, and not a hang.
+#[test]
+fn packets_that_do_not_pass_are_an_error() {
+    let Some((a, b)) = pair(1500) else {
+        return;
+    };
+    let (frames, patience) = ((Choice::Xdp, FRAMES), Duration::from_secs(2));
+    let ranks = vec![
+        patient_rank(&a, "va", 0, frames, patience),
+        patient_rank(&b, "vb", 1, frames, patience),
+    ];
+    connect(&ranks);
+    assert!(b.run(|| ip("link set vb mtu 1300")));
+    let payload = bytes(1, 3_000_000);
+    let mut received = vec![0; 6_000_000];
+    let (from, to) = (payload.as_ptr() as usize, received.as_mut_ptr() as usize);
+    // SAFETY: two slices of the lengths that the kind demands.
+    let result = unsafe {
+        ranks[0]
+            .exchange
+            .run_on_host(Kind::Gather, payload.len(), from, to)
+    };
+    let why = result.unwrap_err().to_string();
+    assert!(why.contains("packets of 1498 bytes"), "{why}");
 }
