@@ -42,7 +42,7 @@ use std::time::{Duration, Instant};
 use evener_engine::comm::Comm;
 use evener_engine::frames::Lease;
 use evener_engine::hello::HANDLE;
-use evener_engine::{Engine, Level, Listener, Memory};
+use evener_engine::{Engine, Level, Listener, Memory, Slot, Status};
 use framing::Framing;
 
 /// Bytes of the words: five, a cache line each, and one to try the driver with.
@@ -52,6 +52,8 @@ const LINE: usize = 64;
 pub const PASSED: u32 = 1 << 30;
 /// Bytes of the smallest piece: below, calls cost more than they hide.
 const LEAST_PIECE: usize = 1 << 20;
+/// Within this time a packet from a frame has to pass to every rank, and one from each has to come.
+const TRIAL: Duration = Duration::from_secs(5);
 /// A message is cut into this many pieces, where they are not too small or too large, so that the
 /// copies at both ends overlap the network. A piece costs a host's thread, the one that computes
 /// gradients, five calls of the driver; the copies are much faster than the network.
@@ -452,11 +454,17 @@ impl Exchange {
                 "a comm is not carried by packets, so it has no frames",
             ));
         }
+        if let (Ok(()), Some(framing)) = (&met, self.inner.framing.get()) {
+            met = comms.try_frames(&self.engine, framing, limit.min(TRIAL));
+        }
         for listener in &self.listeners {
             self.engine.close_listener(listener);
         }
         if let Err(error) = met {
             comms.release(&self.engine);
+            if let Some(framing) = self.inner.framing.get() {
+                framing.give_all_back();
+            }
             return Err(error);
         }
         let (inner, engine) = (self.inner.clone(), self.engine.clone());
@@ -617,6 +625,50 @@ impl Comms {
     fn frame(&self, engine: &Engine, framing: &Framing) -> bool {
         let mut all = self.send.iter().chain(&self.receive).flatten();
         all.all(|comm| engine.frame(comm, framing.framed()))
+    }
+
+    /// One whole packet to each rank and from each: a link between may take no packets of this size, and that is to be
+    /// known before anything depends on it.
+    #[allow(unsafe_code, reason = "frames and words are lent to the engine")]
+    fn try_frames(&self, engine: &Engine, framing: &Framing, limit: Duration) -> Result<(), Error> {
+        let end = Instant::now() + limit;
+        let mut waited: Vec<(usize, &Arc<Comm>, Memory, Option<&Slot>)> = Vec::new();
+        for (place, side) in [&self.receive, &self.send].into_iter().enumerate() {
+            for (peer, comm) in side.iter().enumerate() {
+                let (frame, word) = framing.trial(peer);
+                let memory = if place == 0 { word } else { frame };
+                waited.extend(comm.iter().map(|comm| (peer, comm, memory, None)));
+            }
+        }
+        loop {
+            let (mut failed, mut left) = (None, Vec::new());
+            for (peer, comm, memory, slot) in waited {
+                let slot = match slot {
+                    Some(slot) => Some(slot),
+                    // SAFETY: frames and words are this exchange's until the request is finished, or its comm is
+                    // released by the caller of this.
+                    None => unsafe { engine.post(comm, memory) }?,
+                };
+                match slot.map(Slot::test) {
+                    Some(Status::Done(_)) => {}
+                    Some(Status::Failed(_)) => failed = Some(peer),
+                    Some(Status::Pending) | None => left.push((peer, comm, memory, slot)),
+                }
+            }
+            let late = left.first().map(|(peer, ..)| *peer);
+            if failed.is_none() && late.is_none() {
+                framing.give_all_back();
+                return Ok(());
+            }
+            if let Some(peer) = failed.or(late.filter(|_| Instant::now() > end)) {
+                return Err(Error::Failed(format!(
+                    "no whole packet passes between this rank and rank {peer} of the group{}",
+                    framing.doubt()
+                )));
+            }
+            waited = left;
+            std::thread::sleep(Duration::from_micros(100));
+        }
     }
 
     fn release(&self, engine: &Engine) {

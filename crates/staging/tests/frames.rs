@@ -165,8 +165,8 @@ fn no_byte_of_payload_is_copied_by_the_engine() {
         one.exchange.close();
         one.engine.stop();
         let [[out, back], copied] = one.engine.bare();
-        // To the other rank, once by each collective.
-        let payload: u64 = SIZES.iter().map(|size| 2 * *size as u64).sum();
+        // To the other rank, once by each collective; and one packet that has tried the way.
+        let payload: u64 = 1424 + SIZES.iter().map(|size| 2 * *size as u64).sum::<u64>();
         assert_eq!(copied, [0, 0]);
         assert_eq!(back, payload);
         assert!(out >= payload, "{out}");
@@ -230,28 +230,47 @@ fn exchanges_one_after_the_other_have_the_same_frames() {
     }
 }
 
-/// A link on the way that takes smaller packets only: an error in words, and not a hang.
+/// A link on the way that takes smaller packets only, from the start or later: an error in words, and not a hang.
 #[test]
 fn packets_that_do_not_pass_are_an_error() {
     let Some((a, b)) = pair(1500) else {
         return;
     };
     let (frames, patience) = ((Choice::Xdp, FRAMES), Duration::from_secs(2));
-    let ranks = vec![
-        patient_rank(&a, "va", 0, frames, patience),
-        patient_rank(&b, "vb", 1, frames, patience),
-    ];
-    connect(&ranks);
+    let ranks = || {
+        vec![
+            patient_rank(&a, "va", 0, frames, patience),
+            patient_rank(&b, "vb", 1, frames, patience),
+        ]
+    };
+    let made = ranks();
+    connect(&made);
     assert!(b.run(|| ip("link set vb mtu 1300")));
     let payload = bytes(1, 3_000_000);
     let mut received = vec![0; 6_000_000];
     let (from, to) = (payload.as_ptr() as usize, received.as_mut_ptr() as usize);
     // SAFETY: two slices of the lengths that the kind demands.
     let result = unsafe {
-        ranks[0]
+        made[0]
             .exchange
             .run_on_host(Kind::Gather, payload.len(), from, to)
     };
     let why = result.unwrap_err().to_string();
     assert!(why.contains("packets of 1498 bytes"), "{why}");
+    drop(made);
+    // Engines that have seen the large MTU.
+    assert!(b.run(|| ip("link set vb mtu 1500")));
+    let made = ranks();
+    assert!(b.run(|| ip("link set vb mtu 1300")));
+    let handles: Vec<Vec<u8>> = made.iter().map(|one| one.exchange.handle()).collect();
+    std::thread::scope(|scope| {
+        for one in &made {
+            let handles = &handles;
+            scope.spawn(move || {
+                let why = one.exchange.connect(handles, PATIENCE).unwrap_err();
+                let why = why.to_string();
+                assert!(why.contains("packets of 1498 bytes"), "{why}");
+            });
+        }
+    });
 }
