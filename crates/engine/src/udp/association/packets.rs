@@ -88,7 +88,7 @@ impl Association {
     ///
     /// # Errors
     /// [`Dropped`].
-    #[cfg(any(test, fuzzing))]
+    #[cfg(test)]
     pub fn hear(&mut self, came: &Came<'_>, now: Duration) -> Result<(), Dropped> {
         self.hear_or_keep(came, now, false, &mut |_| None)
             .map(|_| ())
