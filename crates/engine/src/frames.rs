@@ -1,7 +1,7 @@
 //! Frames of the cards' memory for callers: payload goes from them to the network and stays in them when it
 //! comes, and no processor of this process touches it.
 //!
-//! - **Sending.** A caller has a run of *lent* frames, and puts a message into them: so many bytes
+//! - **Sending.** A caller has a run of *lent* frames, and puts a message into them: some bytes
 //!   ([`Frames::unit`] at most) into each, [`LENT_HEADERS`] behind its start. The instance writes headers in front
 //!   of them, and a card sends both ([`evener_xdp::pool`]).
 //! - **Receiving.** A caller posts a *table* of words, one for each unit of the message. The instance writes into it

@@ -189,7 +189,7 @@ impl Ends {
         let mut bytes = Vec::new();
         for at in &self.table[..length.div_ceil(self.unit)] {
             let part = self.unit.min(length - bytes.len());
-            // SAFETY: the engine said that so many bytes are there, in a frame that is this end's.
+            // SAFETY: the engine said that this many bytes are there, in a frame that is this end's.
             bytes.extend(unsafe { std::slice::from_raw_parts(*at as *const u8, part) });
         }
         let table = self.table.iter_mut().map(std::mem::take);

@@ -121,7 +121,7 @@ impl Framing {
     pub fn framed(&self) -> Framed {
         Framed {
             frames: self.lease.frames().clone(),
-            // It was made of so many.
+            // It was made of 16 bits.
             unit: self.unit as u16,
         }
     }

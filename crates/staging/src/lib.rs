@@ -482,7 +482,7 @@ impl Exchange {
             }
             comms.release(&engine);
             if let Some(gatherer) = inner.gatherer.get() {
-                // What was issued ends by itself; frames are read until then.
+                // What was issued ends by itself, and reads frames before it does.
                 gatherer.finish();
             }
             match inner.framing.get() {

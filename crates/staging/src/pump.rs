@@ -166,7 +166,7 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
 }
 
 impl Taking {
-    /// A piece has come, of so many bytes, for this place.
+    /// A piece has come, of this many bytes, for this place.
     fn came(&mut self, length: usize, to: usize) {
         self.waiting.push_back((self.came, length, to));
         self.came = self.came.wrapping_add(1);

@@ -58,7 +58,7 @@ pub(crate) fn map(length: usize) -> io::Result<(Mapping, Option<io::Error>)> {
 }
 
 impl Pool {
-    /// `lent` frames of `size` bytes, and for each of `sockets` so many for receiving and for sending.
+    /// `lent` frames of `size` bytes, and for each of `sockets` these numbers for receiving and for sending.
     ///
     /// # Errors
     /// Of mmap(2).

@@ -450,7 +450,7 @@ fn lent_frames_go_and_kept_frames_stay() {
             // A third of the frames is out at any time.
             while held.len() > 100 || (!held.is_empty() && count as usize + held.len() == ALL) {
                 let at = held.remove(0);
-                // SAFETY: the frame is kept, and the packet had so many bytes.
+                // SAFETY: the frame is kept, and the packet had this many bytes.
                 let bytes = unsafe { std::slice::from_raw_parts(at as *const u8, PAYLOAD) };
                 assert!(
                     bytes.iter().all(|byte| *byte == count as u8),

@@ -67,7 +67,7 @@ pub struct Host {
     pub record: bool,
     /// Calls to the kernel that the packets it sent would take: what goes over one path at once is one.
     pub calls: u64,
-    /// Messages of odd channels go in bare packets of so many bytes; 0: none do.
+    /// Messages of odd channels go in bare packets of this many bytes; 0: none do.
     pub unit: u16,
     /// Bare packets that came.
     pub bare: u64,

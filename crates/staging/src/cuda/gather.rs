@@ -14,7 +14,7 @@ use crate::framing::Run;
 
 /// The memory may be used by all contexts.
 const PORTABLE: c_uint = 1;
-/// It is registered already, by somebody else.
+/// It is registered already, by another library.
 const REGISTERED: c_int = 712;
 /// Of a stream: it does not wait for the legacy default stream.
 const NON_BLOCKING: c_uint = 1;
