@@ -68,6 +68,7 @@ struct Driver {
     unregister: gather::Unregister,
     current: gather::Current,
     enter: gather::Enter,
+    priorities: gather::Priorities,
     new_stream: gather::NewStream,
     end_stream: gather::EndStream,
 }
@@ -109,6 +110,7 @@ impl Driver {
                 unregister: *library.get::<gather::Unregister>(b"cuMemHostUnregister\0")?,
                 current: *library.get::<gather::Current>(b"cuCtxGetCurrent\0")?,
                 enter: *library.get::<gather::Enter>(b"cuCtxSetCurrent\0")?,
+                priorities: *library.get::<gather::Priorities>(b"cuCtxGetStreamPriorityRange\0")?,
                 new_stream: *library.get::<gather::NewStream>(b"cuStreamCreateWithPriority\0")?,
                 end_stream: *library.get::<gather::EndStream>(b"cuStreamDestroy_v2\0")?,
             })

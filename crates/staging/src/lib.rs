@@ -481,19 +481,20 @@ impl Exchange {
                 inner.fail(why);
             }
             comms.release(&engine);
-            if let Some(gatherer) = inner.gatherer.get() {
-                // What was issued ends by itself, and reads frames before it does.
-                gatherer.finish();
-            }
-            match inner.framing.get() {
-                Some(framing) => framing.give_all_back(),
-                None if lock(&inner.failure).is_some() => inner.room.spoil(),
-                None => {}
+            if inner.framing.get().is_none() && lock(&inner.failure).is_some() {
+                inner.room.spoil();
             }
             // Whatever waits for more would wait for ever.
             for word in [Word::Sent, Word::Arrived] {
                 let value = inner.room.load(word).wrapping_add(PASSED);
                 inner.room.store(word, value);
+            }
+            // Frames are read until the device has done what was issued, which may have waited for the words.
+            if let Some(gatherer) = inner.gatherer.get() {
+                gatherer.finish();
+            }
+            if let Some(framing) = inner.framing.get() {
+                framing.give_all_back();
             }
         };
         let thread = std::thread::Builder::new().name("evener-staging".into());

@@ -15,6 +15,8 @@ const SPIN: Duration = Duration::from_micros(30);
 const NAP: Duration = Duration::from_micros(20);
 /// So long the last pieces have to leave when the exchange is closed.
 const DRAIN: Duration = Duration::from_secs(5);
+/// And copies that a device has begun.
+const SETTLE: Duration = Duration::from_secs(1);
 
 /// Pieces on their way, oldest first; each with its requests, the bytes of each, and its place in the result.
 type Flights<'a> = VecDeque<(Vec<&'a Slot>, usize, usize)>;
@@ -25,16 +27,24 @@ struct Taking {
     /// Came, with its place, and is not copied out yet (on a device).
     waiting: VecDeque<(u32, usize, usize)>,
     came: u32,
+    /// Pieces whose copies were issued to a device.
+    issued: u32,
     /// Of the next piece whose frames go back.
     emptied: u32,
 }
 
 /// Moves pieces until it is told to stop. The error says why it could not.
 pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> {
+    let mut taking = Taking::default();
+    let end = carry(inner, engine, comms, &mut taking);
+    taking.settle(inner);
+    end
+}
+
+fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> Result<(), String> {
     let room = inner.room;
     let mut sends: VecDeque<Piece> = VecDeque::new();
     let mut receives: VecDeque<(Piece, usize)> = VecDeque::new();
-    let mut taking = Taking::default();
     if let Some(gatherer) = inner.gatherer.get() {
         gatherer.enter().map_err(|error| error.to_string())?;
     }
@@ -130,12 +140,8 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
                 }
                 // A peer that has all it wants may be gone before its last word has come. That is
                 // an error only if there is more.
-                Err(why)
-                    if coming.is_empty()
-                        && receives.is_empty()
-                        && sends.is_empty()
-                        && taking.is_done(inner, arrived) =>
-                {
+                Err(why) if coming.is_empty() && receives.is_empty() && sends.is_empty() => {
+                    taking.finish(inner, &mut arrived)?;
                     return if more(inner) { Err(why) } else { Ok(()) };
                 }
                 Err(why) => return Err(why),
@@ -146,6 +152,13 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
             continue;
         }
         let quiet = moved_at.elapsed();
+        let copying = inner.gatherer.get().is_some() && taking.issued != arrived;
+        if copying && quiet > inner.patience {
+            return Err(format!(
+                "the device has not copied for {:.0} s what came between nodes: other streams hold its copies up",
+                quiet.as_secs_f64(),
+            ));
+        }
         let under_way = !leaving.is_empty() || !coming.is_empty();
         if under_way && quiet > inner.patience {
             return Err(format!(
@@ -190,8 +203,40 @@ impl Taking {
                 .and_then(|()| gatherer.write(room.address(Word::Consumed), piece.wrapping_add(1)))
                 .map_err(|error| error.to_string())?;
             self.waiting.pop_front();
+            self.issued = piece.wrapping_add(1);
         }
         Ok(room.load(Word::Consumed))
+    }
+
+    /// Takes out what has come, before a pump that has no more to do ends. A device that does not get to it in time is
+    /// told by the patience of those who wait.
+    fn finish(&mut self, inner: &Inner, arrived: &mut u32) -> Result<(), String> {
+        let began = Instant::now();
+        loop {
+            self.empty(inner);
+            let now = self.take(inner)?;
+            if now != *arrived {
+                *arrived = now;
+                inner.room.store(Word::Arrived, now);
+            }
+            let over = began.elapsed() > inner.patience || lock(&inner.work).stop;
+            if self.is_done(inner, *arrived) || over {
+                return Ok(());
+            }
+            std::thread::sleep(NAP);
+        }
+    }
+
+    /// Waits for the copies that were issued: callers may use the result's memory for something else when they hear of
+    /// the end. Not for long: the device may wait for the words that tell of the end.
+    fn settle(&self, inner: &Inner) {
+        let began = Instant::now();
+        while inner.gatherer.get().is_some()
+            && !reached(inner.room.load(Word::Consumed), self.issued)
+            && began.elapsed() < SETTLE
+        {
+            std::thread::sleep(NAP);
+        }
     }
 
     /// Frames of pieces that were taken out go back to the card; whether there were any.

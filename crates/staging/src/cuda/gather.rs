@@ -5,6 +5,10 @@
 //! - **Strided.** Units lie in frames at a fixed distance, and behind each other in the device's memory:
 //!   `cuMemcpy2DAsync` moves as many as lie so in one command.
 //! - **A stream of its own.** The pump issues copies when pieces come. It never waits for a stream.
+//! - **A priority of its own.** The stream "in" waits, by way of the pump, for copies that are issued later. CUDA cannot
+//!   see that, and puts streams of one priority into a few queues of the device, in turn: behind a stream that waits the
+//!   copies would wait too, for ever. So this stream has the highest priority, which nobody else here uses. Should copies
+//!   be held up all the same, the exchange fails after its patience and does not hang.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -18,8 +22,6 @@ const PORTABLE: c_uint = 1;
 const REGISTERED: c_int = 712;
 /// Of a stream: it does not wait for the legacy default stream.
 const NON_BLOCKING: c_uint = 1;
-/// As that of the streams of `evener.comm.staged`.
-const PRIORITY: c_int = -1;
 const HOST: c_uint = 1;
 const DEVICE: c_uint = 2;
 
@@ -28,6 +30,7 @@ pub(super) type Register = unsafe extern "C" fn(*mut c_void, usize, c_uint) -> c
 pub(super) type Unregister = unsafe extern "C" fn(*mut c_void) -> c_int;
 pub(super) type Current = unsafe extern "C" fn(*mut Context) -> c_int;
 pub(super) type Enter = unsafe extern "C" fn(Context) -> c_int;
+pub(super) type Priorities = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
 pub(super) type NewStream = unsafe extern "C" fn(*mut Stream, c_uint, c_int) -> c_int;
 pub(super) type EndStream = unsafe extern "C" fn(Stream) -> c_int;
 pub(super) type Strided = unsafe extern "C" fn(*const Copy2D, Stream) -> c_int;
@@ -178,10 +181,15 @@ impl Gatherer {
         })?;
         // SAFETY: promised by the caller.
         let pin = unsafe { Pin::take(start, length) }?;
+        let (mut lowest, mut highest) = (0, 0);
+        // SAFETY: the driver writes two numbers there.
+        done("cuCtxGetStreamPriorityRange", unsafe {
+            (driver.priorities)(&raw mut lowest, &raw mut highest)
+        })?;
         let mut stream: Stream = std::ptr::null_mut();
         // SAFETY: the driver writes a handle there.
         done("cuStreamCreateWithPriority", unsafe {
-            (driver.new_stream)(&raw mut stream, NON_BLOCKING, PRIORITY)
+            (driver.new_stream)(&raw mut stream, NON_BLOCKING, highest)
         })?;
         Ok(Gatherer {
             context: context as usize,

@@ -191,6 +191,12 @@ int registered_ranges(void) {
     return count;
 }
 
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0;
+    *greatest = -5;
+    return current ? OK : NO_CONTEXT;
+}
+
 int cuStreamCreateWithPriority(void **to, unsigned flags, int priority) {
     (void)flags;
     (void)priority;
