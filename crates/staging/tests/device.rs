@@ -120,6 +120,15 @@ impl Driver {
         assert_eq!(code, 0);
     }
 
+    /// Strided copies to the device do not begin.
+    fn hold_copies(&self, yes: bool) {
+        // SAFETY: as above.
+        unsafe {
+            let hold = self.0.get::<unsafe extern "C" fn(c_int)>(b"hold_copies");
+            hold.unwrap()(yes.into());
+        }
+    }
+
     fn registered(&self) -> c_int {
         // SAFETY: as above.
         unsafe {
@@ -350,5 +359,41 @@ fn slots_of_frames() {
             return;
         };
         order_and_failure(&driver, ranks);
+    }
+}
+
+/// A device that holds the copies up behind something else: an error and not a hang, and what did not come is NaN.
+#[test]
+fn copies_that_are_held_up() {
+    if has_driver("copies_that_are_held_up") {
+        const EACH: usize = 400_000;
+        let driver = Arc::new(Driver::open());
+        driver.enter();
+        let Some((_nodes, ranks)) = framed(&driver, Duration::from_millis(900)) else {
+            return;
+        };
+        driver.hold_copies(true);
+        let payload = bytes(1, EACH);
+        let mut results = [vec![0x77u8; 2 * EACH], vec![0x77u8; 2 * EACH]];
+        for (one, result) in ranks.iter().zip(&mut results) {
+            let (from, to) = (payload.as_ptr() as usize, result.as_mut_ptr() as usize);
+            // SAFETY: the memory lives until the copies are through, below.
+            unsafe {
+                one.exchange
+                    .enqueue(Kind::Gather, EACH, from, to, one.streams)
+            }
+            .unwrap();
+        }
+        for (index, one) in ranks.iter().enumerate() {
+            driver.finish(one.streams.current);
+            let why = one.exchange.failure().unwrap();
+            assert!(why.contains("the device has not copied"), "{why}");
+            let other = &results[index][(1 - index) * EACH..][..EACH];
+            assert!(other[1424..].iter().all(|byte| *byte == 0xff));
+        }
+        driver.hold_copies(false);
+        for one in &ranks {
+            one.exchange.close();
+        }
     }
 }

@@ -51,6 +51,7 @@ typedef struct {
 } stream;
 
 static _Thread_local void *current;
+static _Atomic int held;
 static pthread_mutex_t ranges_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
     uintptr_t start;
@@ -72,6 +73,8 @@ static void run(command *one) {
         memcpy((void *)one->to, (void *)one->from, one->size);
         break;
     case ROWS:
+        while (one->value && atomic_load(&held))
+            sched_yield();
         for (size_t at = 0; at < one->rows; at++)
             memcpy((char *)one->to + at * one->to_pitch, (char *)one->from + at * one->from_pitch,
                    one->size);
@@ -181,7 +184,12 @@ int cuMemHostUnregister(void *at) {
     return result;
 }
 
-/* Of this test alone: how many ranges are registered. */
+/* Of this test alone: strided copies to a device do not begin while this is set. */
+void hold_copies(int yes) {
+    atomic_store(&held, yes);
+}
+
+/* And how many ranges are registered. */
 int registered_ranges(void) {
     int count = 0;
     pthread_mutex_lock(&ranges_lock);
@@ -272,7 +280,8 @@ int cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *copy, void *at) {
                              .size = copy->WidthInBytes,
                              .to_pitch = copy->dstPitch,
                              .from_pitch = copy->srcPitch,
-                             .rows = copy->Height});
+                             .rows = copy->Height,
+                             .value = in});
 }
 
 int cuEventCreate(void **to, unsigned flags) {
