@@ -10,6 +10,7 @@ use evener_proto::{Side, Why};
 use crate::Error;
 use crate::comm::Comm;
 use crate::config::Choice;
+use crate::frames::{Framed, Frames};
 use crate::hello::{HANDLE, Handle};
 use crate::lock::lock;
 use crate::log::Level;
@@ -250,6 +251,33 @@ impl Callers {
         let lane = comm.lane_of(number);
         self.shared.workers[lane.peer.home].ring(lane.bit.load(Ordering::Relaxed));
         Ok(Some(slot))
+    }
+
+    /// Frames for callers, if there are cards and `Config::frames` asked for them.
+    pub fn frames(&self) -> Option<Arc<Frames>> {
+        self.shared.frames.get().cloned()
+    }
+
+    /// Payload of frames so far, in bytes: what the process' processors did not copy, and what they did; each
+    /// on its way out and in. Those of the last tenth of a second may be missing.
+    pub fn bare(&self) -> [[u64; 2]; 2] {
+        self.shared.packets.bare()
+    }
+
+    /// From the first request of this comm on, memory that is posted is in frames of `unit` bytes. Sending:
+    /// [`Memory::start`] is where a run of lent frames begins, of the caller's lease. Receiving: it is a table of
+    /// zeroed `usize`, one for each unit of the message, as the frames of the same lease are what comes. In both
+    /// the length is that of the message. `false`: no packets carry this comm, so it cannot be.
+    pub fn frame(&self, comm: &Comm, framed: Framed) -> bool {
+        let packets = comm
+            .lanes
+            .iter()
+            .all(|lane| lane.peer.key.transport == Transport::Udp);
+        let fits = packets && framed.unit > 0 && framed.unit <= framed.frames.unit();
+        if fits {
+            comm.requests.frame(framed);
+        }
+        fits
     }
 
     /// Ends a comm. When this returns, no memory of its requests is used any more.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::frames::Wanted;
 use crate::nics::Family;
 use crate::zerocopy;
 
@@ -51,6 +52,8 @@ pub struct Config {
     pub trace_dir: Option<PathBuf>,
     /// Bytes of that for a process, at most.
     pub trace_bytes: u64,
+    /// Frames of the cards' memory for callers, with [`Choice::Xdp`].
+    pub frames: Option<Wanted>,
     /// When to send without the kernel's copy.
     pub zero_copy: zerocopy::Mode,
     /// Measure also what carries best to processes of this host: for tests.
@@ -76,6 +79,7 @@ impl Default for Config {
             stats_dir: None,
             trace_dir: None,
             trace_bytes: 64_000_000,
+            frames: None,
             zero_copy: zerocopy::Mode::Auto,
             measure_here: false,
             label: "",

@@ -26,6 +26,7 @@ mod control;
 mod crew;
 pub mod doorbell;
 pub mod fds;
+pub mod frames;
 pub mod hello;
 mod inbox;
 pub mod link;

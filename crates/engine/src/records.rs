@@ -144,9 +144,12 @@ pub fn json(shared: &Shared) -> String {
         ]
     });
     let [udp_out, udp_in] = shared.packets.copied();
+    let [[bare_out, bare_in], [bare_copied_out, bare_copied_in]] = shared.packets.bare();
     let _ = write!(
         out,
-        "\"copied\":{{\"tcp\":[{written},{read}],\"udp\":[{udp_out},{udp_in}]}},\"packets\":{},",
+        "\"copied\":{{\"tcp\":[{written},{read}],\"udp\":[{udp_out},{udp_in}]}},\
+         \"frames\":{{\"not_copied\":[{bare_out},{bare_in}],\
+         \"copied\":[{bare_copied_out},{bare_copied_in}]}},\"packets\":{},",
         shared.packets.json()
     );
     let _ = write!(

@@ -4,10 +4,11 @@
 //! with nothing else.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use evener_proto::{Side, Why};
 
+use crate::frames::Framed;
 use crate::lock::lock;
 use crate::slots::Slots;
 
@@ -37,6 +38,8 @@ pub struct Requests {
     pub opened: AtomicUsize,
     failed: AtomicBool,
     why: Mutex<Option<Why>>,
+    /// Where the memory of requests is frames.
+    framed: OnceLock<Framed>,
 }
 
 impl Requests {
@@ -52,7 +55,18 @@ impl Requests {
             opened: AtomicUsize::new(UNANSWERED),
             failed: AtomicBool::new(false),
             why: Mutex::new(None),
+            framed: OnceLock::new(),
         })
+    }
+
+    /// From the first request on their memory is in frames ([`frames`](crate::frames)).
+    pub(crate) fn frame(&self, framed: Framed) {
+        let _ = self.framed.set(framed);
+    }
+
+    /// How requests lie in frames, if they do.
+    pub fn framed(&self) -> Option<&Framed> {
+        self.framed.get()
     }
 
     /// Nothing more will complete.

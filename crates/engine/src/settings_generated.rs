@@ -18,7 +18,7 @@ pub const NET: Setting = Setting {
     allowed: "auto or off or on",
 };
 
-/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that take them; to others TCP. auto: half a second of measuring for each other host at the start, and the better of the two; to processes without auto TCP. xdp: as udp, past the kernel's stack where the card, the kernel and the process's rights allow it.
+/// What carries what a process sends. tcp: streams. udp: Evener's packets over UDP sockets, to processes that take them; to others TCP. auto: half a second of measuring for each other host at the start, and the better of the two; to processes without auto TCP. xdp: as udp, past the kernel's stack where the card, the kernel and the process's rights allow it; the staged transport (EVENER_OUTER) then has the card send payload from where the GPU has put it.
 pub const ENGINE: Setting = Setting {
     name: "EVENER_NET_ENGINE",
     default: "tcp",

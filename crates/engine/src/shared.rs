@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use crate::arrivals::Arrivals;
@@ -12,6 +12,7 @@ use crate::choosing::{self, Choosing};
 use crate::comm::{Comm, MOST_LANES};
 use crate::config::Config;
 use crate::crew::Crew;
+use crate::frames::Frames;
 use crate::hello::ProcessId;
 use crate::inbox::Inbox;
 use crate::link::Link;
@@ -54,6 +55,8 @@ pub struct Shared {
     pub(crate) broken: AtomicBool,
     pub(crate) choosing: Choosing,
     pub(crate) packets: Packets,
+    /// For callers, where there are cards and they are wanted.
+    pub(crate) frames: OnceLock<Arc<Frames>>,
     pub(crate) log: Log,
 }
 
@@ -93,6 +96,7 @@ impl Shared {
             broken: AtomicBool::new(false),
             choosing: Choosing::default(),
             packets: Packets::default(),
+            frames: OnceLock::new(),
             log: Box::new(|_, _| {}),
         }
     }

@@ -66,9 +66,13 @@ impl User {
 fn opened() -> Option<(Connection, Connection, Key)> {
     let (now, (mut honest, mut victim, key)) = (Duration::ZERO, met()?);
     let welcome = next(&mut victim, now)?;
-    honest.receive(&welcome, Arrival::default(), now, &mut |_| {}).ok()?;
+    honest
+        .receive(&welcome, Arrival::default(), now, &mut |_| {})
+        .ok()?;
     let proof = next(&mut honest, now)?;
-    victim.receive(&proof, Arrival::default(), now, &mut |_| {}).ok()?;
+    victim
+        .receive(&proof, Arrival::default(), now, &mut |_| {})
+        .ok()?;
     Some((honest, *victim, key))
 }
 
@@ -85,7 +89,13 @@ fn run(data: &[u8]) -> Option<()> {
                 let body = input.bytes()?;
                 number += 1 + u64::from(what / 200) * 3000;
                 let flags = (what, what & 16 != 0);
-                let packet = packet(Kind::Data, flags, number, body, Some(&key));
+                // Of a bare packet the tag covers the first bytes alone.
+                let kind = if what & 32 != 0 {
+                    Kind::Bare
+                } else {
+                    Kind::Data
+                };
+                let packet = packet(kind, flags, number, body, Some(&key));
                 user.hear(&mut victim, &packet, now);
                 kept.push(packet);
             }
@@ -97,12 +107,14 @@ fn run(data: &[u8]) -> Option<()> {
             }
             7 => {
                 let (channel, room) = (u32::from(what >> 4) % 3, u64::from(input.byte()?) * 40);
-                let message = victim.post(channel, room);
+                let unit = [0, 0, 16, 40][usize::from(what) / 64];
+                let message = victim.post_bare(channel, room, unit);
                 user.posted.insert((channel, message), room);
             }
             8 => {
                 let length = u64::from(input.byte()?) * 40;
-                victim.send(u32::from(what >> 4) % 3, length);
+                let unit = [0, 0, 16, 40][usize::from(what) / 64];
+                victim.send_bare(u32::from(what >> 4) % 3, length, unit);
             }
             9 => {
                 let channel = u32::from(what >> 4) % 3;

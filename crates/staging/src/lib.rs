@@ -1,4 +1,4 @@
-//! All-gather and all-to-all between processes, through host memory and Evener's TCP engine.
+//! All-gather and all-to-all between processes, through host memory and Evener's engine: TCP, as a rule.
 //!
 //! NCCL moves data by a kernel. On a network that is slow beside the GPU that kernel does nothing
 //! but wait, and holds multiprocessors meanwhile: kernels that were laid out to have one block on
@@ -19,6 +19,9 @@
 //! All ranks make the same calls in the same order. Pieces leave and arrive in that order on every
 //! comm, so no piece carries a number.
 //!
+//! # Past the kernel
+//! Over AF_XDP slots may be frames of a card's memory ([`framing`]).
+//!
 //! # Failure
 //! A stream that waits for a dead peer would hang for ever. When the pump ends it sets `sent` and
 //! `arrived` far ahead ([`PASSED`]), so that streams run on over whatever is in the slots; after a
@@ -26,26 +29,31 @@
 //! before they use what was received.
 
 pub mod cuda;
+pub mod framing;
 mod host;
 mod pump;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use evener_engine::comm::Comm;
+use evener_engine::frames::Lease;
 use evener_engine::hello::HANDLE;
-use evener_engine::{Engine, Listener, Memory};
+use evener_engine::{Engine, Level, Listener, Memory, Slot, Status};
+use framing::Framing;
 
-/// Bytes of the words: four, a cache line each, and one to try the driver with.
-pub const WORDS: usize = 5 * LINE;
+/// Bytes of the words: five, a cache line each, and one to try the driver with.
+pub const WORDS: usize = 6 * LINE;
 const LINE: usize = 64;
 /// What is added to `sent` and `arrived` at the end.
 pub const PASSED: u32 = 1 << 30;
 /// Bytes of the smallest piece: below, calls cost more than they hide.
 const LEAST_PIECE: usize = 1 << 20;
+/// Within this time a packet from a frame has to pass to every rank, and one from each has to come.
+const TRIAL: Duration = Duration::from_secs(5);
 /// A message is cut into this many pieces, where they are not too small or too large, so that the
 /// copies at both ends overlap the network. A piece costs a host's thread, the one that computes
 /// gradients, five calls of the driver; the copies are much faster than the network.
@@ -113,6 +121,8 @@ pub enum Word {
     Consumed = 3,
     /// For a trial of the driver.
     Trial = 4,
+    /// Pieces whose place in the result may be written: the device's, with frames.
+    Begun = 5,
 }
 
 impl Room {
@@ -226,7 +236,8 @@ impl Plan {
 #[derive(Debug, Default)]
 struct Work {
     sends: VecDeque<Piece>,
-    receives: VecDeque<Piece>,
+    /// Each with its place in the result.
+    receives: VecDeque<(Piece, usize)>,
     stop: bool,
 }
 
@@ -240,6 +251,42 @@ struct Inner {
     work: Mutex<Work>,
     bell: Condvar,
     failure: Mutex<Option<String>>,
+    /// What copies out of frames, on a device. Dropped before they are.
+    gatherer: OnceLock<cuda::Gatherer>,
+    /// Frames that this rank has, until all have agreed.
+    lease: Mutex<Option<Lease>>,
+    /// Slots that are frames, where all ranks have some.
+    framing: OnceLock<Framing>,
+}
+
+impl Inner {
+    /// Bytes of a slot.
+    fn slot(&self) -> usize {
+        self.framing.get().map_or(self.room.slot, Framing::slot)
+    }
+
+    /// Slots of each kind.
+    fn slots(&self) -> u32 {
+        self.framing
+            .get()
+            .map_or(self.room.slots, |_| framing::SLOTS)
+    }
+
+    /// The send slot of a piece.
+    fn send(&self, piece: u32, length: usize) -> Memory {
+        match self.framing.get() {
+            Some(framing) => framing.send(piece, length),
+            None => self.room.slot(self.room.send, piece, length),
+        }
+    }
+
+    /// The receive slot of a piece.
+    fn receive(&self, piece: u32, length: usize) -> Memory {
+        match self.framing.get() {
+            Some(framing) => framing.receive(piece, length),
+            None => self.room.slot(self.room.receive, piece, length),
+        }
+    }
 }
 
 /// Numbers of the next pieces. Whoever enqueues holds them, so that streams and pump agree.
@@ -251,6 +298,15 @@ struct Order {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Says once why slots are no frames, though the engine is AF_XDP's.
+fn refuse(engine: &Engine, why: &str) {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| {
+        let text = format!("staged: {why}: payload is copied between slots and packets");
+        engine.log(Level::Warn, &text);
+    });
 }
 
 /// The way between the ranks of a group.
@@ -294,6 +350,13 @@ impl Exchange {
             ));
         }
         let (listeners, handles): (Vec<_>, Vec<_>) = (0..size).map(|_| engine.listen()).unzip();
+        let lease = engine.frames().and_then(|frames| {
+            let lease = frames.lease(framing::FRAMES, framing::FRAMES);
+            if lease.is_none() {
+                refuse(&engine, "other exchanges have all frames");
+            }
+            lease
+        });
         Ok(Exchange {
             inner: Arc::new(Inner {
                 rank,
@@ -303,6 +366,9 @@ impl Exchange {
                 work: Mutex::default(),
                 bell: Condvar::new(),
                 failure: Mutex::new(None),
+                lease: Mutex::new(lease),
+                framing: OnceLock::new(),
+                gatherer: OnceLock::new(),
             }),
             engine,
             listeners,
@@ -314,8 +380,51 @@ impl Exchange {
     }
 
     /// What peers need to connect: bytes for everybody.
-    pub fn handle(&self) -> &[u8] {
-        &self.handle
+    pub fn handle(&self) -> Vec<u8> {
+        let mut handle = self.handle.clone();
+        if let Some(lease) = &*lock(&self.inner.lease) {
+            handle.extend(framing::offer(lease.frames().unit()));
+        }
+        handle
+    }
+
+    /// Whether slots are frames of cards' memory, if these are the handles of all ranks, by rank: then the
+    /// slots of the room are not used.
+    ///
+    /// # Errors
+    /// [`Error::Handles`].
+    pub fn agrees(&self, handles: &[Vec<u8>]) -> Result<bool, Error> {
+        let wrong = || Error::Handles(self.inner.size as usize);
+        let length = HANDLE * self.inner.size as usize;
+        let ends: Option<Vec<&[u8]>> = handles.iter().map(|one| one.get(length..)).collect();
+        let all = ends.ok_or_else(wrong)?;
+        let offers = all.iter().map(|end| framing::offered(end));
+        Ok(lock(&self.inner.lease).is_some() && offers.into_iter().all(|one| one.is_some()))
+    }
+
+    /// Copies out of frames so far: of how many pieces, and how many; `None`: slots are not frames.
+    pub fn gathered(&self) -> Option<[u64; 2]> {
+        self.inner.framing.get().map(Framing::gathered)
+    }
+
+    /// Makes frames the slots, if all ranks have some.
+    fn agree(&self, handles: &[Vec<u8>]) -> Result<(), Error> {
+        let agreed = self.agrees(handles)?;
+        let Some(lease) = lock(&self.inner.lease).take() else {
+            return Ok(());
+        };
+        if !agreed {
+            refuse(&self.engine, "a rank has none");
+            return Ok(());
+        }
+        let length = HANDLE * self.inner.size as usize;
+        let units = handles
+            .iter()
+            .map(|one| framing::offered(one.get(length..)?));
+        if let Some(unit) = units.flatten().min() {
+            let _ = self.inner.framing.set(Framing::new(lease, unit));
+        }
+        Ok(())
     }
 
     /// Connects to all and starts the pump. All ranks at once; `handles` by rank.
@@ -329,18 +438,33 @@ impl Exchange {
         }
         let mut mine = Vec::new();
         for handle in handles {
+            let all = HANDLE * size as usize;
             let own = handle.chunks_exact(HANDLE).nth(rank);
-            let own = own.filter(|_| handle.len() == HANDLE * size as usize);
+            let own = own.filter(|_| handle.len() == all || handle.len() == all + framing::OFFER);
             let own = own.and_then(|own| own.try_into().ok());
             mine.push(own.ok_or(Error::Handles(size as usize))?);
         }
+        self.agree(handles)?;
         let mut comms = Comms::new(size);
-        let met = self.meet(&mut mine, &mut comms, limit);
+        let mut met = self.meet(&mut mine, &mut comms, limit);
+        if let (Ok(()), Some(framing)) = (&met, self.inner.framing.get())
+            && !comms.frame(&self.engine, framing)
+        {
+            met = Err(Error::Shape(
+                "a comm is not carried by packets, so it has no frames",
+            ));
+        }
+        if let (Ok(()), Some(framing)) = (&met, self.inner.framing.get()) {
+            met = comms.try_frames(&self.engine, framing, limit.min(TRIAL));
+        }
         for listener in &self.listeners {
             self.engine.close_listener(listener);
         }
         if let Err(error) = met {
             comms.release(&self.engine);
+            if let Some(framing) = self.inner.framing.get() {
+                framing.give_all_back();
+            }
             return Err(error);
         }
         let (inner, engine) = (self.inner.clone(), self.engine.clone());
@@ -357,13 +481,20 @@ impl Exchange {
                 inner.fail(why);
             }
             comms.release(&engine);
-            if lock(&inner.failure).is_some() {
+            if inner.framing.get().is_none() && lock(&inner.failure).is_some() {
                 inner.room.spoil();
             }
             // Whatever waits for more would wait for ever.
             for word in [Word::Sent, Word::Arrived] {
                 let value = inner.room.load(word).wrapping_add(PASSED);
                 inner.room.store(word, value);
+            }
+            // Frames are read until the device has done what was issued, which may have waited for the words.
+            if let Some(gatherer) = inner.gatherer.get() {
+                gatherer.finish();
+            }
+            if let Some(framing) = inner.framing.get() {
+                framing.give_all_back();
             }
         };
         let thread = std::thread::Builder::new().name("evener-staging".into());
@@ -411,11 +542,12 @@ impl Exchange {
     }
 
     /// Cuts a collective into pieces and hands them to the pump; `enqueue` has the device's part
-    /// done in the same order. `bytes`: of what one rank has for another.
+    /// done in the same order. `bytes`: of what one rank has for another; `result`: where it will be.
     fn submit<E>(
         &self,
         kind: Kind,
         bytes: usize,
+        result: usize,
         enqueue: impl FnOnce(&Plan, &Order) -> Result<(), E>,
     ) -> Result<(), Error>
     where
@@ -425,13 +557,14 @@ impl Exchange {
         if let Some(why) = self.failure() {
             return Err(Error::Failed(why));
         }
-        let plan = Plan::new(kind, inner.rank, inner.size, bytes, inner.room.slot);
+        let plan = Plan::new(kind, inner.rank, inner.size, bytes, inner.slot());
         let mut order = lock(&self.order);
         {
             let mut work = lock(&inner.work);
             work.sends.extend(plan.sends.iter().map(|part| part.piece));
+            let receives = plan.receives.iter();
             work.receives
-                .extend(plan.receives.iter().map(|part| part.piece));
+                .extend(receives.map(|part| (part.piece, result + part.offset)));
         }
         inner.bell.notify_one();
         let done = enqueue(&plan, &order);
@@ -486,6 +619,56 @@ impl Comms {
         Comms {
             send: vec![None; size as usize],
             receive: vec![None; size as usize],
+        }
+    }
+
+    /// Memory of all requests is in frames; `false`: of a comm it cannot be.
+    fn frame(&self, engine: &Engine, framing: &Framing) -> bool {
+        let mut all = self.send.iter().chain(&self.receive).flatten();
+        all.all(|comm| engine.frame(comm, framing.framed()))
+    }
+
+    /// One whole packet to each rank and from each: a link between may take no packets of this size, and that is to be
+    /// known before anything depends on it.
+    #[allow(unsafe_code, reason = "frames and words are lent to the engine")]
+    fn try_frames(&self, engine: &Engine, framing: &Framing, limit: Duration) -> Result<(), Error> {
+        let end = Instant::now() + limit;
+        let mut waited: Vec<(usize, &Arc<Comm>, Memory, Option<&Slot>)> = Vec::new();
+        for (place, side) in [&self.receive, &self.send].into_iter().enumerate() {
+            for (peer, comm) in side.iter().enumerate() {
+                let (frame, word) = framing.trial(peer);
+                let memory = if place == 0 { word } else { frame };
+                waited.extend(comm.iter().map(|comm| (peer, comm, memory, None)));
+            }
+        }
+        loop {
+            let (mut failed, mut left) = (None, Vec::new());
+            for (peer, comm, memory, slot) in waited {
+                let slot = match slot {
+                    Some(slot) => Some(slot),
+                    // SAFETY: frames and words are this exchange's until the request is finished, or its comm is
+                    // released by the caller of this.
+                    None => unsafe { engine.post(comm, memory) }?,
+                };
+                match slot.map(Slot::test) {
+                    Some(Status::Done(_)) => {}
+                    Some(Status::Failed(_)) => failed = Some(peer),
+                    Some(Status::Pending) | None => left.push((peer, comm, memory, slot)),
+                }
+            }
+            let late = left.first().map(|(peer, ..)| *peer);
+            if failed.is_none() && late.is_none() {
+                framing.give_all_back();
+                return Ok(());
+            }
+            if let Some(peer) = failed.or(late.filter(|_| Instant::now() > end)) {
+                return Err(Error::Failed(format!(
+                    "no whole packet passes between this rank and rank {peer} of the group{}",
+                    framing.doubt()
+                )));
+            }
+            waited = left;
+            std::thread::sleep(Duration::from_micros(100));
         }
     }
 

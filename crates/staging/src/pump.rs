@@ -1,4 +1,5 @@
-//! The thread between the slots and the network.
+//! The thread between the slots and the network. Where slots are frames it also has a device copy out of them
+//! what has come ([`framing`](crate::framing)).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -6,6 +7,7 @@ use std::time::{Duration, Instant};
 use evener_engine::comm::Comm;
 use evener_engine::{Engine, Memory, Slot, Status};
 
+use crate::framing::Framing;
 use crate::{Comms, Inner, Piece, Word, lock, reached};
 
 /// Nothing moved for this long: look less often. A piece takes longer than a nap.
@@ -13,15 +15,39 @@ const SPIN: Duration = Duration::from_micros(30);
 const NAP: Duration = Duration::from_micros(20);
 /// So long the last pieces have to leave when the exchange is closed.
 const DRAIN: Duration = Duration::from_secs(5);
+/// And copies that a device has begun.
+const SETTLE: Duration = Duration::from_secs(1);
 
-/// Pieces on their way, oldest first; each with its requests and the bytes of each.
-type Flights<'a> = VecDeque<(Vec<&'a Slot>, usize)>;
+/// Pieces on their way, oldest first; each with its requests, the bytes of each, and its place in the result.
+type Flights<'a> = VecDeque<(Vec<&'a Slot>, usize, usize)>;
+
+/// What has come and is taken out of frames: how far each part of that is, in pieces.
+#[derive(Default)]
+struct Taking {
+    /// Came, with its place, and is not copied out yet (on a device).
+    waiting: VecDeque<(u32, usize, usize)>,
+    came: u32,
+    /// Pieces whose copies were issued to a device.
+    issued: u32,
+    /// Of the next piece whose frames go back.
+    emptied: u32,
+}
 
 /// Moves pieces until it is told to stop. The error says why it could not.
 pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> {
+    let mut taking = Taking::default();
+    let end = carry(inner, engine, comms, &mut taking);
+    taking.settle(inner);
+    end
+}
+
+fn carry(inner: &Inner, engine: &Engine, comms: &Comms, taking: &mut Taking) -> Result<(), String> {
     let room = inner.room;
     let mut sends: VecDeque<Piece> = VecDeque::new();
-    let mut receives: VecDeque<Piece> = VecDeque::new();
+    let mut receives: VecDeque<(Piece, usize)> = VecDeque::new();
+    if let Some(gatherer) = inner.gatherer.get() {
+        gatherer.enter().map_err(|error| error.to_string())?;
+    }
     let (mut leaving, mut coming) = (Flights::new(), Flights::new());
     let (mut posted, mut sent) = (0u32, 0u32);
     let (mut awaited, mut arrived) = (0u32, 0u32);
@@ -30,8 +56,11 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
     let mut moved_at = Instant::now();
     let mut stopped: Option<Instant> = None;
     loop {
-        let idle =
-            sends.is_empty() && receives.is_empty() && leaving.is_empty() && coming.is_empty();
+        let idle = sends.is_empty()
+            && receives.is_empty()
+            && leaving.is_empty()
+            && coming.is_empty()
+            && taking.is_done(inner, arrived);
         {
             let mut work = lock(&inner.work);
             while idle && !work.stop && work.sends.is_empty() && work.receives.is_empty() {
@@ -51,17 +80,17 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
             sends.extend(work.sends.drain(..));
             receives.extend(work.receives.drain(..));
         }
-        let mut moved = false;
-        while let Some(piece) = receives.front() {
-            if reached(awaited, room.load(Word::Consumed).wrapping_add(room.slots)) {
+        let mut moved = taking.empty(inner);
+        while let Some((piece, to)) = receives.front() {
+            if reached(awaited, taking.free(inner).wrapping_add(inner.slots())) {
                 break;
             }
-            let memory = room.slot(room.receive, awaited, piece.length);
+            let memory = inner.receive(awaited, piece.length);
             let peer = piece.peer.unwrap_or_default() as usize;
             let Some(slot) = post(engine, &comms.receive, peer, memory)? else {
                 break;
             };
-            coming.push_back((vec![slot], piece.length));
+            coming.push_back((vec![slot], piece.length, *to));
             awaited = awaited.wrapping_add(1);
             receives.pop_front();
             moved = true;
@@ -70,7 +99,7 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
             if reached(posted, room.load(Word::Ready)) {
                 break;
             }
-            let memory = room.slot(room.send, posted, piece.length);
+            let memory = inner.send(posted, piece.length);
             let peers: Vec<usize> = match piece.peer {
                 Some(peer) => vec![peer as usize],
                 None => (1..inner.size)
@@ -86,20 +115,25 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
             if begun.len() < peers.len() {
                 break;
             }
-            leaving.push_back((std::mem::take(&mut begun), piece.length));
+            leaving.push_back((std::mem::take(&mut begun), piece.length, 0));
             posted = posted.wrapping_add(1);
             sends.pop_front();
             moved = true;
         }
-        while landed(&mut coming)? {
-            arrived = arrived.wrapping_add(1);
+        while let Some((length, to)) = landed(&mut coming)? {
+            taking.came(length, to);
+            moved = true;
+        }
+        let now = taking.take(inner)?;
+        if now != arrived {
+            arrived = now;
             room.store(Word::Arrived, arrived);
             moved = true;
         }
         loop {
             match landed(&mut leaving) {
-                Ok(false) => break,
-                Ok(true) => {
+                Ok(None) => break,
+                Ok(Some(_)) => {
                     sent = sent.wrapping_add(1);
                     room.store(Word::Sent, sent);
                     moved = true;
@@ -107,6 +141,7 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
                 // A peer that has all it wants may be gone before its last word has come. That is
                 // an error only if there is more.
                 Err(why) if coming.is_empty() && receives.is_empty() && sends.is_empty() => {
+                    taking.finish(inner, &mut arrived)?;
                     return if more(inner) { Err(why) } else { Ok(()) };
                 }
                 Err(why) => return Err(why),
@@ -117,14 +152,22 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
             continue;
         }
         let quiet = moved_at.elapsed();
+        let copying = inner.gatherer.get().is_some() && taking.issued != arrived;
+        if copying && quiet > inner.patience {
+            return Err(format!(
+                "the device has not copied for {:.0} s what came between nodes: other streams hold its copies up",
+                quiet.as_secs_f64(),
+            ));
+        }
         let under_way = !leaving.is_empty() || !coming.is_empty();
         if under_way && quiet > inner.patience {
             return Err(format!(
                 "nothing came or went between nodes for {:.0} s, with {} pieces awaited and {} not \
-                 acknowledged: a rank has died or hangs",
+                 acknowledged: a rank has died or hangs{}",
                 quiet.as_secs_f64(),
                 coming.len(),
                 leaving.len(),
+                inner.framing.get().map_or(String::new(), Framing::doubt),
             ));
         }
         if quiet > SPIN {
@@ -132,6 +175,96 @@ pub fn run(inner: &Inner, engine: &Engine, comms: &Comms) -> Result<(), String> 
         } else {
             std::hint::spin_loop();
         }
+    }
+}
+
+impl Taking {
+    /// A piece has come, of this many bytes, for this place.
+    fn came(&mut self, length: usize, to: usize) {
+        self.waiting.push_back((self.came, length, to));
+        self.came = self.came.wrapping_add(1);
+    }
+
+    /// Has a device copy out of frames what it may: how many pieces have arrived. Where slots are no frames, or the
+    /// calling thread stands for the device, that is all that came.
+    fn take(&mut self, inner: &Inner) -> Result<u32, String> {
+        let room = inner.room;
+        let (Some(framing), Some(gatherer)) = (inner.framing.get(), inner.gatherer.get()) else {
+            self.waiting.clear();
+            return Ok(self.came);
+        };
+        while let Some((piece, length, to)) = self.waiting.front().copied() {
+            if !reached(room.load(Word::Begun), piece.wrapping_add(1)) {
+                break;
+            }
+            let runs = framing.runs(piece, length);
+            gatherer
+                .copy_in(framing.stride(), &runs, to)
+                .and_then(|()| gatherer.write(room.address(Word::Consumed), piece.wrapping_add(1)))
+                .map_err(|error| error.to_string())?;
+            self.waiting.pop_front();
+            self.issued = piece.wrapping_add(1);
+        }
+        Ok(room.load(Word::Consumed))
+    }
+
+    /// Takes out what has come, before a pump that has no more to do ends. A device that does not get to it in time is
+    /// told by the patience of those who wait.
+    fn finish(&mut self, inner: &Inner, arrived: &mut u32) -> Result<(), String> {
+        let began = Instant::now();
+        loop {
+            self.empty(inner);
+            let now = self.take(inner)?;
+            if now != *arrived {
+                *arrived = now;
+                inner.room.store(Word::Arrived, now);
+            }
+            let over = began.elapsed() > inner.patience || lock(&inner.work).stop;
+            if self.is_done(inner, *arrived) || over {
+                return Ok(());
+            }
+            std::thread::sleep(NAP);
+        }
+    }
+
+    /// Waits for the copies that were issued: callers may use the result's memory for something else when they hear of
+    /// the end. Not for long: the device may wait for the words that tell of the end.
+    fn settle(&self, inner: &Inner) {
+        let began = Instant::now();
+        while inner.gatherer.get().is_some()
+            && !reached(inner.room.load(Word::Consumed), self.issued)
+            && began.elapsed() < SETTLE
+        {
+            std::thread::sleep(NAP);
+        }
+    }
+
+    /// Frames of pieces that were taken out go back to the card; whether there were any.
+    fn empty(&mut self, inner: &Inner) -> bool {
+        let Some(framing) = inner.framing.get() else {
+            return false;
+        };
+        let consumed = inner.room.load(Word::Consumed);
+        let mut any = false;
+        while self.emptied != consumed && reached(consumed, self.emptied) {
+            framing.give_back(self.emptied);
+            self.emptied = self.emptied.wrapping_add(1);
+            any = true;
+        }
+        any
+    }
+
+    /// Receive slots that were free again, counted from the start.
+    fn free(&self, inner: &Inner) -> u32 {
+        match inner.framing.get() {
+            Some(_) => self.emptied,
+            None => inner.room.load(Word::Consumed),
+        }
+    }
+
+    /// Whether all that came was taken out, and its frames went back.
+    fn is_done(&self, inner: &Inner, arrived: u32) -> bool {
+        inner.framing.get().is_none() || (arrived == self.came && self.emptied == self.came)
     }
 }
 
@@ -166,11 +299,12 @@ fn post<'a>(
         .map_err(|error| format!("rank {peer} of the group cannot be reached: {error}"))
 }
 
-/// Whether the oldest piece has landed.
-fn landed(flights: &mut Flights<'_>) -> Result<bool, String> {
-    let Some((slots, length)) = flights.front_mut() else {
-        return Ok(false);
+/// The oldest piece, if it has landed: its bytes, and its place in the result.
+fn landed(flights: &mut Flights<'_>) -> Result<Option<(usize, usize)>, String> {
+    let Some((slots, length, to)) = flights.front_mut() else {
+        return Ok(None);
     };
+    let piece = (*length, *to);
     let mut wrong = None;
     slots.retain(|slot| match slot.test() {
         Status::Pending => true,
@@ -190,8 +324,8 @@ fn landed(flights: &mut Flights<'_>) -> Result<bool, String> {
         Some(why) => Err(why),
         None if slots.is_empty() => {
             flights.pop_front();
-            Ok(true)
+            Ok(Some(piece))
         }
-        None => Ok(false),
+        None => Ok(None),
     }
 }

@@ -12,6 +12,9 @@
 //! [`link`](crate::link) do. Of a comm with several lanes that holds for each lane and its own requests: no
 //! thread touches those of another, not even to fail them.
 //!
+//! Where a comm's memory is in frames of the cards' ([`frames`](crate::frames)), a card reads payload while it
+//! sends, which may be longer than the request: then the packet is one that its receiver has had before.
+//!
 //! # Paths
 //! A path is a source port. Those of the connecting side are dealt out over its NICs, and each goes to
 //! an address of the peer that the same place in the peer's list has. The answering side takes the
@@ -71,6 +74,11 @@ impl End {
     fn settle(&self, code: usize) -> u64 {
         let slots = &self.requests.slots;
         let bytes = slots.under_way(|request| self.is_own(request));
+        if let (Some(framed), Side::Receive) = (self.requests.framed(), self.requests.side) {
+            for memory in slots.taken(|request| self.is_own(request)) {
+                packets::give_back(framed, &memory);
+            }
+        }
         slots.fail(code, |request| self.is_own(request));
         bytes
     }
@@ -126,6 +134,8 @@ pub struct Association {
     signals: Signals,
     effects: Vec<Effect>,
     counted: Counted,
+    /// Channels for whose bytes there was no frame: a mistake of this process.
+    starved: Vec<u32>,
     /// Where what happens is noted.
     ring: Option<Ring>,
     /// Since when no comm has been here.
@@ -173,6 +183,7 @@ impl Association {
             signals: Signals::default(),
             effects: Vec::new(),
             counted: Counted::default(),
+            starved: Vec::new(),
             ring,
             idle: now,
         };
@@ -379,9 +390,10 @@ impl Association {
             end.taken[end.next as usize % SLOTS] = now;
             end.next += end.requests.lanes as u64;
             self.peer.traffic.under_way[side as usize].fetch_add(length as u64, Ordering::Relaxed);
+            let unit = end.requests.framed().map_or(0, |framed| framed.unit);
             match side {
-                Side::Send => self.connection.send(channel, length as u64),
-                Side::Receive => self.connection.post(channel, length as u64),
+                Side::Send => self.connection.send_bare(channel, length as u64, unit),
+                Side::Receive => self.connection.post_bare(channel, length as u64, unit),
             };
         }
     }

@@ -16,11 +16,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use evener_proto::packet::Arrival;
-use evener_xdp::port::Sent;
-use evener_xdp::{Card, Rule, Wanted};
+use evener_proto::packet::format::BARE;
+use evener_xdp::port::{Sent, frame_size};
+use evener_xdp::{Card, Part, Pool, Rule, Wanted};
 
+use super::instance;
 use super::ports::{Came, Port};
 use crate::fds;
+use crate::frames::Frames;
 use crate::log::Level;
 use crate::nics::Nic;
 use crate::shared::Shared;
@@ -32,6 +35,10 @@ const NUMBERS: u16 = 256;
 const LOWEST: u16 = 10_240;
 const HIGHEST: u16 = 32_000;
 const TRIES: usize = 64;
+/// Places of each ring, where callers have frames.
+const PLACES: u32 = 4096;
+/// Payload of a frame is a multiple of it.
+const ALIGNED: usize = 16;
 /// Packets that are read at once.
 const MOST: usize = 256;
 
@@ -57,6 +64,8 @@ pub struct Cards {
     all: Vec<One>,
     numbers: Vec<Number>,
     first: u16,
+    /// What callers have.
+    frames: Option<Arc<Frames>>,
     /// The kernel had no room for all that was queued.
     left: bool,
 }
@@ -94,6 +103,29 @@ fn unfit(nic: &Nic, loopback: bool) -> Option<&'static str> {
     }
 }
 
+/// Memory for the cards of these interfaces, with frames for callers; `None`: none are wanted, or there is no
+/// memory, which is logged.
+fn pool(shared: &Shared) -> Option<(Pool, u16)> {
+    let wanted = shared.config.frames?;
+    let fit = |nic: &&Nic| unfit(nic, nic.address.is_loopback()).is_none();
+    let nics: Vec<&Nic> = shared.nics.iter().filter(fit).collect();
+    let size = nics
+        .iter()
+        .map(|nic| frame_size(instance::mtu(nic)))
+        .max()?;
+    // What is known to arrive, before larger packets are tried.
+    let unit = (instance::config(shared).datagram - BARE) / ALIGNED * ALIGNED;
+    let each = (wanted.receive + PLACES, PLACES);
+    match Pool::new(size, wanted.send, nics.len() as u32, each) {
+        Ok(pool) => Some((pool, unit as u16)),
+        Err(error) => {
+            let text = format!("xdp: no memory for frames of callers ({error}): they are copied");
+            shared.log(Level::Warn, &text);
+            None
+        }
+    }
+}
+
 impl Cards {
     /// Those of all interfaces that can be had. What is taken and what is not is logged, a line for
     /// each; `None`: none, and UDP sockets do all the work.
@@ -107,6 +139,8 @@ impl Cards {
             }
         };
         let mut all = Vec::new();
+        let pool = pool(shared);
+        let mut places = 0..;
         for nic in &shared.nics {
             let loopback = nic.address.is_loopback();
             let (address, refused) = match nic.address {
@@ -119,7 +153,13 @@ impl Cards {
                 continue;
             }
             let ports = first..=first + (NUMBERS - 1);
-            match Card::open(&Wanted::new(&nic.name, Rule { address, ports })) {
+            let mut wanted = Wanted::new(&nic.name, Rule { address, ports });
+            if let (Some((pool, _)), Some(place)) = (&pool, places.next()) {
+                let pool = pool.clone();
+                wanted.part = Some(Part { pool, place });
+                wanted.frames = PLACES;
+            }
+            match Card::open(&wanted) {
                 Ok((card, mut ports)) => {
                     shared.log(Level::Info, &format!("xdp: {}", card.summary()));
                     // There is one queue, so one port.
@@ -137,10 +177,17 @@ impl Cards {
         if all.is_empty() {
             return None;
         }
+        let frames = pool
+            .zip(shared.config.frames)
+            .map(|((pool, unit), wanted)| {
+                let new = || Arc::new(Frames::new(pool, unit, wanted.receive));
+                shared.frames.get_or_init(new).clone()
+            });
         let cards = Cards {
             all,
             numbers,
             first,
+            frames,
             left: false,
         };
         cards.descriptors().for_each(fds::note);
@@ -215,7 +262,48 @@ impl Cards {
                 self.left = true;
                 true
             }
-            Sent::ByKernel | Sent::TooLong => false,
+            Sent::ByKernel | Sent::TooLong | Sent::Busy => false,
+        }
+    }
+
+    /// Queues a packet whose payload is in a lent frame: `head` is what comes before it. `false`: it has to be copied.
+    pub fn send_lent(
+        &mut self,
+        card: usize,
+        from: u16,
+        to: SocketAddr,
+        head: &[u8],
+        (frame, payload): (u32, usize),
+    ) -> bool {
+        let (Some(one), SocketAddr::V4(to)) = (self.all.get_mut(card), to) else {
+            return false;
+        };
+        let sent = one
+            .port
+            .send_lent(from, to, frame, (head, payload), Instant::now());
+        match sent {
+            Sent::Framed => true,
+            // Lost, as in the network: it goes again.
+            Sent::Full => {
+                self.left = true;
+                true
+            }
+            Sent::ByKernel | Sent::TooLong | Sent::Busy => false,
+        }
+    }
+
+    /// Copies payload that came another way into a frame for callers: where it is. `None`: none is free.
+    pub fn copy_in(&mut self, bytes: &[u8]) -> Option<usize> {
+        self.all.iter_mut().find_map(|one| one.port.copy_in(bytes))
+    }
+
+    /// Takes the frames that callers have given back.
+    pub fn take_back(&mut self) {
+        let Some(frames) = &self.frames else {
+            return;
+        };
+        for at in frames.returned() {
+            self.all.iter_mut().any(|one| one.port.give_back(at));
         }
     }
 
@@ -223,8 +311,11 @@ impl Cards {
     pub fn flush(&mut self) {
         self.left = false;
         for one in &mut self.all {
-            // An error says that the interface is down: what is lost goes again, by others.
-            self.left |= !one.port.flush().unwrap_or(true);
+            match one.port.flush() {
+                Ok(all) => self.left |= !all,
+                // The interface is down: what is lost goes again, by others, and from the same frames.
+                Err(_) => one.port.let_all_go(),
+            }
         }
     }
 
@@ -249,16 +340,22 @@ impl Cards {
     }
 
     /// Hands on what a card has: the path that it is for, its port number, and the packet. How many.
-    pub fn receive(&mut self, card: usize, mut each: impl FnMut(Owner, u16, &Came<'_>)) -> usize {
+    /// Who says `true` keeps the frame of a packet that stays, which its last argument says.
+    pub fn receive(
+        &mut self,
+        card: usize,
+        mut each: impl FnMut(Owner, u16, &Came<'_>, bool) -> bool,
+    ) -> usize {
         let (numbers, first) = (&self.numbers, self.first);
         let Some(one) = self.all.get_mut(card) else {
             return 0;
         };
-        one.port.receive(MOST, |came| {
+        one.port.receive_or_keep(MOST, |came| {
             let place = came.to.port().checked_sub(first).map(usize::from);
             let number = place.and_then(|place| numbers.get(place));
             // To a number that no path has now: a late answer, or a stranger.
-            if let Some(owner) = number.and_then(|number| number.owner) {
+            let owner = number.and_then(|number| number.owner);
+            owner.is_some_and(|owner| {
                 let packet = Came {
                     packet: came.packet,
                     from: SocketAddr::V4(came.from),
@@ -268,8 +365,8 @@ impl Cards {
                         waited: Duration::ZERO,
                     },
                 };
-                each(owner, came.to.port(), &packet);
-            }
+                each(owner, came.to.port(), &packet, came.stays)
+            })
         })
     }
 }

@@ -93,7 +93,7 @@ pub struct Instance {
 }
 
 /// Bytes that a link carries in a packet, its headers included.
-fn mtu(nic: &Nic) -> usize {
+pub(super) fn mtu(nic: &Nic) -> usize {
     let text = std::fs::read_to_string(format!("/sys/class/net/{}/mtu", nic.name));
     text.ok()
         .and_then(|text| text.trim().parse().ok())
@@ -101,7 +101,7 @@ fn mtu(nic: &Nic) -> usize {
 }
 
 /// What a connection is made with.
-fn config(shared: &Shared) -> Config {
+pub(super) fn config(shared: &Shared) -> Config {
     let least = shared.nics.iter().map(mtu).min().unwrap_or(1500);
     let v6 = shared.nics.iter().any(|nic| nic.address.is_ipv6());
     let headers = if v6 { 48 } else { 28 };
@@ -179,6 +179,9 @@ impl Instance {
             if inbox.bell.rung() {
                 inbox.bell.drain(|bit| self.poll_bit(bit));
                 active = true;
+            }
+            if let Some(cards) = &mut self.batch.cards {
+                cards.take_back();
             }
             if self.epoll.wait(&mut ready, Some(Duration::ZERO)).is_ok() {
                 active |= self.read(&ready) > 0;
@@ -261,7 +264,7 @@ impl Instance {
                     let began = Instant::now();
                     let now = self.now();
                     if let Some(Some(one)) = self.associations.get_mut(place) {
-                        came += one.read(path, &mut self.reader, now);
+                        came += one.read(path, &mut self.reader, &mut self.batch.cards, now);
                     }
                     self.shared.workers[self.index]
                         .counts
@@ -279,10 +282,9 @@ impl Instance {
         let Some(cards) = &mut self.batch.cards else {
             return 0;
         };
-        let came = cards.receive(card, |(place, path), number, came| {
-            if let Some(Some(one)) = all.get_mut(place) {
-                one.hear_card(path, number, came, now);
-            }
+        let came = cards.receive(card, |(place, path), number, came, stays| {
+            let one = all.get_mut(place).and_then(Option::as_mut);
+            one.is_some_and(|one| one.hear_card(path, number, (came, stays), now))
         });
         let counts = &self.shared.workers[self.index].counts;
         counts.read(0, began.elapsed());
@@ -381,7 +383,7 @@ impl Instance {
         };
         let mut all = self.associations.iter_mut().flatten();
         if let Some(known) = all.find(|one| one.peer.key.mirror && one.random == random) {
-            let _ = known.hear(&came, now);
+            let _ = known.hear_or_keep(&came, now, false, &mut |_| None);
             return;
         }
         let Ok(own) = own() else {

@@ -243,6 +243,22 @@ impl Batch {
         }
     }
 
+    /// The headers of a packet, `head` bytes, were written there, and its payload is in a lent frame: it goes by this
+    /// card from there. `false`: it has to be copied.
+    pub(super) fn lent_by_card(
+        &mut self,
+        card: Option<usize>,
+        (from, to): (u16, SocketAddr),
+        head: usize,
+        lent: (u32, usize),
+    ) -> bool {
+        let head = self.bytes.get(self.filled..self.filled + head);
+        match (&mut self.cards, card, head) {
+            (Some(cards), Some(card), Some(head)) => cards.send_lent(card, from, to, head, lent),
+            _ => false,
+        }
+    }
+
     /// A packet of `length` bytes for this path was written there. What waited and does not go with it
     /// goes before it: `send` gets path, bytes and the size of a packet.
     pub fn add(

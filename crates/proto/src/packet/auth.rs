@@ -18,7 +18,11 @@
 //! The upper half of the packet number is not in the packet but is hashed with it, so that a packet
 //! recorded before the lower half wrapped is refused after.
 //!
-//! This says who sent a packet and that nobody changed it. It hides nothing.
+//! A bare packet ([`bare`](super::format::bare)) has the tag of its first bytes alone, up to the payload:
+//! who has the card send a device's memory does not read it. The kind of the packet is under the tag, so
+//! neither form passes for the other, and so is the payload's length.
+//!
+//! This says who sent a packet and that nobody changed it, a bare one's payload excepted. It hides nothing.
 
 use std::hash::Hasher;
 use std::sync::Arc;

@@ -24,7 +24,7 @@ use super::format::{FormatError, Greeting, Header, Kind, VERSION};
 use super::greeting::{self, Own};
 use super::loss::{Content, Reordering, Unconfirmed};
 use super::mtu::Mtu;
-use super::outgoing::{Met, Outgoing};
+use super::outgoing::{Met, Outgoing, Span};
 use super::paths::Paths;
 use super::replay::Replay;
 use super::rtt::RoundTrip;
@@ -160,6 +160,8 @@ pub struct Place<'a> {
     pub offset: u64,
     /// The bytes.
     pub bytes: &'a [u8],
+    /// They came in a bare packet: the tag said nothing of them.
+    pub bare: bool,
 }
 
 /// What is known of how a datagram came.
@@ -178,6 +180,8 @@ pub struct Transmit {
     pub path: u8,
     /// Its bytes, from the start of `out`.
     pub length: usize,
+    /// Of a bare packet: `out` has its headers, and these bytes of a message have to follow them.
+    pub bare: Option<Span>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -349,7 +353,13 @@ impl Connection {
     /// Queues a message of this many bytes; its number in the channel. They are asked for, some of them
     /// more than once, until [`Event::Sent`].
     pub fn send(&mut self, channel: u32, length: u64) -> u64 {
-        let (message, met) = self.outgoing.send(channel, length);
+        self.send_bare(channel, length, 0)
+    }
+
+    /// As [`Connection::send`], of a message that lies in pieces of `unit` bytes: each goes in a bare packet, for
+    /// which [`Connection::transmit`] writes the headers alone.
+    pub fn send_bare(&mut self, channel: u32, length: u64, unit: u16) -> u64 {
+        let (message, met) = self.outgoing.send(channel, length, unit);
         self.met(channel, message, length, met);
         message
     }
@@ -357,9 +367,14 @@ impl Connection {
     /// Posts a buffer of this many bytes; the number of the message that comes into it. It is written to
     /// until [`Event::Received`].
     pub fn post(&mut self, channel: u32, room: u64) -> u64 {
-        let message = self.incoming.post(channel, room);
+        self.post_bare(channel, room, 0)
+    }
+
+    /// As [`Connection::post`], for bare packets of `unit` bytes of payload each, and for no others.
+    pub fn post_bare(&mut self, channel: u32, room: u64, unit: u16) -> u64 {
+        let message = self.incoming.post(channel, room, unit);
         self.unsaid
-            .push_back(Content::Credit(channel, message, room));
+            .push_back(Content::Credit(channel, message, room, unit));
         message
     }
 

@@ -18,12 +18,16 @@
 //! A chunk's header has 17 bytes: at MTU 1500 over IPv4 a packet carries 1431 bytes of payload, 95.4%
 //! of it; TCP with time stamps carries 1448.
 //!
+//! A second form has one chunk, whose payload the tag does not cover ([`bare`]).
+//!
 //! [`Frames`] checks each length before it reads, and never panics. Nothing here knows state: what a
 //! frame *may* say is the connection's to judge.
 
+pub mod bare;
 mod frame;
 mod header;
 
+pub use bare::BARE;
 pub use frame::{Ack, Chunk, Frame, Frames, Heard, Writer};
 pub use header::{GREETING, Greeting, Header, Kind};
 

@@ -38,8 +38,8 @@ const MOST_REORDER: u64 = 64;
 pub enum Content {
     /// Bytes of a message.
     Bytes(Span),
-    /// A posted buffer: channel, message, room.
-    Credit(u32, u64, u64),
+    /// A posted buffer: channel, message, room, and the payload of a bare packet for it (0: it takes none).
+    Credit(u32, u64, u64, u16),
     /// A message that is too long: channel, message, length.
     TooLong(u32, u64, u64),
 }

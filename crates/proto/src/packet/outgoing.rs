@@ -10,6 +10,10 @@
 //! as their receiver uses them: if all went at once, all would be complete at once, and who sends a few
 //! at a time (NCCL: eight) would have nothing to send then. Channels are in turn, [`TURN`] bytes each, so
 //! none waits for another.
+//!
+//! A message may lie in pieces of one size, each in front of which there is room for a packet's headers.
+//! It goes in bare packets, one piece each ([`bare`](super::format::bare)): it is never cut elsewhere, and
+//! its receiver must have said the same size.
 
 use std::collections::VecDeque;
 
@@ -46,6 +50,8 @@ pub struct Span {
 #[derive(Debug)]
 struct Message {
     total: u64,
+    /// Bytes of its pieces; 0: it is cut as packets have room.
+    unit: u64,
     /// Bytes before it were sent at least once.
     cursor: u64,
     /// An empty message was sent, or the cursor is at the end.
@@ -81,10 +87,10 @@ struct Line {
 #[derive(Debug, Default)]
 pub struct Outgoing {
     next: FxHashMap<u32, u64>,
-    /// Messages without credit: their length.
-    waiting: FxHashMap<Key, u64>,
-    /// Credits without message: the room.
-    credits: FxHashMap<Key, u64>,
+    /// Messages without credit: their length, and that of their pieces.
+    waiting: FxHashMap<Key, (u64, u16)>,
+    /// Credits without message: the room, and the pieces that are wanted.
+    credits: FxHashMap<Key, (u64, u16)>,
     messages: FxHashMap<Key, Message>,
     small: VecDeque<Key>,
     lines: FxHashMap<u32, Line>,
@@ -100,8 +106,9 @@ impl Outgoing {
         self.next.get(&channel).copied().unwrap_or(0)
     }
 
-    /// A message of `total` bytes. In a channel that is forgotten it gets a number, and never goes.
-    pub fn send(&mut self, channel: u32, total: u64) -> (u64, Met) {
+    /// A message of `total` bytes, in pieces of `unit` (0: cut anywhere). In a channel that is forgotten it gets
+    /// a number, and never goes.
+    pub fn send(&mut self, channel: u32, total: u64, unit: u16) -> (u64, Met) {
         let next = self.next.entry(channel).or_insert(0);
         let message = *next;
         *next += 1;
@@ -110,9 +117,9 @@ impl Outgoing {
             return (message, Met::Waits);
         }
         match self.credits.remove(&key) {
-            Some(room) => (message, self.start(key, total, room)),
+            Some(credit) => (message, self.start(key, (total, unit), credit)),
             None => {
-                self.waiting.insert(key, total);
+                self.waiting.insert(key, (total, unit));
                 (message, Met::Waits)
             }
         }
@@ -120,14 +127,16 @@ impl Outgoing {
 
     /// The length of a message that waits for its credit, or 0.
     pub fn waiting(&self, channel: u32, message: u64) -> u64 {
-        self.waiting.get(&(channel, message)).copied().unwrap_or(0)
+        self.waiting
+            .get(&(channel, message))
+            .map_or(0, |(total, _)| *total)
     }
 
     /// A credit from the peer. `None`: there are too many without a message.
-    pub fn credit(&mut self, channel: u32, message: u64, room: u64) -> Option<Met> {
+    pub fn credit(&mut self, channel: u32, message: u64, room: u64, unit: u16) -> Option<Met> {
         let key = (channel, message);
-        if let Some(total) = self.waiting.remove(&key) {
-            return Some(self.start(key, total, room));
+        if let Some(message) = self.waiting.remove(&key) {
+            return Some(self.start(key, message, (room, unit)));
         }
         // One that is said twice, or for nothing.
         if message < self.next(channel) || self.closed.contains(&channel) {
@@ -136,16 +145,20 @@ impl Outgoing {
         if self.credits.len() >= MOST_CREDITS && !self.credits.contains_key(&key) {
             return None;
         }
-        self.credits.insert(key, room);
+        self.credits.insert(key, (room, unit));
         Some(Met::Waits)
     }
 
-    fn start(&mut self, key: Key, total: u64, room: u64) -> Met {
+    fn start(&mut self, key: Key, (total, unit): (u64, u16), (room, wanted): (u64, u16)) -> Met {
+        // Of another form: the buffer has room for none of it. Both ends agree on the form before, so that is
+        // a mistake of one of them, and must not look like silence.
+        let room = if unit == wanted { room } else { 0 };
         if total > room {
             return Met::TooLong { room };
         }
         let message = Message {
             total,
+            unit: u64::from(unit),
             cursor: 0,
             ended: false,
             lost: Vec::new(),
@@ -197,40 +210,65 @@ impl Outgoing {
         self.messages.is_empty() && self.waiting.is_empty()
     }
 
-    /// The next bytes for a packet with so much room, their frame's header included.
+    /// The next bytes for a packet with so much room, their frame's header included. `None`: nothing is left,
+    /// or a bare packet is next.
     pub fn pull(&mut self, room: usize) -> Option<Span> {
         let most = room.checked_sub(CHUNK + 1)? as u64 + 1;
-        let most = most.min(u64::from(u16::MAX));
+        self.cut(most.min(u64::from(u16::MAX)), false)
+    }
+
+    /// The next bytes, if they go in a bare packet.
+    pub fn pull_bare(&mut self) -> Option<Span> {
+        self.cut(u64::from(u16::MAX), true)
+    }
+
+    /// Whether what goes next is for a bare packet.
+    pub fn is_bare(&mut self) -> bool {
+        let key = self.front();
+        let message = key.and_then(|key| self.messages.get(&key));
+        message.is_some_and(|message| message.unit > 0)
+    }
+
+    /// The message that is next, and has something to send.
+    fn front(&mut self) -> Option<Key> {
         loop {
             let small = self.small.front().copied();
             let key = small.or_else(|| self.next_large())?;
-            let found = self.messages.get_mut(&key);
-            let found = found.and_then(|message| Some((message.pull(most)?, message)));
-            let Some(((offset, end), message)) = found else {
-                // It has gone, or what was lost of it has arrived after all.
-                self.leave(key);
-                continue;
-            };
-            let span = Span {
-                channel: key.0,
-                message: key.1,
-                offset,
-                length: (end - offset) as u32,
-                last: end == message.total,
-            };
-            let large = message.total > SMALL;
-            if message.lost.is_empty() && message.ended {
-                self.leave(key);
+            if self.messages.get_mut(&key).is_some_and(Message::has_more) {
+                return Some(key);
             }
-            if large && let Some(line) = self.lines.get_mut(&key.0) {
-                line.sent += u64::from(span.length);
-                if line.sent >= TURN && !line.messages.is_empty() {
-                    line.sent = 0;
-                    self.large.rotate_left(1);
-                }
-            }
-            return Some(span);
+            // It has gone, or what was lost of it has arrived after all.
+            self.leave(key);
         }
+    }
+
+    fn cut(&mut self, most: u64, bare: bool) -> Option<Span> {
+        let key = self.front()?;
+        let message = self.messages.get_mut(&key)?;
+        if (message.unit > 0) != bare {
+            return None;
+        }
+        let most = if bare { message.unit } else { most };
+        let (offset, end) = message.pull(most)?;
+        let span = Span {
+            channel: key.0,
+            message: key.1,
+            offset,
+            length: (end - offset) as u32,
+            last: end == message.total,
+        };
+        let large = message.total > SMALL;
+        if message.lost.is_empty() && message.ended {
+            self.leave(key);
+        }
+        if large && let Some(line) = self.lines.get_mut(&key.0) {
+            line.sent += u64::from(span.length);
+            if line.sent >= TURN && !line.messages.is_empty() {
+                line.sent = 0;
+                self.large.rotate_left(1);
+            }
+        }
+        Some(span)
     }
 
     fn next_large(&self) -> Option<Key> {
@@ -294,6 +332,17 @@ fn put<T>(list: &mut VecDeque<T>, one: T, first: bool) {
 }
 
 impl Message {
+    /// Whether there is something to send; what of the lost has arrived is forgotten.
+    fn has_more(&mut self) -> bool {
+        while let Some((start, end)) = self.lost.last() {
+            if !self.arrived.contains(*start, *end) {
+                return true;
+            }
+            self.lost.pop();
+        }
+        !self.ended
+    }
+
     /// Lost bytes first, then new ones.
     fn pull(&mut self, most: u64) -> Option<(u64, u64)> {
         while let Some((start, end)) = self.lost.pop() {
@@ -324,26 +373,26 @@ mod tests {
     #[test]
     fn credit_and_message_meet_in_any_order() {
         let mut out = Outgoing::default();
-        assert_eq!(out.send(3, 10), (0, Met::Waits));
+        assert_eq!(out.send(3, 10, 0), (0, Met::Waits));
         assert!(!out.has_work());
-        assert_eq!(out.credit(3, 0, 10), Some(Met::Ready));
+        assert_eq!(out.credit(3, 0, 10, 0), Some(Met::Ready));
         assert!(out.has_work());
-        assert_eq!(out.credit(3, 1, 9), Some(Met::Waits));
-        assert_eq!(out.send(3, 10), (1, Met::TooLong { room: 9 }));
-        assert_eq!(out.credit(3, 0, 10), Some(Met::Waits));
+        assert_eq!(out.credit(3, 1, 9, 0), Some(Met::Waits));
+        assert_eq!(out.send(3, 10, 0), (1, Met::TooLong { room: 9 }));
+        assert_eq!(out.credit(3, 0, 10, 0), Some(Met::Waits));
     }
 
     /// Found by the fuzzer: numbers began anew, and one message was confirmed twice.
     #[test]
     fn a_channel_that_is_forgotten_takes_nothing_and_repeats_no_number() {
         let mut out = Outgoing::default();
-        out.credit(1, 0, 10);
-        assert_eq!(out.send(1, 10), (0, Met::Ready));
+        out.credit(1, 0, 10, 0);
+        assert_eq!(out.send(1, 10, 0), (0, Met::Ready));
         let span = out.pull(100).unwrap();
         out.forget(1);
-        assert_eq!(out.send(1, 10), (1, Met::Waits));
-        assert_eq!(out.credit(1, 1, 10), Some(Met::Waits));
-        assert_eq!(out.credit(1, 0, 10), Some(Met::Waits));
+        assert_eq!(out.send(1, 10, 0), (1, Met::Waits));
+        assert_eq!(out.credit(1, 1, 10, 0), Some(Met::Waits));
+        assert_eq!(out.credit(1, 0, 10, 0), Some(Met::Waits));
         assert!(!out.arrived(&span));
         assert!(!out.has_work() && out.is_idle());
     }
@@ -352,15 +401,15 @@ mod tests {
     fn small_ones_go_first_and_large_ones_in_turn() {
         let mut out = Outgoing::default();
         for channel in 0..3 {
-            out.credit(channel, 0, 1 << 20);
+            out.credit(channel, 0, 1 << 20, 0);
         }
-        out.send(0, 1 << 20);
-        out.send(1, 1 << 20);
+        out.send(0, 1 << 20, 0);
+        out.send(1, 1 << 20, 0);
         let turn: Vec<u32> = (0..100).map(|_| out.pull(1000).unwrap().channel).collect();
         let first = turn.iter().position(|channel| *channel == 1).unwrap();
         assert_eq!(first, (TURN as usize).div_ceil(1000 - CHUNK));
         assert_eq!(turn[2 * first], 0);
-        out.send(2, 2000);
+        out.send(2, 2000, 0);
         let turn: Vec<u32> = (0..4).map(|_| out.pull(1000).unwrap().channel).collect();
         assert_eq!(turn[..3], [2, 2, 2]);
     }
@@ -369,19 +418,53 @@ mod tests {
     fn large_ones_of_a_channel_go_one_after_the_other() {
         let mut out = Outgoing::default();
         for message in 0..3 {
-            out.credit(0, message, 1 << 17);
-            out.send(0, 1 << 17);
+            out.credit(0, message, 1 << 17, 0);
+            out.send(0, 1 << 17, 0);
         }
         let all: Vec<Span> = std::iter::from_fn(|| out.pull(1000)).collect();
         assert!(all.is_sorted_by_key(|span| (span.message, span.offset)));
         assert_eq!(all.len(), 3 * (1usize << 17).div_ceil(1000 - CHUNK));
         // What is lost goes before what is new.
         assert!(!out.has_work());
-        out.credit(0, 3, 1 << 17);
-        out.send(0, 1 << 17);
+        out.credit(0, 3, 1 << 17, 0);
+        out.send(0, 1 << 17, 0);
         out.lost(&all[3]);
         assert_eq!(out.pull(1000).unwrap().message, 0);
         assert_eq!(out.pull(1000).unwrap().message, 3);
+    }
+
+    #[test]
+    fn what_lies_in_pieces_is_cut_between_them() {
+        let mut out = Outgoing::default();
+        assert_eq!(out.send(0, 100_000, 1000), (0, Met::Waits));
+        assert_eq!(out.credit(0, 0, 100_000, 1000), Some(Met::Ready));
+        assert!(out.is_bare());
+        assert_eq!(out.pull(1500), None);
+        let all: Vec<Span> = std::iter::from_fn(|| out.pull_bare()).collect();
+        assert_eq!(all.len(), 100);
+        for (at, span) in all.iter().enumerate() {
+            assert_eq!((span.offset, span.length), (1000 * at as u64, 1000));
+            assert_eq!(span.last, at == 99);
+        }
+        // Others go between, each in its form.
+        out.lost(&all[7]);
+        out.credit(1, 0, 500, 0);
+        out.send(1, 500, 0);
+        assert!(!out.is_bare());
+        assert_eq!(out.pull_bare(), None);
+        assert_eq!(out.pull(1500).unwrap().channel, 1);
+        assert_eq!(out.pull(1500), None);
+        assert_eq!(out.pull_bare(), Some(all[7]));
+        assert!(!out.has_work() && !out.is_bare());
+    }
+
+    #[test]
+    fn pieces_of_another_size_than_the_receiver_wants_are_refused_in_words() {
+        for (unit, wanted) in [(0, 10), (10, 0), (10, 12)] {
+            let mut out = Outgoing::default();
+            out.credit(3, 0, 50, wanted);
+            assert_eq!(out.send(3, 50, unit), (0, Met::TooLong { room: 0 }));
+        }
     }
 
     proptest! {
@@ -393,8 +476,8 @@ mod tests {
         ) {
             let (mut out, mut left) = (Outgoing::default(), totals.len());
             for (channel, total) in totals.iter().enumerate() {
-                out.credit(channel as u32, 0, 9000);
-                prop_assert_eq!(out.send(channel as u32, *total).1, Met::Ready);
+                out.credit(channel as u32, 0, 9000, 0);
+                prop_assert_eq!(out.send(channel as u32, *total, 0).1, Met::Ready);
             }
             let mut fates = fates.into_iter();
             while let Some(span) = out.pull(room) {

@@ -7,12 +7,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use evener_proto::PathId;
+use evener_proto::packet::format::BARE;
 use evener_proto::packet::{Dropped, Place, Span};
+use evener_proto::{PathId, Side, Why};
 
 use rustc_hash::FxHashMap;
 
 use super::{Association, Effect, End, Own, memory};
+use crate::frames::{Framed, LENT_HEADERS};
 use crate::lock::lock;
 use crate::log::Level;
 use crate::packets::Counted;
@@ -20,6 +22,7 @@ use crate::shared::Shared;
 use crate::stats::{PathStats, WorkerStats};
 use crate::sys::{self, Memory};
 use crate::trace::Record;
+use crate::udp::cards::Cards;
 use crate::udp::ports::{Batch, Came, Port, Reader};
 use crate::udp::signals::{self, Signals};
 
@@ -27,8 +30,14 @@ use crate::udp::signals::{self, Signals};
 const MOST_REMOTES: usize = 16;
 
 impl Association {
-    /// Reads what a socket has. How many packets came.
-    pub fn read(&mut self, path: usize, reader: &mut Reader, now: Duration) -> usize {
+    /// Reads what a socket has. How many packets came. `cards` have frames for what must be in one.
+    pub fn read(
+        &mut self,
+        path: usize,
+        reader: &mut Reader,
+        cards: &mut Option<Cards>,
+        now: Duration,
+    ) -> usize {
         let Some(mut own) = self.ports.get_mut(path).and_then(Option::take) else {
             return 0;
         };
@@ -36,7 +45,8 @@ impl Association {
         let came = reader.read(&own.port, |came| {
             bytes += came.packet.len();
             // Counted by the connection.
-            let result = self.hear(&came, now);
+            let mut copy = |bytes: &[u8]| cards.as_mut()?.copy_in(bytes);
+            let result = self.hear_or_keep(&came, now, false, &mut copy).map(|_| ());
             if let Some(ring) = &self.ring {
                 let ip = came.to.unwrap_or(own.at.ip());
                 let to = SocketAddr::new(ip, own.at.port());
@@ -49,37 +59,87 @@ impl Association {
         came.unwrap_or(0)
     }
 
-    /// Hears a packet that a card has for this path, at this port number.
-    pub fn hear_card(&mut self, path: usize, number: u16, came: &Came<'_>, now: Duration) {
+    /// Hears a packet that a card has for this path, at this port number. Whether its frame is kept, which it may be
+    /// if it `stays`.
+    pub fn hear_card(
+        &mut self,
+        path: usize,
+        number: u16,
+        (came, stays): (&Came<'_>, bool),
+        now: Duration,
+    ) -> bool {
         let own = self.ports.get_mut(path).and_then(Option::as_mut);
         let Some(own) = own.filter(|own| own.at.port() == number) else {
-            return;
+            return false;
         };
         own.stats.received(came.packet.len() as u64);
         own.heard = true;
         let ip = came.to.unwrap_or(own.at.ip());
-        let result = self.hear(came, now);
+        // One of several frames, which does not stay, is larger than any of ours.
+        let result = self.hear_or_keep(came, now, stays, &mut |_| None);
         if let Some(ring) = &self.ring {
             let to = SocketAddr::new(ip, number);
-            ring.packet(now, (came.from, to), came.packet, Some(result));
+            ring.packet(now, (came.from, to), came.packet, Some(result.map(|_| ())));
         }
+        result == Ok(true)
     }
 
     /// Hears a packet; its bytes go where they belong.
     ///
     /// # Errors
     /// [`Dropped`].
+    #[cfg(test)]
     pub fn hear(&mut self, came: &Came<'_>, now: Duration) -> Result<(), Dropped> {
+        self.hear_or_keep(came, now, false, &mut |_| None)
+            .map(|_| ())
+    }
+
+    /// The same, and whether the packet stays where it is, because a caller gets it there. `stays`: it can. `copy` puts
+    /// bytes into a frame of a card's, for a caller that wants them in one.
+    ///
+    /// # Errors
+    /// [`Dropped`].
+    pub fn hear_or_keep(
+        &mut self,
+        came: &Came<'_>,
+        now: Duration,
+        stays: bool,
+        copy: &mut dyn FnMut(&[u8]) -> Option<usize>,
+    ) -> Result<bool, Dropped> {
+        let mut kept = false;
+        let starved = &mut self.starved;
         let was_open = self.connection.is_open();
         let (ends, signals) = (&self.ends, &mut self.signals);
         let counted = &mut self.counted;
-        counted.copied_in(came.packet.len());
         let mut place = |place: Place<'_>| {
             if place.channel == signals::CHANNEL {
                 signals.place(place.message, place.offset, place.bytes);
                 return;
             }
             let end = ends.get(&place.channel);
+            if place.bare {
+                let length = place.bytes.len();
+                let Some(word) = word(end, &place) else {
+                    return;
+                };
+                let at = if stays {
+                    kept = true;
+                    Some(place.bytes.as_ptr() as usize)
+                } else {
+                    counted.copied_in(length);
+                    copy(place.bytes)
+                };
+                counted.bare(!stays, Side::Receive, length);
+                match at {
+                    // SAFETY: the request is taken and not finished, and only this thread finishes it; `word` has
+                    // checked that it is one of its table, as `Callers::frame` has asked for.
+                    #[allow(unsafe_code, reason = "a place is told")]
+                    Some(at) => unsafe { word.write(at) },
+                    // It is acknowledged, so the message must not be taken for whole.
+                    None => starved.push(place.channel),
+                }
+                return;
+            }
             if let Some(to) = memory(end, place.message, place.offset, place.bytes.len()) {
                 counted.copied_in(to.length);
                 // SAFETY: the request is taken and not finished, and only this thread finishes it; `part`
@@ -90,8 +150,12 @@ impl Association {
                 }
             }
         };
-        self.connection
-            .receive(came.packet, came.arrival, now, &mut place)?;
+        let heard = self
+            .connection
+            .receive(came.packet, came.arrival, now, &mut place);
+        let touched = if kept { BARE } else { came.packet.len() };
+        self.counted.copied_in(touched);
+        heard?;
         // From here on it is known to come from the peer.
         if !self.initiates {
             // Answers go back to where packets came from last: that way is open.
@@ -108,12 +172,18 @@ impl Association {
                 remote.set_port(came.from.port());
             }
         }
-        Ok(())
+        Ok(kept)
     }
 
     /// Does what is due by the clock, sends what may go, and acts on what happened.
     pub fn turn(&mut self, batch: &mut Batch, shared: &Shared, counts: &WorkerStats) {
         let now = shared.started.elapsed();
+        for channel in std::mem::take(&mut self.starved) {
+            let text = "no frame was free for what came: more was posted than frames were reserved \
+                        for, a bug in Evener";
+            shared.log(Level::Error, text);
+            self.fail(channel, Why::PeerClosed, shared);
+        }
         self.connection.on_time(now);
         let now = self.transmit(batch, shared, counts, now);
         if self.digest(shared, now) {
@@ -164,24 +234,65 @@ impl Association {
                 shared.log(Level::Debug, &text);
                 continue;
             }
+            let mut length = sent.length;
             let port = self.ports.get(path).and_then(Option::as_ref);
+            if let Some(span) = &sent.bare {
+                // Of a comm that has failed it is not there: as if the network had lost the packet.
+                let Some((framed, frame)) = lent(&self.ends, span) else {
+                    continue;
+                };
+                let payload = span.length as usize;
+                let way = port.zip(remote(&self.remotes, path));
+                let goes = way.is_some_and(|(own, to)| {
+                    let head = sent.length;
+                    let number = framed.frames.number(frame);
+                    number.is_some_and(|number| {
+                        batch.lent_by_card(own.card, (own.at.port(), *to), head, (number, payload))
+                    })
+                });
+                self.counted.bare(!goes, Side::Send, payload);
+                if let (true, Some(own)) = (goes, port) {
+                    own.stats.sent((length + payload) as u64);
+                    counts.wrote(length + payload, Duration::ZERO);
+                    continue;
+                }
+                let Some(place) = batch.place().get_mut(length..length + payload) else {
+                    continue;
+                };
+                // SAFETY: the request is taken and not finished; a lent frame holds a unit behind its headers, and
+                // what is read is no longer (`Framed::lent`). It is the caller's, who leaves it alone until
+                // the request is finished; the place is in a packet.
+                #[allow(unsafe_code, reason = "bytes are read")]
+                unsafe {
+                    let start = (frame + LENT_HEADERS) as *mut u8;
+                    sys::copy(
+                        Memory {
+                            start,
+                            length: payload,
+                        },
+                        Memory::of(place),
+                    );
+                }
+                length += payload;
+                self.counted.copied_out(2 * payload);
+            }
             let (ports, remotes) = (&self.ports, &self.remotes);
             if let (Some(ring), Some(own)) = (&self.ring, port)
                 && let Some(to) = remote(remotes, path)
             {
-                let packet = &batch.place()[..sent.length];
+                let packet = &batch.place()[..length];
                 ring.packet(now, (own.at, *to), packet, None);
             }
             if let (Some(own), Some(to)) = (port, remote(remotes, path))
-                && batch.by_card(own.card, own.at.port(), *to, sent.length)
+                && batch.by_card(own.card, own.at.port(), *to, length)
             {
-                own.stats.sent(sent.length as u64);
-                counts.wrote(sent.length, Duration::ZERO);
+                own.stats.sent(length as u64);
+                counts.wrote(length, Duration::ZERO);
                 continue;
             }
             batch.add(
                 path,
-                sent.length,
+                length,
                 port.map(|own| &own.port),
                 |path, packets, segment| {
                     send(ports, remotes, counts, path, packets, segment);
@@ -259,6 +370,35 @@ impl Association {
             }
         }
     }
+}
+
+/// The lent frame in which bytes of a message lie.
+fn lent<'a>(ends: &'a FxHashMap<u32, End>, span: &Span) -> Option<(&'a Framed, usize)> {
+    let end = ends.get(&span.channel)?;
+    let framed = end.requests.framed()?;
+    let memory = end.requests.slots.memory(end.request(span.message))?;
+    let frame = framed.lent(&memory, span.offset, span.length as usize)?;
+    Some((framed, frame))
+}
+
+/// Where it is to be said in which frame bytes lie.
+fn word(end: Option<&End>, place: &Place<'_>) -> Option<*mut usize> {
+    let end = end?;
+    let framed = end.requests.framed()?;
+    let memory = end.requests.slots.memory(end.request(place.message))?;
+    framed.word(&memory, place.offset, place.bytes.len())
+}
+
+/// Gives back the frames that a table names, of a request that is taken and will not be finished.
+pub(super) fn give_back(framed: &Framed, table: &Memory) {
+    let taken = framed.words(table).filter_map(|word| {
+        // SAFETY: the words are those of the request's table, as `Callers::frame` has asked for; it is not finished,
+        // so they are this thread's.
+        #[allow(unsafe_code, reason = "a table is read")]
+        let at = unsafe { word.replace(0) };
+        (at != 0).then_some(at)
+    });
+    framed.frames.give_back(taken);
 }
 
 /// Copies bytes of a message into a packet.

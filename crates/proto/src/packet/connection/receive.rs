@@ -7,7 +7,7 @@ use smallvec::{SmallVec, smallvec};
 use super::Over;
 use super::{Arrival, Connection, Dropped, Event, Place, ROUND_TRIPS, Stage, micros};
 use crate::packet::credit::Verdict;
-use crate::packet::format::{Ack, FormatError, Frame, Frames, Header, Kind};
+use crate::packet::format::{Ack, BARE, Chunk, FormatError, Frame, Frames, Header, Kind, bare};
 use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate};
 use crate::packet::number::expand;
@@ -49,7 +49,8 @@ impl Connection {
         place: &mut dyn FnMut(Place<'_>),
     ) -> Result<(), Dropped> {
         let (header, body) = Header::parse(packet).map_err(Dropped::Malformed)?;
-        if header.kind != Kind::Data {
+        let is_bare = header.kind == Kind::Bare;
+        if header.kind != Kind::Data && !is_bare {
             return self.greeted(packet, &header, now);
         }
         if header.connection != self.own.connection || self.over().is_some() {
@@ -65,8 +66,24 @@ impl Connection {
         if !self.replay.is_new(number) {
             return Err(Dropped::Replayed);
         }
-        if !key.verify(packet, number, header.tag) {
+        let tagged = if is_bare {
+            packet
+                .get(..BARE)
+                .ok_or(Dropped::Malformed(FormatError::Short("bare chunk")))?
+        } else {
+            packet
+        };
+        if !key.verify(tagged, number, header.tag) {
             return Err(Dropped::Forged);
+        }
+        if is_bare {
+            let chunk = bare::parse(packet).map_err(Dropped::Malformed)?;
+            if self.incoming.judge(&chunk, true) == Verdict::NotPosted {
+                return Err(Dropped::NotPosted);
+            }
+            self.taken(&header, number, true, arrival, now);
+            self.place(&chunk, true, place);
+            return Ok(());
         }
         // All of it makes sense, or nothing is done.
         let mut wants = false;
@@ -75,6 +92,22 @@ impl Connection {
             wants |= !matches!(frame, Frame::Ack(_) | Frame::Floor(_) | Frame::Close);
             self.judge(&frame)?;
         }
+        self.taken(&header, number, wants, arrival, now);
+        for frame in Frames::new(body).flatten() {
+            self.act(&frame, number, now, place);
+        }
+        Ok(())
+    }
+
+    /// A packet is the peer's, and makes sense. `wants`: to be acknowledged.
+    fn taken(
+        &mut self,
+        header: &Header,
+        number: u64,
+        wants: bool,
+        arrival: Arrival,
+        now: Duration,
+    ) {
         self.replay.mark(number);
         self.heard = now;
         if matches!(self.stage, Stage::Unproven) {
@@ -89,16 +122,34 @@ impl Connection {
             self.received.heard(header.path, delay, arrival.marked);
             self.stats.marked += u64::from(arrival.marked);
         }
-        for frame in Frames::new(body).flatten() {
-            self.act(&frame, number, now, place);
+    }
+
+    /// Bytes go where they belong.
+    fn place(&mut self, chunk: &Chunk<'_>, bare: bool, place: &mut dyn FnMut(Place<'_>)) {
+        let Verdict::Place(message) = self.incoming.judge(chunk, bare) else {
+            self.stats.echoes += chunk.payload.len() as u64;
+            return;
+        };
+        place(Place {
+            channel: chunk.channel,
+            message,
+            offset: chunk.offset,
+            bytes: chunk.payload,
+            bare,
+        });
+        if let Some(length) = self.incoming.placed(message, chunk) {
+            self.events.push_back(Event::Received {
+                channel: chunk.channel,
+                message,
+                length,
+            });
         }
-        Ok(())
     }
 
     /// Whether a frame of a peer with the right key breaks a rule.
     fn judge(&self, frame: &Frame<'_>) -> Result<(), Dropped> {
         match frame {
-            Frame::Chunk(chunk) if self.incoming.judge(chunk) == Verdict::NotPosted => {
+            Frame::Chunk(chunk) if self.incoming.judge(chunk, false) == Verdict::NotPosted => {
                 Err(Dropped::NotPosted)
             }
             Frame::Ack(ack) => {
@@ -120,33 +171,17 @@ impl Connection {
         place: &mut dyn FnMut(Place<'_>),
     ) {
         match *frame {
-            Frame::Chunk(chunk) => match self.incoming.judge(&chunk) {
-                Verdict::Place(message) => {
-                    place(Place {
-                        channel: chunk.channel,
-                        message,
-                        offset: chunk.offset,
-                        bytes: chunk.payload,
-                    });
-                    if let Some(length) = self.incoming.placed(message, &chunk) {
-                        self.events.push_back(Event::Received {
-                            channel: chunk.channel,
-                            message,
-                            length,
-                        });
-                    }
-                }
-                _ => self.stats.echoes += chunk.payload.len() as u64,
-            },
+            Frame::Chunk(chunk) => self.place(&chunk, false, place),
             Frame::Ack(ack) => self.acknowledged(&ack, now),
             Frame::Credit {
                 channel,
                 message,
                 room,
+                unit,
             } => {
                 let message = expand(message, self.outgoing.next(channel));
                 let length = self.outgoing.waiting(channel, message);
-                match self.outgoing.credit(channel, message, room) {
+                match self.outgoing.credit(channel, message, room, unit) {
                     Some(met) => self.met(channel, message, length, met),
                     // 65,536 credits without a message: more than any peer has a use for.
                     None => self.end(Over::ByPeer),

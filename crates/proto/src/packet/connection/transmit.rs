@@ -6,7 +6,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{Connection, Stage, Transmit, micros};
 use crate::packet::ack::EVERY;
-use crate::packet::format::{CHUNK, Greeting, HEADER, Header, Kind, Writer};
+use crate::packet::format::{BARE, CHUNK, Greeting, HEADER, Header, Kind, Writer, bare};
 use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate, Sent};
 use crate::packet::number::low;
@@ -31,7 +31,7 @@ enum Purpose {
 
 impl Connection {
     /// The next datagram, written into `out`; `None`: nothing is to be sent now. `read` fills in bytes
-    /// of messages.
+    /// of messages, but not those of a bare packet ([`Transmit::bare`]).
     pub fn transmit(
         &mut self,
         now: Duration,
@@ -52,6 +52,12 @@ impl Connection {
         }
         let size = self.mtu.size();
         let total = self.congestion.total();
+        let is_bare = self.outgoing.is_bare();
+        // A bare packet has no room for what else is to be said.
+        if is_bare && self.owes(now) {
+            let path = self.paths.any();
+            return self.build(path, Purpose::Statements, now, out, read);
+        }
         if self.outgoing.has_work() {
             let congestion = &self.congestion;
             let share = Share {
@@ -63,6 +69,9 @@ impl Connection {
             let fits = self.flying == 0 || (self.flying + size as u64) as f64 <= total;
             let path = fits.then(|| self.paths.choose(size as u64, share, window));
             if let Some(path) = path.flatten() {
+                if is_bare && let Some(sent) = self.build_bare(path, now, out) {
+                    return Some(sent);
+                }
                 return self.build(path, Purpose::Bytes, now, out, read);
             }
             self.filled = now;
@@ -111,6 +120,35 @@ impl Connection {
         Some(Transmit {
             path,
             length: greeting::PACKET,
+            bare: None,
+        })
+    }
+
+    /// Whether something is to be said that a bare packet cannot say.
+    fn owes(&self, now: Duration) -> bool {
+        !self.unsaid.is_empty()
+            || self.received.deadline().is_some_and(|at| at <= now)
+            || self.unconfirmed.next().is_multiple_of(FLOOR_EVERY)
+    }
+
+    /// The headers of a bare packet. `None`: what was next has arrived after all.
+    fn build_bare(&mut self, at: u8, now: Duration, out: &mut [u8]) -> Option<Transmit> {
+        let head = out.get_mut(..BARE)?;
+        let span = self.outgoing.pull_bare()?;
+        let payload = span.length as usize;
+        let key = (span.channel, low(span.message));
+        if !bare::emit(head, key, span.offset, payload, span.last) {
+            // A piece is as long as 16 bits say, so there is room.
+            self.outgoing.lost(&span);
+            return None;
+        }
+        self.stats.payload += u64::from(span.length);
+        let content = smallvec![Content::Bytes(span)];
+        self.launch((at, Kind::Bare), head, payload, content, (false, true), now);
+        Some(Transmit {
+            path: at,
+            length: BARE,
+            bare: Some(span),
         })
     }
 
@@ -141,8 +179,8 @@ impl Connection {
         }
         while let Some(statement) = self.unsaid.front() {
             let said = match *statement {
-                Content::Credit(channel, message, room) => {
-                    writer.credit(channel, low(message), room)
+                Content::Credit(channel, message, room, unit) => {
+                    writer.credit(channel, low(message), room, unit)
                 }
                 Content::TooLong(channel, message, total) => {
                     writer.too_long(channel, low(message), total)
@@ -186,6 +224,28 @@ impl Connection {
         if length == HEADER {
             return None;
         }
+        let packet = out.get_mut(..length)?;
+        self.launch((at, Kind::Data), packet, 0, content, (probe, wants), now);
+        Some(Transmit {
+            path: at,
+            length,
+            bare: None,
+        })
+    }
+
+    /// Writes header and tag of a packet, of which `payload` bytes follow `packet`, and notes that it is on its
+    /// way. `wants`: it asks for an acknowledgement.
+    fn launch(
+        &mut self,
+        (at, kind): (u8, Kind),
+        packet: &mut [u8],
+        payload: usize,
+        content: SmallVec<[Content; 2]>,
+        (probe, wants): (bool, bool),
+        now: Duration,
+    ) {
+        let length = packet.len() + payload;
+        let number = self.unconfirmed.next();
         let more = self.outgoing.has_work();
         // A small window waits for nothing; a large one is acknowledged on its way.
         let total = self.congestion.total();
@@ -193,7 +253,7 @@ impl Connection {
         let full = small && (self.flying + 2 * length as u64) as f64 > total;
         let header = Header {
             version: self.version,
-            kind: Kind::Data,
+            kind,
             ack_now: probe || !more || full,
             path: at,
             connection: self.peer.0,
@@ -201,7 +261,6 @@ impl Connection {
             stamp: micros(now),
             tag: 0,
         };
-        let packet = out.get_mut(..length)?;
         header.emit(packet);
         if let Some((key, _)) = &self.keys {
             key.seal(packet, number);
@@ -224,6 +283,5 @@ impl Connection {
         }
         self.stats.sent += 1;
         self.stats.sent_bytes += length as u64;
-        Some(Transmit { path: at, length })
     }
 }

@@ -16,6 +16,8 @@ pub enum Kind {
     Versions,
     /// Frames of an open connection.
     Data,
+    /// One chunk of an open connection, whose payload the tag does not cover ([`bare`](super::bare)).
+    Bare,
 }
 
 /// The first 24 bytes.
@@ -50,6 +52,7 @@ impl Header {
             Kind::Welcome => 2,
             Kind::Versions => 3,
             Kind::Data => 4,
+            Kind::Bare => 5,
         };
         bytes[0] = MAGIC;
         bytes[1] = self.version;
@@ -82,6 +85,7 @@ impl Header {
                 2 => Kind::Welcome,
                 3 => Kind::Versions,
                 4 => Kind::Data,
+                5 => Kind::Bare,
                 other => return Err(FormatError::Kind(other)),
             },
             ack_now: kind & ACK_NOW != 0,

@@ -1,0 +1,399 @@
+//! The device's part against a driver that stands for CUDA's (`driver/driver.c`): streams are threads, and the
+//! order of commands, words and copies is the real one. What a GPU does besides is for `tests/gpu`.
+//!
+//! The driver is found at run time by its name, so each test runs itself again with a library path. Skipped without a
+//! C compiler; with frames also where namespaces are not allowed.
+
+#![allow(unsafe_code, reason = "memory and streams are lent to the exchange")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use evener_engine::frames::Wanted;
+use evener_engine::{Choice, Config, Engine};
+use evener_staging::cuda::Streams;
+use evener_staging::framing::FRAMES;
+use evener_staging::{Exchange, Kind, Room, WORDS};
+use libloading::Library;
+use nodes::{Node, pair};
+
+#[path = "../../xdp/tests/nodes/mod.rs"]
+mod nodes;
+
+const SLOT: usize = 1 << 20;
+const SLOTS: u32 = 4;
+const INSIDE: &str = "EVENER_TEST_DRIVER";
+
+/// Whether this process has the driver. If not, another one runs this test with it.
+fn has_driver(test: &str) -> bool {
+    if std::env::var_os(INSIDE).is_some() {
+        return true;
+    }
+    let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(test);
+    std::fs::create_dir_all(&directory).unwrap();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/driver/driver.c");
+    let made = Command::new("cc")
+        .args([
+            "-std=c11", "-O1", "-Wall", "-Werror", "-fPIC", "-shared", "-pthread",
+        ])
+        .arg("-D_GNU_SOURCE")
+        .args([source, "-o"])
+        .arg(directory.join("libcuda.so.1"))
+        .output();
+    match made {
+        Ok(made) => assert!(
+            made.status.success(),
+            "{}",
+            String::from_utf8_lossy(&made.stderr)
+        ),
+        Err(error) => {
+            eprintln!("skipped: no C compiler here ({error})");
+            return false;
+        }
+    }
+    let done = Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture", "--test-threads=1"])
+        .env("LD_LIBRARY_PATH", &directory)
+        .env(INSIDE, "1")
+        .status()
+        .unwrap();
+    assert!(done.success(), "it failed with the driver");
+    false
+}
+
+/// The driver, as a caller has it.
+struct Driver(Library);
+
+impl Driver {
+    fn open() -> Driver {
+        // SAFETY: the library that `has_driver` has made.
+        Driver(unsafe { Library::new("libcuda.so.1") }.unwrap())
+    }
+
+    /// This thread has the device from here on.
+    fn enter(&self) {
+        // SAFETY: a function of this type is there.
+        let code = unsafe {
+            let enter = self
+                .0
+                .get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"cuCtxSetCurrent");
+            enter.unwrap()(64 as *mut c_void)
+        };
+        assert_eq!(code, 0);
+    }
+
+    fn stream(&self) -> usize {
+        type New = unsafe extern "C" fn(*mut *mut c_void, c_uint, c_int) -> c_int;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: as above.
+        let code = unsafe {
+            let new = self.0.get::<New>(b"cuStreamCreateWithPriority");
+            new.unwrap()(&raw mut stream, 1, 0)
+        };
+        assert_eq!(code, 0);
+        stream as usize
+    }
+
+    fn finish(&self, stream: usize) {
+        // SAFETY: as above.
+        let code = unsafe {
+            let finish = self
+                .0
+                .get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"cuStreamSynchronize");
+            finish.unwrap()(stream as *mut c_void)
+        };
+        assert_eq!(code, 0);
+    }
+
+    /// The stream waits until the word is 1.
+    fn hold(&self, stream: usize, word: &u32) {
+        type Wait = unsafe extern "C" fn(*mut c_void, u64, u32, c_uint) -> c_int;
+        // SAFETY: as above.
+        let code = unsafe {
+            let wait = self.0.get::<Wait>(b"cuStreamWaitValue32_v2");
+            wait.unwrap()(stream as *mut c_void, std::ptr::from_ref(word) as u64, 1, 0)
+        };
+        assert_eq!(code, 0);
+    }
+
+    /// Strided copies to the device do not begin.
+    fn hold_copies(&self, yes: bool) {
+        // SAFETY: as above.
+        unsafe {
+            let hold = self.0.get::<unsafe extern "C" fn(c_int)>(b"hold_copies");
+            hold.unwrap()(yes.into());
+        }
+    }
+
+    fn registered(&self) -> c_int {
+        // SAFETY: as above.
+        unsafe {
+            let count = self
+                .0
+                .get::<unsafe extern "C" fn() -> c_int>(b"registered_ranges");
+            count.unwrap()()
+        }
+    }
+}
+
+struct Rank {
+    exchange: Exchange,
+    streams: Streams,
+    engine: Arc<Engine>,
+    _memory: Vec<u64>,
+}
+
+/// Called where the device is: a rank with an engine of its own.
+fn rank(driver: &Driver, config: Config, index: u32, patience: Duration) -> Rank {
+    let engine = Arc::new(Engine::start(config, Box::new(|_, _| {})).unwrap());
+    let each = SLOT * SLOTS as usize;
+    let memory = vec![0u64; (2 * each + WORDS) / 8];
+    let base = memory.as_ptr() as usize;
+    let room = Room {
+        send: base,
+        receive: base + each,
+        words: base + 2 * each,
+        slot: SLOT,
+        slots: SLOTS,
+    };
+    let streams = Streams {
+        current: driver.stream(),
+        out: driver.stream(),
+        back: driver.stream(),
+    };
+    // SAFETY: the memory lives as long as the exchange, which is dropped first.
+    let exchange = unsafe { Exchange::listen(engine.clone(), index, 2, room, patience) };
+    let exchange = exchange.unwrap();
+    exchange.try_device(streams.out).unwrap();
+    Rank {
+        exchange,
+        streams,
+        engine,
+        _memory: memory,
+    }
+}
+
+fn config(choice: Choice, name: &str) -> Config {
+    Config {
+        engine: choice,
+        interfaces: Some(name.into()),
+        workers: 1,
+        flows: 4,
+        most_flows: 8,
+        frames: Some(Wanted {
+            send: FRAMES,
+            receive: FRAMES,
+        }),
+        ..Config::default()
+    }
+}
+
+/// Two ranks over loopback, whose slots are memory.
+fn plain(driver: &Driver, patience: Duration) -> Vec<Rank> {
+    let ranks: Vec<Rank> = (0..2)
+        .map(|index| rank(driver, config(Choice::Tcp, "lo"), index, patience))
+        .collect();
+    connect(&ranks);
+    ranks
+}
+
+/// Two ranks in namespaces, whose slots are frames.
+fn framed(driver: &Arc<Driver>, patience: Duration) -> Option<((Node, Node), Vec<Rank>)> {
+    let (a, b) = pair(1500)?;
+    let make = |node: &Node, name: &'static str, index| {
+        let driver = driver.clone();
+        node.run(move || {
+            driver.enter();
+            rank(&driver, config(Choice::Xdp, name), index, patience)
+        })
+    };
+    let ranks = vec![make(&a, "va", 0), make(&b, "vb", 1)];
+    connect(&ranks);
+    assert!(ranks.iter().all(|one| one.exchange.gathered().is_some()));
+    Some(((a, b), ranks))
+}
+
+fn connect(ranks: &[Rank]) {
+    let handles: Vec<Vec<u8>> = ranks.iter().map(|one| one.exchange.handle()).collect();
+    std::thread::scope(|scope| {
+        for one in ranks {
+            let handles = &handles;
+            scope.spawn(move || {
+                one.exchange
+                    .connect(handles, Duration::from_secs(20))
+                    .unwrap();
+            });
+        }
+    });
+}
+
+fn bytes(seed: usize, length: usize) -> Vec<u8> {
+    (0..length)
+        .map(|at| (at.wrapping_mul(2_654_435_761) >> 7) as u8 ^ (seed * 37) as u8)
+        .collect()
+}
+
+const SIZES: [usize; 7] = [1, 0, 1424, 1425, 3_000_001, 300_000, 5_000_000];
+
+/// All sizes in both forms, enqueued at once and then compared.
+fn exchanges(driver: &Driver, ranks: &[Rank]) {
+    std::thread::scope(|scope| {
+        for (index, one) in ranks.iter().enumerate() {
+            scope.spawn(move || {
+                driver.enter();
+                let mut all = Vec::new();
+                for (turn, each) in SIZES.into_iter().enumerate() {
+                    for kind in [Kind::Gather, Kind::Parts] {
+                        let payload = match kind {
+                            Kind::Gather => bytes(turn * 10 + index, each),
+                            Kind::Parts => (0..2)
+                                .flat_map(|to| bytes(turn * 10 + 2 * index + to + 3, each))
+                                .collect(),
+                        };
+                        all.push((turn, kind, each, payload, vec![0u8; 2 * each]));
+                    }
+                }
+                for (_, kind, each, payload, received) in &mut all {
+                    let (from, to) = (payload.as_ptr() as usize, received.as_mut_ptr() as usize);
+                    // SAFETY: the memory lives until the stream was waited for below.
+                    unsafe { one.exchange.enqueue(*kind, *each, from, to, one.streams) }.unwrap();
+                }
+                driver.finish(one.streams.current);
+                assert_eq!(one.exchange.failure(), None);
+                for (turn, kind, each, _, received) in &all {
+                    for from in 0..2 {
+                        let seed = match kind {
+                            Kind::Gather => turn * 10 + from,
+                            Kind::Parts => turn * 10 + 2 * from + index + 3,
+                        };
+                        let part = &received[from * each..][..*each];
+                        assert!(part == bytes(seed, *each), "{each} of {from}, {kind:?}");
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// What is not there yet may not be written, and what does not come reads as NaN.
+fn order_and_failure(driver: &Driver, mut ranks: Vec<Rank>) {
+    const EACH: usize = 400_000;
+    let word = Box::new(std::sync::atomic::AtomicU32::new(0));
+    let payload = bytes(1, EACH);
+    let mut results = [vec![0x77u8; 2 * EACH], vec![0x77u8; 2 * EACH]];
+    // SAFETY: a word of the same size, which outlives the stream's use of it.
+    driver.hold(ranks[0].streams.current, unsafe { &*word.as_ptr() });
+    let enqueue = |one: &Rank, to: &mut Vec<u8>| {
+        let (from, to) = (payload.as_ptr() as usize, to.as_mut_ptr() as usize);
+        // SAFETY: the memory lives until the stream was waited for.
+        unsafe {
+            one.exchange
+                .enqueue(Kind::Gather, EACH, from, to, one.streams)
+        }
+    };
+    for (one, result) in ranks.iter().zip(&mut results) {
+        enqueue(one, result).unwrap();
+    }
+    // All of the other's payload has had time to come.
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(
+        results[0].iter().all(|byte| *byte == 0x77),
+        "written too early"
+    );
+    word.store(1, std::sync::atomic::Ordering::SeqCst);
+    for (one, result) in ranks.iter().zip(&results) {
+        driver.finish(one.streams.current);
+        assert!(result[..EACH] == payload && result[EACH..] == payload);
+    }
+    drop(ranks.pop());
+    let (one, began) = (&ranks[0], Instant::now());
+    let result = &mut results[0];
+    result.fill(0x77);
+    let mut failed = enqueue(one, result).is_err();
+    driver.finish(one.streams.current);
+    failed |= one.exchange.failure().is_some();
+    assert!(failed && began.elapsed() < Duration::from_secs(20));
+    // Of memory what the slots held, ones at the end; of frames ones wherever nothing came.
+    if one.exchange.gathered().is_some() {
+        let left = &result[EACH..];
+        assert!(left.iter().all(|byte| *byte == 0xff || *byte == 0x77));
+    }
+    one.exchange.close();
+}
+
+#[test]
+fn slots_of_memory() {
+    if has_driver("slots_of_memory") {
+        let driver = Driver::open();
+        driver.enter();
+        let ranks = plain(&driver, Duration::from_secs(20));
+        exchanges(&driver, &ranks);
+        drop(ranks);
+        order_and_failure(&driver, plain(&driver, Duration::from_millis(700)));
+    }
+}
+
+#[test]
+fn slots_of_frames() {
+    if has_driver("slots_of_frames") {
+        let driver = Arc::new(Driver::open());
+        driver.enter();
+        let Some((nodes, ranks)) = framed(&driver, Duration::from_secs(20)) else {
+            return;
+        };
+        assert_eq!(driver.registered(), 2);
+        exchanges(&driver, &ranks);
+        for one in ranks {
+            one.exchange.close();
+            one.engine.stop();
+            let [_, copied] = one.engine.bare();
+            assert_eq!(copied, [0, 0]);
+        }
+        assert_eq!(driver.registered(), 0);
+        drop(nodes);
+        let Some((_nodes, ranks)) = framed(&driver, Duration::from_millis(900)) else {
+            return;
+        };
+        order_and_failure(&driver, ranks);
+    }
+}
+
+/// A device that holds the copies up behind something else: an error and not a hang, and what did not come is NaN.
+#[test]
+fn copies_that_are_held_up() {
+    if has_driver("copies_that_are_held_up") {
+        const EACH: usize = 400_000;
+        let driver = Arc::new(Driver::open());
+        driver.enter();
+        let Some((_nodes, ranks)) = framed(&driver, Duration::from_millis(900)) else {
+            return;
+        };
+        driver.hold_copies(true);
+        let payload = bytes(1, EACH);
+        let mut results = [vec![0x77u8; 2 * EACH], vec![0x77u8; 2 * EACH]];
+        for (one, result) in ranks.iter().zip(&mut results) {
+            let (from, to) = (payload.as_ptr() as usize, result.as_mut_ptr() as usize);
+            // SAFETY: the memory lives until the copies are through, below.
+            unsafe {
+                one.exchange
+                    .enqueue(Kind::Gather, EACH, from, to, one.streams)
+            }
+            .unwrap();
+        }
+        for (index, one) in ranks.iter().enumerate() {
+            driver.finish(one.streams.current);
+            let why = one.exchange.failure().unwrap();
+            assert!(why.contains("the device has not copied"), "{why}");
+            let other = &results[index][(1 - index) * EACH..][..EACH];
+            assert!(other[1424..].iter().all(|byte| *byte == 0xff));
+        }
+        driver.hold_copies(false);
+        for one in &ranks {
+            one.exchange.close();
+        }
+    }
+}
