@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -247,6 +248,28 @@ def test_what_the_process_has_on_the_accelerator_already_is_counted(
         assert engine.plan is not None
         assert engine.plan.gpu_held == 3_000_000
         assert engine.plan.gpu_bytes == before + 3_000_000
+
+
+def test_an_engine_that_was_closed_leaves_nothing_beside_the_next() -> None:
+    def large() -> int:
+        tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+        return sum(t.numel() for t in tensors if t.numel() > 10_000)
+
+    while gc.collect():
+        pass
+    gc.disable()
+    try:
+        before = large()
+        with engine_of(Model(width=256)) as engine:
+            engine.backward(loss_of(engine, batches(1)[0]))
+            engine.step()
+        del engine
+        assert large() > before  # the test can fail: closing alone leaves a cycle
+        with engine_of(Model()):
+            pass
+        assert large() == before
+    finally:
+        gc.enable()
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
