@@ -53,6 +53,7 @@ impl Connection {
         let size = self.mtu.size();
         let total = self.congestion.total();
         if self.outgoing.has_work() {
+            let ready = self.congestion.ready(&self.trip, now);
             let congestion = &self.congestion;
             let share = Share {
                 total,
@@ -61,8 +62,9 @@ impl Connection {
             };
             let window = |at| congestion.window(at);
             let fits = self.flying == 0 || (self.flying + size as u64) as f64 <= total;
-            let path = fits.then(|| self.paths.choose(size as u64, share, window));
+            let path = (fits && ready).then(|| self.paths.choose(size as u64, share, window));
             if let Some(path) = path.flatten() {
+                self.congestion.sent(&self.trip, now);
                 return self.build(path, Purpose::Bytes, now, out, read);
             }
             self.filled = now;
