@@ -22,7 +22,8 @@
 //! acknowledgement stands in the queue of the way back. If a window bounded both, the two queues of a
 //! pair that sends both ways would share it, now one would run dry and now the other, and a tenth of
 //! the network would be lost (Zhang, Shenker and Clark saw it in 1991). So the bound on what is
-//! unconfirmed is the window times the round trip in parts of the way there.
+//! unconfirmed is the window times the round trip in parts of the way there. And bytes go at a pace there
+//! ([`pace`](super::pace)), for the acknowledgements come in bunches.
 //!
 //! # By loss
 //! A loss alone changes nothing: networks lose packets for other reasons too. Where more than
@@ -31,15 +32,13 @@
 //!
 //! # Drains
 //! Who starts in a full queue takes its wait for the shortest, and would then push the others aside.
-//! So every [`DRAIN_EVERY`] a connection sends for two round trips a little less than what needs no
-//! queue (BBR's probe of the round trip, but often and shallow: it costs a fifth of that time); who notices it
-//! joins. Whoever
-//! has more than its part has most of the queue, and sees how short the way is without it.
+//! So a connection drains now and then, together with others if it can ([`drain`](super::drain)).
+//! Whoever has more than its part has most of the queue, and sees how short the way is without it.
 //!
 //! # Beside TCP
 //! TCP fills queues, so its delay never falls, whatever a delay-based sender gives up. A path whose
-//! delay has stayed above twice the target (or above a millisecond, where twice the target is more than
-//! that) for two epochs, though its window shrank, *competes*: it
+//! delay has stayed above twice the target (or above [`ALIEN`], where twice the target is more than that)
+//! for two epochs, though its window shrank, *competes*: it
 //! starts again from most of what it had, grows as Reno does and gives up three tenths per loss, as
 //! cubic does. If the delay goes during a drain, the queue was ours, and the contest is over (Copa asks
 //! in the same way whether the queue is ever empty).
@@ -47,6 +46,8 @@
 use std::time::Duration;
 
 use super::delivery::Delivery;
+use super::drain::Drains;
+use super::pace::Pace;
 use super::rtt::RoundTrip;
 use super::trace::{Decision, Notes, What};
 
@@ -56,6 +57,9 @@ pub const TARGET: Duration = Duration::from_micros(150);
 const SEVERAL: f64 = 8.0;
 /// ... but no more seconds than this: a longer queue harms others.
 const LONGEST: f64 = 1e-3;
+/// A queue of so many seconds is no queue of ours, however short the own target is: sixteen senders on
+/// 1 Gb/s keep one of a little more than [`LONGEST`], and who has seen a quicker link aims at less.
+const ALIEN: f64 = 1.1 * LONGEST;
 /// Packets of this time go over one path, one after the other: a short time beside the target, and on
 /// quick networks a full call to the kernel.
 const RUN: Duration = Duration::from_micros(30);
@@ -77,9 +81,8 @@ const MOST_BACK: f64 = 4.0;
 /// Who sees the wait fall to this part of what is usual, and gave up nothing, sees another's drain.
 const FELL: f64 = 0.55;
 const LOOK: Duration = Duration::from_millis(10);
-const DRAIN_EVERY: Duration = Duration::from_millis(100);
-/// What a drain leaves of what needs no queue.
-const DRAIN_TO: f64 = 0.8;
+/// How fast the last waits count where acknowledgements wait: as fast as round trips do.
+const LATELY: f64 = 4.0;
 /// The shortest delay is that of so long ago at most, twice.
 const MEMORY: Duration = Duration::from_secs(10);
 
@@ -150,16 +153,18 @@ pub struct Congestion {
     arrived: u32,
     lost: u32,
     round: Duration,
-    drain_until: Option<Duration>,
-    drain_next: Duration,
+    drains: Drains,
     yielded: Duration,
     most: f64,
     /// Seconds that packets wait, on the average, and when a window was last made smaller.
     usual: f64,
+    /// The same over few packets.
+    lately: f64,
     shrunk: Duration,
     /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
     back: f64,
     delivery: Delivery,
+    pace: Pace,
     /// What it decided, for those who look.
     pub(super) notes: Notes,
 }
@@ -189,14 +194,15 @@ impl Congestion {
             arrived: 0,
             lost: 0,
             round: Duration::ZERO,
-            drain_until: None,
-            drain_next: now + DRAIN_EVERY / 4,
+            drains: Drains::new(now),
             yielded: Duration::ZERO,
             most: most as f64,
             usual: 0.0,
+            lately: 0.0,
             shrunk: now,
             back: 1.0,
             delivery: Delivery::new(now),
+            pace: Pace::new(now),
             notes: Notes::default(),
         }
     }
@@ -221,6 +227,21 @@ impl Congestion {
     /// Bytes that one path should take in a row: what the connection sends in [`RUN`].
     pub fn run(&self) -> f64 {
         self.delivery.rate() * RUN.as_secs_f64()
+    }
+
+    /// Whether bytes may go by the pace, if there is one.
+    pub fn ready(&mut self, trip: &RoundTrip, now: Duration) -> bool {
+        self.pace.ready(self.packet, trip, now)
+    }
+
+    /// A packet with bytes goes.
+    pub fn sent(&mut self, trip: &RoundTrip, now: Duration) {
+        self.pace.sent(self.packet, trip, now);
+    }
+
+    /// When bytes go that the pace held back.
+    pub fn paced(&self) -> Option<Duration> {
+        self.pace.due()
     }
 
     /// How many of these paths compete with TCP.
@@ -298,15 +319,25 @@ impl Congestion {
             window.starting = false;
         }
         let waited = window.waited;
+        let competes = window.competes;
         self.usual += (waited - self.usual) / 32.0;
-        let there = least.as_secs_f64() + self.usual;
-        let ratio = trip.smoothed().as_secs_f64() / there.max(1e-6);
-        self.back = ratio.clamp(1.0, MOST_BACK);
+        self.lately += (waited - self.lately) / LATELY;
+        let around = |wait: f64| {
+            let there = least.as_secs_f64() + wait;
+            trip.smoothed().as_secs_f64() / there.max(1e-6)
+        };
+        self.pace.heard(around(self.usual));
+        // Where both queues change at once, what was usual a moment ago says little.
+        let wait = if self.pace.both() {
+            self.lately
+        } else {
+            self.usual
+        };
+        self.back = around(wait).clamp(1.0, MOST_BACK);
         // Another drains: if all do, all see how short the way is.
         let quiet = now.saturating_sub(self.shrunk) > trip.smoothed() * 2;
-        let recent = now + DRAIN_EVERY / 4 * 3 < self.drain_next;
-        if quiet && !recent && self.usual > target / 3.0 && waited < self.usual * FELL {
-            self.drain_next = now;
+        if quiet && self.usual > target / 3.0 && waited < self.usual * FELL {
+            self.drains.noticed(competes, now);
         }
     }
 
@@ -321,9 +352,10 @@ impl Congestion {
     ) {
         self.arrived += 1;
         self.delivery.add(bytes, trip.smoothed(), now);
+        self.pace.arrived(bytes, trip, now);
         let (target, packet) = (self.target(), self.packet);
         let total = self.total.max(packet);
-        let draining = self.drain_until.is_some();
+        let draining = self.drains.on();
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
@@ -375,7 +407,7 @@ impl Congestion {
         if now.saturating_sub(window.epoch) < LOOK.max(trip.smoothed() * 4) {
             return;
         }
-        let long = (2.0 * target).min(LONGEST.max(1.2 * target));
+        let long = (2.0 * target).min(ALIEN.max(1.2 * target));
         if window.competes || window.least < long || window.least == f64::MAX {
             window.long = 0;
             window.saved = window.bytes;
@@ -419,10 +451,7 @@ impl Congestion {
             .get(usize::from(path))
             .is_some_and(|window| window.competes && window.waited > target);
         // One loss event is one for the connection: it gives up as one flow does.
-        if contest
-            && self.drain_until.is_none()
-            && now.saturating_sub(self.yielded) > trip.smoothed() * 2
-        {
+        if contest && !self.drains.on() && now.saturating_sub(self.yielded) > trip.smoothed() * 2 {
             self.yielded = now;
             for at in used {
                 if let Some(window) = self.windows.get_mut(usize::from(*at))
@@ -469,11 +498,10 @@ impl Congestion {
 
     /// Drains, on a clock.
     pub fn on_time(&mut self, used: &[u8], trip: &RoundTrip, now: Duration) {
-        if let Some(until) = self.drain_until {
-            if now < until {
-                return;
-            }
-            self.drain_until = None;
+        if now < self.drains.due() {
+            return;
+        }
+        if self.drains.on() {
             let target = self.target();
             for at in used {
                 if let Some(window) = self.windows.get_mut(usize::from(*at))
@@ -489,16 +517,15 @@ impl Congestion {
                 }
             }
             self.sum(used);
+            let competes = self.competing(used) > 0;
+            self.drains.end(competes, trip, now);
             self.decided(Decision::Refill, None, now);
-            let contest = if self.competing(used) > 0 { 4 } else { 1 };
-            self.drain_next = now + (DRAIN_EVERY * contest).max(trip.smoothed() * 200);
-        } else if now >= self.drain_next {
-            self.drain_until = Some(now + trip.smoothed() * 2 + trip.smoothed() / 2);
+        } else {
+            self.drains.begin(trip, now);
             for at in used {
                 if let Some(window) = self.windows.get_mut(usize::from(*at)) {
                     (window.saved, window.drained) = (window.bytes, true);
-                    let base = trip.shortest().unwrap_or_default().as_secs_f64().max(1e-6);
-                    window.bytes *= (base / (base + window.waited)).max(0.02) * DRAIN_TO;
+                    window.bytes *= self.drains.leaves(trip, window.waited);
                     window.least = f64::MAX;
                 }
             }
@@ -509,13 +536,14 @@ impl Congestion {
 
     /// When a drain begins or ends.
     pub fn deadline(&self) -> Duration {
-        self.drain_until.unwrap_or(self.drain_next)
+        self.drains.due()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::packet::drain::EVERY;
 
     fn trip(micros: u64) -> RoundTrip {
         let mut trip = RoundTrip::default();
@@ -622,12 +650,34 @@ mod tests {
         }
         assert!(cc.total() > before);
         // The queue goes while it drains: it was ours.
-        now += DRAIN_EVERY;
+        now += EVERY * 2;
         cc.on_time(&used, &trip, now);
         assert!(cc.total() <= before);
         ack(&mut cc, 0, 50, &trip, now);
         cc.on_time(&used, &trip, now + Duration::from_millis(20));
         assert_eq!(cc.competing(&used), 0);
+    }
+
+    /// One of many senders has seen a link to itself, so it aims at a shorter queue than the others.
+    #[test]
+    fn a_queue_that_others_of_our_kind_aim_at_is_not_taken_for_tcp_s() {
+        for (waits, competing) in [(1_050, 0), (1_200, 1)] {
+            let mut cc = Congestion::new(1, 1, 1400, 1 << 30, Duration::ZERO);
+            let (used, trip) = ([0], trip(1900));
+            let mut now = Duration::ZERO;
+            for _ in 0..50 {
+                now += Duration::from_millis(1);
+                cc.delay(0, 5000, false, &trip, now);
+                cc.arrived(0, 20_000, (now, false), &trip, now);
+            }
+            for _ in 0..60 {
+                now += Duration::from_micros(500);
+                ack(&mut cc, 0, waits, &trip, now);
+            }
+            let target = cc.target() * 1e6;
+            assert!((550.0..900.0).contains(&target), "{target}");
+            assert_eq!(cc.competing(&used), competing, "{waits}");
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ const LATELY: Duration = Duration::from_millis(100);
 const ONCE: Duration = Duration::from_secs(10);
 /// Four connections that share a link in equal parts still go by what they have.
 const PART: f64 = 0.25;
-/// The shortest time that is counted over.
+/// The shortest time that is counted over, if nobody says another.
 const SPAN: Duration = Duration::from_millis(2);
 
 /// The fastest of the last `memory` to twice that.
@@ -54,6 +54,8 @@ impl Fastest {
 pub struct Delivery {
     bytes: f64,
     begun: Duration,
+    /// The shortest time that is counted over.
+    span: Duration,
     lately: Fastest,
     once: Fastest,
 }
@@ -61,9 +63,15 @@ pub struct Delivery {
 impl Delivery {
     /// Nothing is known yet.
     pub fn new(now: Duration) -> Self {
+        Delivery::over(SPAN, now)
+    }
+
+    /// Counted over at least this time: longer than what comes in a bunch.
+    pub fn over(span: Duration, now: Duration) -> Self {
         Delivery {
             bytes: 0.0,
             begun: now,
+            span,
             lately: Fastest::new(LATELY, now),
             once: Fastest::new(ONCE, now),
         }
@@ -73,7 +81,7 @@ impl Delivery {
     pub fn add(&mut self, bytes: u64, trip: Duration, now: Duration) {
         self.bytes += bytes as f64;
         let passed = now.saturating_sub(self.begun);
-        if passed < (trip * 2).max(SPAN) {
+        if passed < (trip * 2).max(self.span) {
             return;
         }
         let rate = self.bytes / passed.as_secs_f64();

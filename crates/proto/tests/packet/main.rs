@@ -372,6 +372,28 @@ fn slow_links_are_filled() {
     assert!(share > 0.9, "{share}");
 }
 
+/// An all-reduce is always both ways: acknowledgements stand behind the other direction's packets. Over
+/// one connection, and over one each way as the engine has it.
+#[test]
+fn both_ways_are_filled() {
+    let config = Config::default();
+    let share = scenario::goodput(&[1e9], 0.0, &config, 1, true);
+    assert!(share > 0.95, "{share}");
+    let (share, _) = scenario::threads(1e9, &config, 1, (Duration::ZERO, Duration::ZERO));
+    assert!(share > 0.95, "{share}");
+}
+
+/// The second of two jobs takes the first one's queue for the length of the way, until they drain
+/// together; at 100 Mb/s they take each other for TCP as well.
+#[test]
+fn two_jobs_find_the_same_way() {
+    let config = Config::default();
+    let starts = [100, 137, 174, 211, 248, 285];
+    let parts = starts.map(|later| scenario::two_jobs(1e8, &config, 5, MILLI * later).0);
+    let apart: f64 = parts.iter().map(|part| (part - 0.5).abs() / 6.0).sum();
+    assert!(apart < 0.06, "{parts:?}");
+}
+
 #[test]
 fn losses_do_not_slow_it() {
     let config = Config::default();

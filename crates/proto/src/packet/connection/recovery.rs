@@ -156,6 +156,9 @@ impl Connection {
                 age.into_iter().chain(tail).for_each(&mut at_most);
             }
         }
+        if self.outgoing.has_work() {
+            self.congestion.paced().into_iter().for_each(&mut at_most);
+        }
         self.mtu.deadline().into_iter().for_each(&mut at_most);
         if self.flying > 0 {
             at_most(self.congestion.deadline());

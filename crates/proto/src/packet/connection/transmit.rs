@@ -59,6 +59,7 @@ impl Connection {
             return self.build(path, Purpose::Statements, now, out, read);
         }
         if self.outgoing.has_work() {
+            let ready = self.congestion.ready(&self.trip, now);
             let congestion = &self.congestion;
             let share = Share {
                 total,
@@ -67,8 +68,9 @@ impl Connection {
             };
             let window = |at| congestion.window(at);
             let fits = self.flying == 0 || (self.flying + size as u64) as f64 <= total;
-            let path = fits.then(|| self.paths.choose(size as u64, share, window));
+            let path = (fits && ready).then(|| self.paths.choose(size as u64, share, window));
             if let Some(path) = path.flatten() {
+                self.congestion.sent(&self.trip, now);
                 if is_bare && let Some(sent) = self.build_bare(path, now, out) {
                     return Some(sent);
                 }
