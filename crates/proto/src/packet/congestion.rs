@@ -57,7 +57,7 @@ pub const TARGET: Duration = Duration::from_micros(150);
 const SEVERAL: f64 = 8.0;
 /// ... but no more seconds than this: a longer queue harms others.
 const LONGEST: f64 = 1e-3;
-/// A queue of so many seconds is no queue of ours, however short the own target is: sixteen senders on
+/// A queue of this many seconds is no queue of ours, however short the own target is: sixteen senders on
 /// 1 Gb/s keep one of a little more than [`LONGEST`], and who has seen a quicker link aims at less.
 const ALIEN: f64 = 1.1 * LONGEST;
 /// Packets of this time go over one path, one after the other: a short time beside the target, and on

@@ -79,7 +79,7 @@ impl Drains {
         self.count = self.count.wrapping_add(1);
     }
 
-    /// What the one that goes on leaves of a window whose packets wait for so many seconds.
+    /// What the one that goes on leaves of a window whose packets wait for this many seconds.
     pub fn leaves(&self, trip: &RoundTrip, waited: f64) -> f64 {
         let base = trip.shortest().unwrap_or_default().as_secs_f64().max(1e-6);
         let shallow = (base / (base + waited)).max(0.02) * TO;

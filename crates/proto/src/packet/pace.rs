@@ -31,7 +31,7 @@ const SPAN: Duration = Duration::from_millis(10);
 const SLACK: f64 = 30e-6;
 /// ... and so do this many packets.
 const PACKETS: f64 = 2.0;
-/// Round trips of so many ways there and more: acknowledgements wait.
+/// Round trips of this many ways there and more: acknowledgements wait.
 const BOTH: f64 = 1.3;
 const MEAN: f64 = 128.0;
 
@@ -60,7 +60,7 @@ impl Pace {
         }
     }
 
-    /// A round trip was so many ways there.
+    /// A round trip was this many ways there.
     pub fn heard(&mut self, around: f64) {
         self.around += (around - self.around) / MEAN;
     }
@@ -130,7 +130,7 @@ mod tests {
         trip
     }
 
-    /// So many bytes per second arrive for half a second, and round trips are so many ways there.
+    /// This many bytes per second arrive for half a second, and round trips are this many ways there.
     fn known(rate: f64, around: f64) -> (Pace, Duration) {
         let (mut pace, mut now) = (Pace::new(Duration::ZERO), Duration::ZERO);
         while now < MICRO * 500_000 {
