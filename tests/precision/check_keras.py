@@ -14,8 +14,8 @@ from evener.precision import Limits, State
 from evener.precision.keras import FollowPrecision
 
 # The loss of 32 examples in bfloat16 is off by its rounding, and processors round at other places:
-# 0.48% were seen on one, where another had less than the 0.1% that are the default. What these tests
-# spoil is off by far more.
+# 0.48% were seen on one, where another had less than the 0.1% that are the default. What these
+# tests spoil is off by far more.
 QUICK = Limits(settle=20, hold=60, longest_hold=240, difference=0.02)
 
 
