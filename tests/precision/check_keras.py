@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -13,10 +14,11 @@ from evener.errors import UsageError
 from evener.precision import Limits, State
 from evener.precision.keras import FollowPrecision
 
-# The loss of 32 examples in bfloat16 is off by its rounding, and processors round at other places:
-# 0.48% were seen on one, where another had less than the 0.1% that are the default. What these
-# tests spoil is off by far more.
-QUICK = Limits(settle=20, hold=60, longest_hold=240, difference=0.02)
+QUICK = Limits(settle=20, hold=60, longest_hold=240)
+# For data that drift. The loss of 32 examples in bfloat16 is off by its rounding: 0.48% on a
+# processor without such arithmetic, where the default limit of 0.1% takes it for the cause. That is
+# a weakness of the limit. What is spoiled on purpose is found by the default.
+ROUNDED = replace(QUICK, difference=0.02)
 
 
 @keras.saving.register_keras_serializable()
@@ -56,7 +58,7 @@ def fit(model: Any, callback: FollowPrecision, steps: int, seed: int = 0) -> Any
 
 
 def it_learns_and_is_mostly_half() -> None:
-    callback = FollowPrecision(limits=QUICK)
+    callback = FollowPrecision(limits=ROUNDED)
     model, _ = made(callback)
     assert callback.machine.half_steps == 70 - QUICK.settle
     assert all(v.dtype == "float32" for v in model.trainable_variables)

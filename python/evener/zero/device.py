@@ -234,7 +234,7 @@ class CudaDevice:
         # the next use of it waits for. An allocator that finds nothing takes such memory from the
         # GPU, and waits for the stream that it was made in, and no other
         # (ExpandableSegment::unmapHandles of torch's CUDACachingAllocator.cpp): what reads it then
-        # ends with an illegal address. Before that it waits for tensors that were freed while
+        # can meet an illegal address. Before that it waits for tensors that were freed while
         # another stream used them. This is one.
         with self.on(pool):
             witness = torch.empty(1, dtype=torch.uint8, device=self.device)
