@@ -77,6 +77,37 @@ def test_the_same_of_the_data_switches_nothing_and_is_said(loss: float) -> None:
     assert not events[0].switched
 
 
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [("bfloat16", 2**-7), ("float16", 2**-10)], ids=["bfloat16", "float16"]
+)
+@pytest.mark.parametrize("beyond", [0.9, 1.1])
+def test_what_a_format_cannot_tell_apart_is_no_cause(
+    dtype: str, limit: float, beyond: float
+) -> None:
+    """A loss that is not finite has no rise to compare with: the format's epsilon alone counts."""
+    machine = settled()
+    machine.dtype = dtype
+    machine.observe(Facts(math.nan), lambda: beyond * limit)
+    assert machine.half == (beyond < 1)
+
+
+def test_a_difference_that_does_not_explain_the_rise_is_no_cause() -> None:
+    """From 1 to 30, where full precision has 29.4: the data have risen. 10 of 30 is precision."""
+    for gap, stays in ((0.02, True), (0.5, False)):
+        machine = settled()
+        for _ in range(100):
+            machine.observe(Facts(quiet(machine.step)), never)
+        events = [e for _ in range(3) for e in machine.observe(Facts(30.0), lambda gap=gap: gap)]
+        assert machine.half == stays
+        assert [event.cause for event in events] == ["data" if stays else "loss"]
+
+
+def test_a_limit_that_is_given_counts() -> None:
+    machine = settled(Limits(settle=40, difference=1e-4))
+    machine.observe(Facts(math.nan), lambda: 2e-4)
+    assert not machine.half
+
+
 def test_a_suspicion_of_underflow_is_looked_into() -> None:
     """Zeros become more as a training goes on, in full precision too."""
     machine = settled()
@@ -129,7 +160,7 @@ def test_data_that_drift_switch_nothing(seed: int, noise: float, kind: str) -> N
             "season": 0.5 * math.sin(step / 100),
         }[kind]
         loss = abs(draw.gauss(base, noise))
-        events += machine.observe(Facts(loss), lambda: 2e-4)
+        events += machine.observe(Facts(loss), lambda: draw.uniform(0, 2**-7))
     assert [event.cause for event in events if event.switched] in ([], ["settled"])
     if kind == "steady":
         assert machine.half

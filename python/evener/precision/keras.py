@@ -44,7 +44,7 @@ class FollowPrecision(_Callback):
         super().__init__()
         if dtype != "bfloat16":
             raise UsageError(f"dtype={dtype!r} has no loss scale here", 'give dtype="bfloat16"')
-        self.machine = Machine(limits or Limits())
+        self.machine = Machine(limits or Limits(), dtype)
         self._journal = Journal(self.machine)
         self._policy = keras.dtype_policies.get(f"mixed_{dtype}")
         self._agree, self._rank = agree, rank

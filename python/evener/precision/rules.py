@@ -12,9 +12,11 @@ From WARM (or HOLD, when its time is over) to HALF: the loss was finite and did 
     loss        the loss is not finite; or its fast average has been more than 4 standard deviations
                 above its slow one for 3 steps; and the probe says that precision is the cause
 
-The *probe* computes the loss of the same batch in full precision. If it differs by less than one
-part in 1000, the data are the cause: that is reported, and nothing is switched. So data that drift
-do not switch anything.
+The *probe* computes the loss of the same batch in full precision. Precision is the cause if the
+two differ by more than the half format can tell apart (its epsilon: 2^-10 for float16, 2^-7 for
+bfloat16), which is what rounding alone may do to a small batch, and by a tenth of the rise at
+least. Otherwise the data are the cause: that is reported, and nothing is switched. So data that
+drift do not switch anything.
 
 All inputs are the same on all ranks (`Facts` are reduced first), so all ranks decide the same.
 """
@@ -43,8 +45,9 @@ class Limits:
     settle: steps without trouble before half precision. hold: steps of the first return to full
     precision; it doubles up to longest_hold, and is forgiven after `forgive` steps of half.
     fast, slow: lengths of the averages, in steps. sigmas, for_steps: of the loss rule. difference:
-    relative, of the probe. halvings, window: of the scale rule. underflow: share of gradients.
-    quiet: steps in which the same cause is not reported again.
+    relative, of the probe; None: the half format's epsilon. explains: how much of a rise that
+    difference must be. halvings, window: of the scale rule. underflow: share of gradients. quiet:
+    steps in which the same cause is not reported again.
     """
 
     settle: int = 200
@@ -55,7 +58,8 @@ class Limits:
     slow: int = 50
     sigmas: float = 4.0
     for_steps: int = 3
-    difference: float = 1e-3
+    difference: float | None = None
+    explains: float = 0.1
     halvings: int = 3
     window: int = 100
     underflow: float = 0.05
@@ -63,7 +67,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be above 0")
 
 
@@ -100,12 +104,16 @@ class Event:
 # one in full precision is finite, 0 where neither is.
 Probe = Callable[[], float]
 
+# The distance from 1 to the next number of each half format.
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+
 
 @dataclass
 class Machine:
-    """The state, and what it remembers."""
+    """The state, and what it remembers. dtype: of half precision, a name in EPSILON."""
 
     limits: Limits = field(default_factory=Limits)
+    dtype: str = "bfloat16"
     state: State = State.WARM
     step: int = 0
     half_steps: int = 0
@@ -218,11 +226,22 @@ class Machine:
         if (wrong and not facts.halved) or (rises and self._high == limits.for_steps):
             difference = probe()
             what = "is not finite" if wrong else "has jumped"
-            if difference > limits.difference:
+            if self._precision_is_the_cause(difference, facts.loss):
                 text = f"the loss {what}; in full precision it differs by {difference:.2g}"
                 return [self._leave("loss", text)]
             return self._report("data", f"the loss {what}, in full precision too")
         return []
+
+    def _precision_is_the_cause(self, difference: float, loss: float) -> bool:
+        """difference: of the probe, relative to full precision. loss: in half precision."""
+        least = self.limits.difference or EPSILON[self.dtype]
+        if difference <= least:
+            return False
+        if not math.isfinite(loss) or not math.isfinite(difference):
+            return True
+        # In the loss's own unit: of two losses the one in half is here, the other one is not.
+        by = abs(loss) * difference / (1 + difference)
+        return by >= self.limits.explains * (self._fast - self._slow)
 
     def _report(self, cause: str, text: str) -> list[Event]:
         if self.step - self._said.get(cause, -self.limits.quiet) < self.limits.quiet:

@@ -68,7 +68,7 @@ class Policy:
         if dtype not in _HALVES:
             raise UsageError(f"dtype={dtype}", "give torch.float16 or torch.bfloat16")
         self.dtype = dtype
-        self.machine = Machine(limits or Limits())
+        self.machine = Machine(limits or Limits(), str(dtype).removeprefix("torch."))
         self.scaler = torch.amp.grad_scaler.GradScaler(self.device, enabled=dtype == torch.float16)
         self._journal = Journal(self.machine)
         self._group = group
