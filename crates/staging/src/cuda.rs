@@ -16,7 +16,9 @@ use libloading::Library;
 pub(crate) use gather::Gatherer;
 use gather::Rows;
 
-use crate::{Error, Exchange, Kind, Order, Plan, Word, lock, reached, refuse};
+use crate::plan::Plan;
+use crate::room::reached;
+use crate::{Error, Exchange, Kind, Order, Word, lock, refuse};
 
 type Stream = *mut c_void;
 type Value = unsafe extern "C" fn(Stream, u64, c_uint, c_uint) -> c_int;

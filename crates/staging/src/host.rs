@@ -4,7 +4,9 @@
 
 use std::time::Duration;
 
-use crate::{Error, Exchange, Kind, Order, Plan, Word, reached};
+use crate::plan::Plan;
+use crate::room::reached;
+use crate::{Error, Exchange, Kind, Order, Word};
 
 impl Exchange {
     /// Collective over all ranks; blocks. `payload` is of `bytes` ([`Kind::Gather`]) or of `bytes`

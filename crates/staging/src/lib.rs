@@ -28,13 +28,15 @@
 //! failure that is NaN, which nobody takes for gradients. [`Exchange::failure`] says why: callers ask
 //! before they use what was received.
 
+mod comms;
 pub mod cuda;
 pub mod framing;
 mod host;
+mod plan;
 mod pump;
+mod room;
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -42,22 +44,16 @@ use std::time::{Duration, Instant};
 use evener_engine::comm::Comm;
 use evener_engine::frames::Lease;
 use evener_engine::hello::HANDLE;
-use evener_engine::{Engine, Level, Listener, Memory, Slot, Status};
-use framing::Framing;
+use evener_engine::{Engine, Level, Listener, Memory};
 
-/// Bytes of the words: five, a cache line each, and one to try the driver with.
-pub const WORDS: usize = 6 * LINE;
-const LINE: usize = 64;
-/// What is added to `sent` and `arrived` at the end.
-pub const PASSED: u32 = 1 << 30;
-/// Bytes of the smallest piece: below, calls cost more than they hide.
-const LEAST_PIECE: usize = 1 << 20;
+use comms::Comms;
+use framing::Framing;
+pub use plan::Kind;
+use plan::{Piece, Plan};
+pub use room::{PASSED, Room, WORDS, Word};
+
 /// Within this time a packet from a frame has to pass to every rank, and one from each has to come.
 const TRIAL: Duration = Duration::from_secs(5);
-/// A message is cut into this many pieces, where they are not too small or too large, so that the
-/// copies at both ends overlap the network. A piece costs a host's thread, the one that computes
-/// gradients, five calls of the driver; the copies are much faster than the network.
-const PIECES: usize = 4;
 
 /// Why an exchange cannot be.
 #[derive(Debug, thiserror::Error)]
@@ -90,146 +86,6 @@ pub enum Error {
     /// The driver.
     #[error(transparent)]
     Driver(#[from] cuda::DriverError),
-}
-
-/// Where the slots and words are. Whoever makes an [`Exchange`] keeps them until it is closed.
-#[derive(Debug, Clone, Copy)]
-pub struct Room {
-    /// First send slot.
-    pub send: usize,
-    /// First receive slot.
-    pub receive: usize,
-    /// The words, [`WORDS`] zeroed bytes, aligned to 4.
-    pub words: usize,
-    /// Bytes of a slot.
-    pub slot: usize,
-    /// Slots, of each kind.
-    pub slots: u32,
-}
-
-/// One of the counters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(usize)]
-pub enum Word {
-    /// Pieces in send slots: the device's.
-    Ready = 0,
-    /// Pieces that the peers have: the pump's.
-    Sent = 1,
-    /// Pieces in receive slots: the pump's.
-    Arrived = 2,
-    /// Pieces taken out of receive slots: the device's.
-    Consumed = 3,
-    /// For a trial of the driver.
-    Trial = 4,
-    /// Pieces whose place in the result may be written: the device's, with frames.
-    Begun = 5,
-}
-
-impl Room {
-    fn address(&self, word: Word) -> usize {
-        self.words + word as usize * LINE
-    }
-
-    #[allow(unsafe_code, reason = "the words are shared with a device")]
-    fn word(&self, word: Word) -> &AtomicU32 {
-        // SAFETY: `Exchange::listen` demands live, aligned memory until the exchange is closed, and
-        // everybody uses it as atomics only.
-        unsafe { AtomicU32::from_ptr(self.address(word) as *mut u32) }
-    }
-
-    /// Fills the receive slots with ones, which is NaN in every floating format: what a failed
-    /// exchange leaves must not look like gradients.
-    #[allow(unsafe_code, reason = "the slots are the caller's memory")]
-    fn spoil(&self) {
-        // SAFETY: `Exchange::listen` demands live memory of this size; the comms are released, so
-        // the engine writes there no more, and a device only reads.
-        unsafe {
-            let slots = self.slots as usize * self.slot;
-            std::ptr::write_bytes(self.receive as *mut u8, 0xff, slots);
-        }
-    }
-
-    fn load(&self, word: Word) -> u32 {
-        self.word(word).load(Ordering::Acquire)
-    }
-
-    fn store(&self, word: Word, value: u32) {
-        self.word(word).store(value, Ordering::Release);
-    }
-
-    fn slot(&self, base: usize, piece: u32, length: usize) -> Memory {
-        let index = (piece % self.slots) as usize;
-        Memory {
-            start: (base + index * self.slot) as *mut u8,
-            length,
-        }
-    }
-}
-
-/// What is before what, on a circle.
-fn reached(value: u32, wanted: u32) -> bool {
-    value.wrapping_sub(wanted).cast_signed() >= 0
-}
-
-/// A part of a message that crosses at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Piece {
-    /// Bytes.
-    length: usize,
-    /// From or to whom; `None`: to all.
-    peer: Option<u32>,
-}
-
-/// Where a piece is in the caller's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Part {
-    piece: Piece,
-    /// Bytes from the payload's or the result's start.
-    offset: usize,
-}
-
-/// Which collective.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// Everybody's `bytes` to everybody.
-    Gather,
-    /// Part `p` of `bytes` to rank `p`.
-    Parts,
-}
-
-/// The pieces of one collective, in the order in which they cross.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Plan {
-    sends: Vec<Part>,
-    receives: Vec<Part>,
-}
-
-impl Plan {
-    /// `bytes`: of what one rank has for another.
-    fn new(kind: Kind, rank: u32, size: u32, bytes: usize, slot: usize) -> Plan {
-        let mut plan = Plan::default();
-        let step = bytes.div_ceil(PIECES).next_multiple_of(4096);
-        let step = step.max(LEAST_PIECE).min(slot);
-        // Each begins with its right neighbour, so that not all send to one at once.
-        let others = || (1..size).map(move |distance| (rank + distance) % size);
-        let sources = || (1..size).map(move |distance| (rank + size - distance) % size);
-        for start in (0..bytes).step_by(step) {
-            let length = step.min(bytes - start);
-            let part = |peer: Option<u32>, offset| Part {
-                piece: Piece { length, peer },
-                offset,
-            };
-            match kind {
-                Kind::Gather => plan.sends.push(part(None, start)),
-                Kind::Parts => plan
-                    .sends
-                    .extend(others().map(|peer| part(Some(peer), peer as usize * bytes + start))),
-            }
-            let from = sources().map(|peer| part(Some(peer), peer as usize * bytes + start));
-            plan.receives.extend(from);
-        }
-        plan
-    }
 }
 
 /// What callers have given to the pump.
@@ -605,129 +461,5 @@ impl Inner {
         lock(&self.failure).get_or_insert(why);
         lock(&self.work).stop = true;
         self.bell.notify_one();
-    }
-}
-
-/// A comm in each direction, by rank.
-struct Comms {
-    send: Vec<Option<Arc<Comm>>>,
-    receive: Vec<Option<Arc<Comm>>>,
-}
-
-impl Comms {
-    fn new(size: u32) -> Comms {
-        Comms {
-            send: vec![None; size as usize],
-            receive: vec![None; size as usize],
-        }
-    }
-
-    /// Memory of all requests is in frames; `false`: of a comm it cannot be.
-    fn frame(&self, engine: &Engine, framing: &Framing) -> bool {
-        let mut all = self.send.iter().chain(&self.receive).flatten();
-        all.all(|comm| engine.frame(comm, framing.framed()))
-    }
-
-    /// One whole packet to each rank and from each: a link between may take no packets of this size, and that is to be
-    /// known before anything depends on it.
-    #[allow(unsafe_code, reason = "frames and words are lent to the engine")]
-    fn try_frames(&self, engine: &Engine, framing: &Framing, limit: Duration) -> Result<(), Error> {
-        let end = Instant::now() + limit;
-        let mut waited: Vec<(usize, &Arc<Comm>, Memory, Option<&Slot>)> = Vec::new();
-        for (place, side) in [&self.receive, &self.send].into_iter().enumerate() {
-            for (peer, comm) in side.iter().enumerate() {
-                let (frame, word) = framing.trial(peer);
-                let memory = if place == 0 { word } else { frame };
-                waited.extend(comm.iter().map(|comm| (peer, comm, memory, None)));
-            }
-        }
-        loop {
-            let (mut failed, mut left) = (None, Vec::new());
-            for (peer, comm, memory, slot) in waited {
-                let slot = match slot {
-                    Some(slot) => Some(slot),
-                    // SAFETY: frames and words are this exchange's until the request is finished, or its comm is
-                    // released by the caller of this.
-                    None => unsafe { engine.post(comm, memory) }?,
-                };
-                match slot.map(Slot::test) {
-                    Some(Status::Done(_)) => {}
-                    Some(Status::Failed(_)) => failed = Some(peer),
-                    Some(Status::Pending) | None => left.push((peer, comm, memory, slot)),
-                }
-            }
-            let late = left.first().map(|(peer, ..)| *peer);
-            if failed.is_none() && late.is_none() {
-                framing.give_all_back();
-                return Ok(());
-            }
-            if let Some(peer) = failed.or(late.filter(|_| Instant::now() > end)) {
-                return Err(Error::Failed(format!(
-                    "no whole packet passes between this rank and rank {peer} of the group{}",
-                    framing.doubt()
-                )));
-            }
-            waited = left;
-            std::thread::sleep(Duration::from_micros(100));
-        }
-    }
-
-    fn release(&self, engine: &Engine) {
-        for comm in self.send.iter().chain(&self.receive).flatten() {
-            engine.release(comm);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_one_sends_another_receives() {
-        for kind in [Kind::Gather, Kind::Parts] {
-            for (size, bytes, slot) in [
-                (2, 0, 64),
-                (2, 1, 1 << 20),
-                (3, 5 << 20, 1 << 20),
-                (5, 3_000_001, 1 << 22),
-            ] {
-                let plans: Vec<Plan> = (0..size)
-                    .map(|rank| Plan::new(kind, rank, size, bytes, slot))
-                    .collect();
-                for from in 0..size {
-                    for to in (0..size).filter(|to| *to != from) {
-                        let sent: Vec<usize> = plans[from as usize]
-                            .sends
-                            .iter()
-                            .filter(|part| part.piece.peer.is_none_or(|peer| peer == to))
-                            .map(|part| part.piece.length)
-                            .collect();
-                        let received: Vec<&Part> = plans[to as usize]
-                            .receives
-                            .iter()
-                            .filter(|part| part.piece.peer == Some(from))
-                            .collect();
-                        let lengths: Vec<usize> =
-                            received.iter().map(|part| part.piece.length).collect();
-                        assert_eq!(sent, lengths);
-                        assert_eq!(sent.iter().sum::<usize>(), bytes);
-                        let mut offset = from as usize * bytes;
-                        for part in received {
-                            assert_eq!(part.offset, offset);
-                            assert!(part.piece.length <= slot);
-                            offset += part.piece.length;
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn counters_go_round() {
-        assert!(reached(5, 5) && reached(6, 5) && !reached(4, 5));
-        assert!(reached(2, u32::MAX) && !reached(u32::MAX, 2));
-        assert!(reached(7u32.wrapping_add(PASSED), 1000));
     }
 }

@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 use evener_engine::comm::Comm;
 use evener_engine::{Engine, Memory, Slot, Status};
 
+use crate::comms::Comms;
 use crate::framing::Framing;
-use crate::{Comms, Inner, Piece, Word, lock, reached};
+use crate::plan::Piece;
+use crate::room::reached;
+use crate::{Inner, Word, lock};
 
 /// Nothing moved for this long: look less often. A piece takes longer than a nap.
 const SPIN: Duration = Duration::from_micros(30);
