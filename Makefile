@@ -17,7 +17,7 @@ RUST   := Cargo.toml Cargo.lock .cargo/config.toml $(shell find crates -name '*.
 UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test loom tsan miri fuzz soak-net soak-embedding test-rust test-python lint format docs wheel image clean preflight \
+.PHONY: help setup demo test loom tsan miri lines fuzz soak-net soak-embedding test-rust test-python lint format docs wheel image clean preflight \
         constraints upstream-horovod wild
 
 help: ## this list
@@ -85,6 +85,9 @@ loom: $(STAMPS)/deps ## every interleaving of the engine's rings and of an embed
 
 tsan: $(STAMPS)/deps ## the engine's and the embedding store's tests under ThreadSanitizer (nightly Rust; several minutes)
 	$(BIN)/python scripts/tsan.py
+
+lines: $(STAMPS)/deps ## cache lines that two instances of the packet engine share (nightly Rust): none on the data path
+	$(BIN)/python scripts/lines.py
 
 # With rayon's crossbeam-epoch no pool of threads keeps to Stacked Borrows, so the store's tests run by
 # Tree Borrows.

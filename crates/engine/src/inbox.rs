@@ -10,8 +10,16 @@ use crate::sync::{AtomicBool, Ordering as SyncOrdering};
 use crate::sys::Waker;
 use crate::task::Task;
 
-/// See the module.
+/// Whether a flag was set, which it is not any more. Looked at first: a worker asks in each turn, and a swap that
+/// finds nothing takes the cache line away from those who ring.
+pub(crate) fn taken(flag: &AtomicBool) -> bool {
+    flag.load(SyncOrdering::Relaxed) && flag.swap(false, SyncOrdering::SeqCst)
+}
+
+/// See the module. In cache lines of its own, in pairs as processors fetch them: each worker writes to its
+/// own inbox in each turn.
 #[derive(Debug)]
+#[repr(align(128))]
 pub struct Inbox {
     pub(crate) bell: Doorbell,
     pub(crate) waker: Waker,

@@ -141,8 +141,10 @@ impl PathStats {
     }
 }
 
-/// What a worker did since it was started. Times in nanoseconds.
+/// What a worker did since it was started. Times in nanoseconds. It writes them in each turn, so they share
+/// no cache lines with what others ring at.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub struct WorkerStats {
     /// Turns of the loop that moved something, and those that did not.
     pub turns: [AtomicU64; 2],

@@ -30,6 +30,7 @@ use evener_proto::{PathId, Side, Why};
 use crate::conn::Conn;
 use crate::crew::{LIGHT, Load};
 use crate::doorbell::BITS;
+use crate::inbox::taken;
 use crate::link::{Effect, Link};
 use crate::lock::lock;
 use crate::log::Level;
@@ -38,7 +39,6 @@ use crate::peer::Peer;
 use crate::peers::Claim;
 use crate::shared::Shared;
 use crate::stats::WorkerStats;
-use crate::sync::Ordering as SyncOrdering;
 use crate::sys::{self, Epoll, Ready};
 use crate::task::Task;
 use pulling::Delivery;
@@ -153,7 +153,7 @@ impl Worker {
         let roomy = sys::processors() >= ROOMY;
         while !self.is_over() {
             let (mut active, mut moved) = (false, 0);
-            if inbox.has_tasks.swap(false, SyncOrdering::SeqCst) {
+            if taken(&inbox.has_tasks) {
                 for task in inbox.take() {
                     self.perform(task);
                 }
@@ -163,7 +163,7 @@ impl Worker {
                 inbox.bell.drain(|bit| self.poll_bit(bit));
                 active = true;
             }
-            if inbox.nudged.swap(false, SyncOrdering::SeqCst) {
+            if taken(&inbox.nudged) {
                 for mine in self.links.iter_mut().flatten() {
                     mine.dirty = true;
                 }

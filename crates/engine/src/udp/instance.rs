@@ -21,13 +21,13 @@ use crate::arrivals::Came as Arrived;
 use crate::comm::Comm;
 use crate::config::Choice;
 use crate::doorbell::BITS;
+use crate::inbox::taken;
 use crate::lock::lock;
 use crate::log::Level;
 use crate::nics::Nic;
 use crate::peer::{Peer, PeerKey, Transport};
 use crate::peers::Claim;
 use crate::shared::Shared;
-use crate::sync::Ordering as SyncOrdering;
 use crate::sys::{self, Epoll, Ready};
 use crate::task::Task;
 use crate::trace::Ring;
@@ -170,7 +170,7 @@ impl Instance {
         let mut turn = idle_since;
         while !self.stopped {
             let mut active = false;
-            if inbox.has_tasks.swap(false, SyncOrdering::SeqCst) {
+            if taken(&inbox.has_tasks) {
                 for task in inbox.take() {
                     self.perform(task);
                 }
@@ -292,13 +292,14 @@ impl Instance {
     }
 
     fn turn(&mut self) {
-        let shared = self.shared.clone();
+        // Borrowed: all instances would write one cache line in each turn, if each counted itself as a user.
+        let shared = &*self.shared;
         let counts = &shared.workers[self.index].counts;
-        for place in 0..self.associations.len() {
-            let Some(Some(one)) = self.associations.get_mut(place) else {
+        for (place, one) in self.associations.iter_mut().enumerate() {
+            let Some(one) = one else {
                 continue;
             };
-            one.turn(&mut self.batch, &shared, counts);
+            one.turn(&mut self.batch, shared, counts);
             for effect in one.effects() {
                 match effect {
                     Effect::Watch { path } => {
@@ -551,30 +552,29 @@ impl Instance {
 
     fn poll_bit(&mut self, bit: usize) {
         let now = self.now();
-        for place in 0..self.bits[bit].len() {
-            let (peer, id) = self.bits[bit][place].clone();
+        for (peer, id) in &self.bits[bit] {
             let mut all = self.associations.iter_mut().flatten();
-            if let Some(one) = all.find(|one| Arc::ptr_eq(&one.peer, &peer) && one.carries(id)) {
-                one.poll(id, now);
+            if let Some(one) = all.find(|one| Arc::ptr_eq(&one.peer, peer) && one.carries(*id)) {
+                one.poll(*id, now);
             }
         }
     }
 
     /// Looks for connections that are over, or that nobody uses.
     fn sweep(&mut self, now: Duration) {
-        let shared = self.shared.clone();
+        let shared = &*self.shared;
         let counts = &shared.workers[self.index].counts;
         for place in &mut self.associations {
             let Some(one) = place else {
                 continue;
             };
-            one.measure(&shared);
-            one.fail_with_others(&shared);
+            one.measure(shared);
+            one.fail_with_others(shared);
             if one.is_idle() && one.initiates() && now >= one.idle + IDLE {
-                one.close(&mut self.batch, &shared, counts, now);
+                one.close(&mut self.batch, shared, counts, now);
             }
             if one.is_over() {
-                one.bury("the connection is over", &shared);
+                one.bury("the connection is over", shared);
                 self.leaving.push(one.peer.clone());
                 *place = None;
             }
