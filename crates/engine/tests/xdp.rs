@@ -236,8 +236,11 @@ fn framed_pair() -> Option<((Node, Node), (Engine, Engine))> {
         receive: RUN,
     });
     let (a, b) = namespaces(1500)?;
-    let (one, _) = framed_engine(&a, "va", Choice::Xdp, wanted);
-    let (other, _) = framed_engine(&b, "vb", Choice::Xdp, wanted);
+    let [one, other] = [(&a, "va"), (&b, "vb")].map(|(node, name)| {
+        let (engine, said) = framed_engine(node, name, Choice::Xdp, wanted);
+        assert!(engine.frames().is_some(), "{:?}", said.lock().unwrap());
+        engine
+    });
     Some(((a, b), (one, other)))
 }
 
