@@ -206,7 +206,8 @@ def _taken(device: torch.device) -> int:
 
 
 def crossing(device: torch.device, nodes: Layout) -> Crossing:
-    """Made and measured with 16 MB (1 MB where no GPU is). Collective."""
+    """Made and measured: four or more all-gathers of 16 MB, for 0.4 s (without a GPU 1 MB, 0.05 s).
+    Collective."""
     rank, mine = dist.get_rank(), None
     before = _taken(device)
     for place in range(len(nodes.nodes[0])):
@@ -222,20 +223,28 @@ def crossing(device: torch.device, nodes: Layout) -> Crossing:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    rates = []
-    for turn in range(4):
+    def turn(whole: torch.Tensor, share: torch.Tensor) -> float:
         idle()
         start = time.perf_counter()
         dist.all_gather_into_tensor(whole, share, group=mine)
         idle()
-        if turn:
-            rates.append((whole.nbytes - share.nbytes) / (time.perf_counter() - start))
+        return time.perf_counter() - start
+
+    def slowest(own: float) -> float:
+        every: list[Any] = [None] * world_size()
+        dist.all_gather_object(every, own)
+        return float(max(every))
+
+    turn(whole, share)  # connections are made
+    wanted = 0.4 if device.type == "cuda" else 0.05
+    turns = max(4, min(64, int(wanted / slowest(turn(whole, share)))))
+    # In the first half a network's windows still grow; a chunk is sent in what they have become.
+    seconds = [turn(whole, share) for _ in range(turns)][turns // 2 :]
     dist.reduce_scatter_tensor(share, whole, group=mine)
     idle()
-    slowest: list[Any] = [None] * world_size()
-    dist.all_gather_object(slowest, sorted(rates)[1])
+    rate = (whole.nbytes - share.nbytes) / slowest(sum(seconds) / len(seconds))
     del whole, share
-    return Crossing(mine, min(slowest), max(0, _taken(device) - before))
+    return Crossing(mine, rate, max(0, _taken(device) - before))
 
 
 def join(
