@@ -74,6 +74,33 @@ def test_all_of_it_is_put_back(host: Path) -> None:
     assert not state.exists() and setup.undo(state, said.append) == 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "policy", "wanted"),
+    [
+        ("802.3ad 4", "layer2 0", "layer3+4"),
+        ("balance-xor 2", "layer2+3 2", "layer3+4"),
+        ("802.3ad 4", "encap2+3 3", "encap3+4"),
+        ("802.3ad 4", "layer3+4 1", None),
+        ("active-backup 1", "layer2 0", None),
+    ],
+)
+def test_a_bond_that_sees_no_port_numbers_is_told_to(
+    host: Path, mode: str, policy: str, wanted: str | None
+) -> None:
+    bond = host / "sys/class/net/eth0/bonding"
+    bond.mkdir()
+    (bond / "mode").write_text(mode + "\n")
+    (bond / "xmit_hash_policy").write_text(policy + "\n")
+    changes = [c for c in setup.plan(["eth0"], root=host, processors=1) if "bonding" in c.where]
+    assert [(c.old, c.new) for c in changes] == ([(policy.split()[0], wanted)] if wanted else [])
+    state, said = host / "state.json", list[str]()
+    setup.apply(changes, state, said.append)
+    # As the kernel shows what was written.
+    (bond / "xmit_hash_policy").write_text(f"{wanted or policy.split()[0]} 9\n")
+    assert setup.undo(state, said.append) == len(changes)
+    assert (bond / "xmit_hash_policy").read_text().split()[0] == policy.split()[0]
+
+
 def test_what_another_has_changed_since_is_left_alone(host: Path) -> None:
     state, said = host / "state.json", list[str]()
     setup.apply(setup.plan(["eth0"], mtu=9000, root=host, processors=1), state, said.append)

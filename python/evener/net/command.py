@@ -94,7 +94,7 @@ def prepare(
     as_json: bool,
     state: Path,
 ) -> None:
-    """Prepare this host's network: socket buffers, queues of cards, processors that take packets.
+    """Prepare this host's network: socket buffers, queues of cards, bonds, processors for packets.
 
     Nothing survives a restart of the host. MTU and huge pages are changed only when asked for.
     """

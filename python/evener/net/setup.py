@@ -28,6 +28,11 @@ _SIOCETHTOOL = 0x8946
 _GET_CHANNELS, _SET_CHANNELS = 0x3C, 0x3D
 # Names that carry no traffic between hosts: NCCL leaves the first two out as well.
 _NOT_MEANT = ("lo", "docker", "veth", "virbr", "br-")
+# How a bond deals packets out (the kernel's Documentation/networking/bonding.rst): modes that go by
+# a hash, and hashes that see no port numbers. By these all connections to a host take one port of
+# the bond, however many source ports they have.
+_BY_HASH = ("balance-xor", "802.3ad")
+_WITHOUT_PORTS = ("layer2", "layer2+3", "encap2+3")
 
 
 class SetupError(EvenerError):
@@ -105,6 +110,7 @@ def _of_interface(name: str, root: Path, mtu: int | None, processors: int) -> It
         now = _read(here / "mtu")
         if now is not None and int(now) != mtu:
             yield Change(str(here / "mtu"), now, str(mtu), "asked for; all hosts need the same")
+    yield from _of_bond(here / "bonding")
     known = channels(name)
     queues = sorted((here / "queues").glob("rx-*"))
     count = len(queues)
@@ -121,6 +127,18 @@ def _of_interface(name: str, root: Path, mtu: int | None, processors: int) -> It
             if now is not None and not now.strip("0,"):
                 why = "fewer queues than processors: all processors take what they bring"
                 yield Change(str(queue / "rps_cpus"), now, _mask(processors), why)
+
+
+def _of_bond(here: Path) -> Iterable[Change]:
+    mode, policy = _read(here / "mode"), _read(here / "xmit_hash_policy")
+    if mode is None or policy is None or mode.split()[0] not in _BY_HASH:
+        return
+    # Name and number; the name is what is written.
+    now = policy.split()[0]
+    if now in _WITHOUT_PORTS:
+        wanted = "encap3+4" if now == "encap2+3" else "layer3+4"
+        why = f"by {now} all connections to a host take one port of the bond"
+        yield Change(str(here / "xmit_hash_policy"), now, wanted, why)
 
 
 def plan(
@@ -162,7 +180,11 @@ def _now(where: str) -> str | None:
 
 
 def _same(where: str, one: str | None, other: str) -> bool:
-    if one is None or not where.endswith("rps_cpus"):
+    if one is None:
+        return False
+    if where.endswith("xmit_hash_policy"):
+        return one.split()[0] == other
+    if not where.endswith("rps_cpus"):
         return one == other
     # The kernel writes a set with leading zeros.
     return int(one.replace(",", ""), 16) == int(other.replace(",", ""), 16)
