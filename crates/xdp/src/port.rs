@@ -25,7 +25,9 @@ const HEADROOM: usize = 256;
 /// The largest MTU that drivers take for packets of one frame of a page.
 const ONE_FRAME: usize = 3498;
 /// A queue that is busy is waited for.
-const LATER: Duration = Duration::from_millis(300);
+const LATER: Duration = Duration::from_secs(1);
+/// A wait that is taken for one.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
 /// Templates that are kept: paths to peers.
 const TEMPLATES: usize = 4096;
 
@@ -161,11 +163,24 @@ fn listed(all: &[(Mode, Refusal)]) -> String {
     texts.collect::<Vec<_>>().join(", ")
 }
 
+/// Our program on an interface.
+///
+/// The kernel takes it away with the last descriptor of its link. A child that another thread forks just now
+/// has one until it runs another program, so a link that is not wanted any more is detached by a call.
+#[derive(Debug)]
+struct Link(OwnedFd);
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // An error says that the interface is gone, or the kernel too old: closing does it then.
+        let _ = sys::detach(self.0.as_fd());
+    }
+}
+
 /// An interface with our program, until it is dropped or the process ends, however that comes.
 #[derive(Debug)]
 pub struct Card {
-    // Detaches when it is closed.
-    link: OwnedFd,
+    link: Link,
     interface: String,
     driver: String,
     mode: Mode,
@@ -268,13 +283,14 @@ impl Card {
         (map, program): (&OwnedFd, &OwnedFd),
         mode: Mode,
         shape: &Shape,
-    ) -> Result<(OwnedFd, Vec<Port>, Lacks), Refusal> {
+    ) -> Result<(Link, Vec<Port>, Lacks), Refusal> {
         let link = sys::attach(program.as_fd(), interface.index, mode.attaches());
-        let link = link.map_err(Refusal::Attach)?;
+        let link = Link(link.map_err(Refusal::Attach)?);
         let (mut ports, mut all) = (Vec::new(), Lacks::default());
         for queue in &wanted.queues {
             let refused = |error| Refusal::Bind(*queue, error);
-            // The kernel frees the queue of a socket that was closed some time later.
+            // The kernel frees the queue of a socket that was closed some time later, and later yet where a child
+            // has a copy of it.
             let began = Instant::now();
             let opened = loop {
                 let opened = Socket::open(interface.index, *queue, mode, shape.clone());
@@ -305,7 +321,7 @@ impl Card {
 
     /// What keeps the program attached: the child of a fork must close its copy.
     pub fn fd(&self) -> RawFd {
-        self.link.as_raw_fd()
+        self.link.0.as_raw_fd()
     }
 
     /// The mode that was taken.

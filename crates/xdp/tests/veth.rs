@@ -9,6 +9,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::BorrowedFd;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -287,6 +288,24 @@ fn other_traffic_goes_on() {
             .send_to(b"other", (B, 20_032))
             .unwrap();
         assert_eq!(end.port.receive(64, |_| ()), 0);
+/// A child that another thread has forked keeps copies of all descriptors until it runs another program. They
+/// must not keep the program on the interface, neither after a card nor after a mode that was refused.
+#[test]
+fn a_copy_of_the_descriptor_keeps_no_program() {
+    let Some((a, _b)) = pair(1500) else { return };
+    a.run(|| {
+        let first = open("va", A, &[Mode::Native]).unwrap();
+        // SAFETY: the card has it, and is not dropped yet.
+        let link = unsafe { BorrowedFd::borrow_raw(first.card.fd()) };
+        let copy = link.try_clone_to_owned().unwrap();
+        drop(first);
+        assert!(!attached("va"));
+        // Zero copy is tried first, and refused.
+        open("va", A, &Mode::ALL).unwrap();
+        drop(copy);
+    });
+}
+
     });
     assert_eq!(at_b.recv_timeout(PATIENCE).unwrap(), (b"other".to_vec(), 0));
 }
