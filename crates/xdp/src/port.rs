@@ -372,6 +372,8 @@ pub struct Came<'a> {
     pub marked: bool,
     /// Its frame can be kept ([`Port::receive_or_keep`]).
     pub stays: bool,
+    /// How long it was here before it was looked for; zero where the card does not say.
+    pub waited: Duration,
 }
 
 /// What became of a packet.
@@ -414,6 +416,16 @@ pub fn frame_size(mtu: usize) -> usize {
         2048
     } else {
         4096
+    }
+}
+
+/// Of a packet with this stamp. What is longer is none: the process has a clock of its own (a time namespace).
+fn waited(now: u64, stamp: u64) -> Duration {
+    let waited = Duration::from_nanos(now.saturating_sub(stamp));
+    if waited < LONGEST_WAIT {
+        waited
+    } else {
+        Duration::ZERO
     }
 }
 
@@ -493,7 +505,8 @@ impl Port {
     ) -> usize {
         let counts = &mut self.counts;
         let mut count = 0;
-        self.socket.receive(most, |frame, stays| {
+        let now = sys::clock();
+        self.socket.receive(most, |frame, stays, stamp| {
             let Some(one) = frames::parse(frame) else {
                 counts.odd += 1;
                 return false;
@@ -505,6 +518,7 @@ impl Port {
                 to: one.to,
                 marked: one.marked,
                 stays,
+                waited: waited(now, stamp),
             }) && stays
         });
         self.counts.received += count as u64;
