@@ -642,3 +642,18 @@ impl Port {
         sys::wait(self.socket.as_fd(), longest)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_is_known_where_the_stamp_is_of_this_clock() {
+        let now = 5_000_000_000;
+        assert_eq!(waited(now, now - 70_000), Duration::from_micros(70));
+        // It came while others were read; no stamp; a clock that is far behind or ahead.
+        for stamp in [now + 1, 0, now - 1_000_000_000, u64::MAX] {
+            assert_eq!(waited(now, stamp), Duration::ZERO, "{stamp}");
+        }
+    }
+}
