@@ -1,5 +1,6 @@
-"""Networks that lose packets, or that several share: UDP engine, TCP engine, one TCP stream.
+"""Networks that lose packets, or that several share: packet and TCP engines, one TCP stream.
 
+`udp` is the packet engine over UDP sockets, `xdp` the same past the kernel (AF_XDP on veth).
 Simulated nodes, MTU 1500, queues of 2 ms x rate. Where packets are lost each is lost by itself
 (trains of the kernel's segmentation are cut first). Every row runs all carriers one after the
 other. The bench is crates/engine/examples/engine_bench.rs: bulk in messages of 256 KiB, eight in
@@ -24,7 +25,7 @@ from typing import Any
 from evener.lab import Lab, Spec
 
 BENCH = Path("target/release/examples/engine_bench")
-CARRIERS = ("udp", "tcp", "stream")
+CARRIERS = ("udp", "xdp", "tcp", "stream")
 PORT = 7117
 Record = dict[str, Any]
 
@@ -91,9 +92,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=int, default=200, help="Mb/s of a link")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a run")
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument(
+        "--only", default="", help="rows whose name has this in it; `trains` are run by name alone"
+    )
+    parser.add_argument(
+        "--carriers", default=",".join(CARRIERS), help="some of udp,xdp,tcp,stream, in this order"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    carriers = given.carriers.split(",")
+    engines = [carrier for carrier in carriers if carrier != "stream"]
     if not BENCH.exists():
         sys.exit(
             f"error: no {BENCH}\n"
@@ -116,23 +124,30 @@ def main() -> None:
         with Lab(Spec.parse(f"2x1@{rate}mbit")) as lab:
             # Both directions of the one path; without loss the same cut of trains.
             lab.fault("path0", fault or "loss 0%")
-            for carrier in CARRIERS:
+            for carrier in carriers:
                 said = one(lab, seconds, carrier)
                 share = round(said["gbit_s"] * 1e3 / rate, 3)
                 row(name, carrier, share=share, p50_ms=said["p50_ms"], p99_ms=said["p99_ms"])
-    for name, spec in (("four paths", f"2x1@{rate}mbit,paths=4"),):
+    # Of one packet each, and as the kernel's segmentation makes them: only sockets have any.
+    for name, cut in (("trains cut", True), ("trains whole", False)):
+        if wanted(name) and given.only:
+            with Lab(Spec.parse(f"2x1@{rate}mbit")) as lab:
+                if cut:
+                    lab.fault("path0", "loss 0%")
+                for carrier in carriers:
+                    row(name, carrier, gbit_s=one(lab, seconds, carrier)["gbit_s"])
+    for name, slow in (("four paths", False), ("one of four at a tenth", True)):
         if wanted(name):
-            with Lab(Spec.parse(spec)) as lab:
-                for carrier in CARRIERS:
+            with Lab(Spec.parse(f"2x1@{rate}mbit,paths=4")) as lab:
+                if slow:
+                    lab.fault("path3", f"rate {rate / 40:g}mbit")
+                carries = rate * (0.775 if slow else 1.0)
+                for carrier in carriers:
                     said = one(lab, seconds, carrier)
-                    row(
-                        name,
-                        carrier,
-                        share=round(said["gbit_s"] * 1e3 / rate, 3),
-                        p99_ms=said["p99_ms"],
-                    )
+                    share = round(said["gbit_s"] * 1e3 / carries, 3)
+                    row(name, carrier, share=share, p99_ms=said["p99_ms"])
     if wanted("black hole"):
-        for carrier in ("udp", "tcp"):
+        for carrier in engines:
             with Lab(Spec.parse(f"2x1@{rate}mbit,paths=4")) as lab:
                 lab.schedule(f"{seconds / 2:g}s:path1:blackhole")
                 said = one(lab, seconds, carrier)
@@ -143,7 +158,7 @@ def main() -> None:
                     p99_ms=said["p99_ms"],
                 )
     if wanted("incast"):
-        for carrier in CARRIERS:
+        for carrier in carriers:
             with Lab(Spec.parse(f"9x1@{rate}mbit")) as lab:
                 flows = [(node, 0, carrier, 0.0) for node in range(1, 9)]
                 said, _ = pairs(lab, seconds, flows)
@@ -156,7 +171,7 @@ def main() -> None:
                     least_of_most=round(parts[0] / parts[-1], 2),
                 )
     if wanted("two jobs"):
-        for carrier in CARRIERS:
+        for carrier in carriers:
             with Lab(Spec.parse(f"3x1@{rate}mbit")) as lab:
                 # The second one's time is the second half of the first one's.
                 said, _ = pairs(lab, seconds, [(1, 0, carrier, 0.0), (2, 0, carrier, seconds / 2)])
@@ -164,14 +179,17 @@ def main() -> None:
                 second = said[1]["gbit_s"] * 1e3 / rate
                 row("two jobs", carrier, first=round(first, 3), second=round(second, 3))
     if wanted("beside cubic"):
-        for carrier in ("udp", "tcp"):
+        for carrier in engines:
             with Lab(Spec.parse(f"3x1@{rate}mbit")) as lab:
                 said, _ = pairs(lab, seconds, [(1, 0, carrier, 0.0), (2, 0, "stream", 0.0)])
                 mine, other = (one["gbit_s"] * 1e3 / rate for one in said)
                 row("beside cubic", carrier, share=round(mine, 3), left=round(other, 3))
     if given.json:
+        command = ["python benchmarks/net_lossy.py", f"--rate {rate} --seconds {seconds:g}"]
+        command += [f'--only "{given.only}"'] if given.only else []
+        command += [f"--carriers {given.carriers}"] if given.carriers != ",".join(CARRIERS) else []
         record = {
-            "command": f"python benchmarks/net_lossy.py --rate {rate} --seconds {seconds:g}",
+            "command": " ".join(command),
             "machine": f"{platform.machine()}, {os.cpu_count()} processors",
             "kernel": platform.release(),
             "rate_mbit": rate,

@@ -25,7 +25,9 @@ const HEADROOM: usize = 256;
 /// The largest MTU that drivers take for packets of one frame of a page.
 const ONE_FRAME: usize = 3498;
 /// A queue that is busy is waited for.
-const LATER: Duration = Duration::from_millis(300);
+const LATER: Duration = Duration::from_secs(1);
+/// A wait that is taken for one.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
 /// Templates that are kept: paths to peers.
 const TEMPLATES: usize = 4096;
 
@@ -161,11 +163,24 @@ fn listed(all: &[(Mode, Refusal)]) -> String {
     texts.collect::<Vec<_>>().join(", ")
 }
 
+/// Our program on an interface.
+///
+/// The kernel takes it away with the last descriptor of its link. A child that another thread forks just now
+/// has one until it runs another program, so a link that is not wanted any more is detached by a call.
+#[derive(Debug)]
+struct Link(OwnedFd);
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // An error says that the interface is gone, or the kernel too old: closing does it then.
+        let _ = sys::detach(self.0.as_fd());
+    }
+}
+
 /// An interface with our program, until it is dropped or the process ends, however that comes.
 #[derive(Debug)]
 pub struct Card {
-    // Detaches when it is closed.
-    link: OwnedFd,
+    link: Link,
     interface: String,
     driver: String,
     mode: Mode,
@@ -268,13 +283,14 @@ impl Card {
         (map, program): (&OwnedFd, &OwnedFd),
         mode: Mode,
         shape: &Shape,
-    ) -> Result<(OwnedFd, Vec<Port>, Lacks), Refusal> {
+    ) -> Result<(Link, Vec<Port>, Lacks), Refusal> {
         let link = sys::attach(program.as_fd(), interface.index, mode.attaches());
-        let link = link.map_err(Refusal::Attach)?;
+        let link = Link(link.map_err(Refusal::Attach)?);
         let (mut ports, mut all) = (Vec::new(), Lacks::default());
         for queue in &wanted.queues {
             let refused = |error| Refusal::Bind(*queue, error);
-            // The kernel frees the queue of a socket that was closed some time later.
+            // The kernel frees the queue of a socket that was closed some time later, and later yet where a child
+            // has a copy of it.
             let began = Instant::now();
             let opened = loop {
                 let opened = Socket::open(interface.index, *queue, mode, shape.clone());
@@ -305,7 +321,7 @@ impl Card {
 
     /// What keeps the program attached: the child of a fork must close its copy.
     pub fn fd(&self) -> RawFd {
-        self.link.as_raw_fd()
+        self.link.0.as_raw_fd()
     }
 
     /// The mode that was taken.
@@ -356,6 +372,8 @@ pub struct Came<'a> {
     pub marked: bool,
     /// Its frame can be kept ([`Port::receive_or_keep`]).
     pub stays: bool,
+    /// How long it was here before it was looked for; zero where the card does not say.
+    pub waited: Duration,
 }
 
 /// What became of a packet.
@@ -398,6 +416,16 @@ pub fn frame_size(mtu: usize) -> usize {
         2048
     } else {
         4096
+    }
+}
+
+/// Of a packet with this stamp. What is longer is none: the process has a clock of its own (a time namespace).
+fn waited(now: u64, stamp: u64) -> Duration {
+    let waited = Duration::from_nanos(now.saturating_sub(stamp));
+    if waited < LONGEST_WAIT {
+        waited
+    } else {
+        Duration::ZERO
     }
 }
 
@@ -477,7 +505,8 @@ impl Port {
     ) -> usize {
         let counts = &mut self.counts;
         let mut count = 0;
-        self.socket.receive(most, |frame, stays| {
+        let now = sys::clock();
+        self.socket.receive(most, |frame, stays, stamp| {
             let Some(one) = frames::parse(frame) else {
                 counts.odd += 1;
                 return false;
@@ -489,6 +518,7 @@ impl Port {
                 to: one.to,
                 marked: one.marked,
                 stays,
+                waited: waited(now, stamp),
             }) && stays
         });
         self.counts.received += count as u64;
@@ -610,5 +640,20 @@ impl Port {
     /// Of poll(2).
     pub fn wait(&self, longest: Duration) -> io::Result<bool> {
         sys::wait(self.socket.as_fd(), longest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_is_known_where_the_stamp_is_of_this_clock() {
+        let now = 5_000_000_000;
+        assert_eq!(waited(now, now - 70_000), Duration::from_micros(70));
+        // It came while others were read; no stamp; a clock that is far behind or ahead.
+        for stamp in [now + 1, 0, now - 1_000_000_000, u64::MAX] {
+            assert_eq!(waited(now, stamp), Duration::ZERO, "{stamp}");
+        }
     }
 }

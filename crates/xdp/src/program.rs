@@ -4,6 +4,9 @@
 //! It is put together here, instruction by instruction, and loaded by bpf(2). It passes on what it does
 //! not understand: fragments, IPv4 options, VLAN tags, IPv6. Packets for which there is no socket (another
 //! queue) go on to the kernel as well: that is the last argument of `bpf_redirect_map`.
+//!
+//! Before a packet of ours it writes when it came, by the clock that the process has as well. A driver that
+//! has no room there refuses ([`STAMP`] bytes are not moved then), and the packet goes on without.
 
 use std::io;
 use std::net::Ipv4Addr;
@@ -35,9 +38,13 @@ fn instruction(code: u8, to: u8, from: u8, jump: i16, number: i32) -> u64 {
     u64::from_ne_bytes(bytes)
 }
 
+/// Bytes before a packet that say when it came, in nanoseconds.
+pub const STAMP: usize = 8;
+
 const LOAD_8: u8 = 0x71;
 const LOAD_16: u8 = 0x69;
 const LOAD_32: u8 = 0x61;
+const STORE_64: u8 = 0x7b;
 const LOAD_NUMBER_64: u8 = 0x18;
 const MOVE: u8 = 0xbf;
 const MOVE_NUMBER: u8 = 0xb7;
@@ -51,7 +58,9 @@ const IF_BELOW_NUMBER: u8 = 0xa5;
 const IF_NOT_NUMBER: u8 = 0x56;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
+const MONOTONIC_TIME: i32 = 5;
 const REDIRECT_MAP: i32 = 51;
+const MOVE_METADATA: i32 = 54;
 const PASS: i32 = 2;
 const MAP_DESCRIPTOR: u8 = 1;
 
@@ -60,7 +69,7 @@ pub fn assemble(rule: &Rule, map: i32) -> Vec<u64> {
     let (low, high) = (*rule.ports.start(), *rule.ports.end());
     let wire16 = |value: u16| i32::from(value.to_be());
     let wire32 = |value: Ipv4Addr| u32::from(value).to_be() as i32;
-    let (context, packet, end, value) = (6, 2, 3, 5);
+    let (context, packet, end, value, time) = (6, 2, 3, 5, 7);
     // Jumps to the last two instructions are filled in below.
     let pass = i16::MAX;
     let mut all = vec![
@@ -92,6 +101,19 @@ pub fn assemble(rule: &Rule, map: i32) -> Vec<u64> {
         instruction(TO_BIG_ENDIAN, value, 0, 0, 16),
         instruction(IF_BELOW_NUMBER, value, 0, pass, i32::from(low)),
         instruction(IF_ABOVE_NUMBER, value, 0, pass, i32::from(high)),
+        // When it came, in front of it.
+        instruction(CALL, 0, 0, 0, MONOTONIC_TIME),
+        instruction(MOVE, time, 0, 0, 0),
+        instruction(MOVE, 1, context, 0, 0),
+        instruction(MOVE_NUMBER, 2, 0, 0, -(STAMP as i32)),
+        instruction(CALL, 0, 0, 0, MOVE_METADATA),
+        instruction(IF_NOT_NUMBER, 0, 0, 6, 0),
+        instruction(LOAD_32, 1, context, 8, 0),
+        instruction(LOAD_32, packet, context, 0, 0),
+        instruction(MOVE, end, 1, 0, 0),
+        instruction(ADD_NUMBER, end, 0, 0, STAMP as i32),
+        instruction(IF_ABOVE, end, packet, 1, 0),
+        instruction(STORE_64, 1, time, 0, 0),
         // Then to the queue's socket; where there is none, to the kernel.
         instruction(LOAD_NUMBER_64, 1, MAP_DESCRIPTOR, 0, map),
         instruction(0, 0, 0, 0, 0),
@@ -157,9 +179,18 @@ mod tests {
     use super::*;
 
     /// What the program does with a frame, by a small machine that knows its instructions: `true`, it goes to
-    /// our socket. The packet is at address 0.
+    /// our socket. The packet is at address 0. The stamp before it, where there is room, is 77.
     fn ours(program: &[u64], frame: &[u8]) -> bool {
+        let [with, without] = [true, false].map(|room| stamped(program, frame, room));
+        assert_eq!(with.is_some(), without.is_some());
+        assert!(with.is_none_or(|stamp| stamp == Some(77)) && without.flatten().is_none());
+        with.is_some()
+    }
+
+    /// The stamp of a frame that goes to our socket, if it has `room` for one.
+    fn stamped(program: &[u64], frame: &[u8], room: bool) -> Option<Option<u64>> {
         let mut registers = [0u64; 11];
+        let (mut moved, mut stamp) = (0u64, None);
         let mut at = 0usize;
         loop {
             let bytes = program[at].to_ne_bytes();
@@ -170,6 +201,7 @@ mod tests {
                 if from == 1 || from == 6 {
                     return match jump {
                         4 => frame.len() as u64,
+                        8 => moved,
                         _ => 0,
                     };
                 }
@@ -187,17 +219,33 @@ mod tests {
                 LOAD_NUMBER_64 => at += 1,
                 MOVE => registers[to] = registers[from],
                 MOVE_NUMBER => registers[to] = number as u64,
-                ADD_NUMBER => registers[to] += number as u64,
+                ADD_NUMBER => registers[to] = registers[to].wrapping_add(number as u64),
                 AND_NUMBER => registers[to] &= number as u64,
                 TO_BIG_ENDIAN => registers[to] = u64::from((registers[to] as u16).swap_bytes()),
                 IF_ABOVE => jumps = registers[to] > registers[from],
                 IF_ABOVE_NUMBER => jumps = registers[to] > number as u64,
                 IF_BELOW_NUMBER => jumps = registers[to] < number as u64,
                 IF_NOT_NUMBER => jumps = registers[to] as u32 != number as u32,
-                CALL => return true,
+                CALL if number == MONOTONIC_TIME => registers[0] = 77,
+                CALL if number == MOVE_METADATA => {
+                    moved = if room { registers[2] } else { 0 };
+                    registers[0] = u64::from(!room);
+                }
+                CALL => {
+                    assert_eq!(number, REDIRECT_MAP);
+                    return Some(stamp);
+                }
+                STORE_64 => {
+                    assert_eq!(
+                        registers[to].wrapping_add(STAMP as u64),
+                        0,
+                        "before the packet"
+                    );
+                    stamp = Some(registers[from]);
+                }
                 EXIT => {
                     assert_eq!(registers[0], PASS as u64);
-                    return false;
+                    return None;
                 }
                 code => panic!("instruction {code:#x}"),
             }

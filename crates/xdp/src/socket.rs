@@ -103,6 +103,8 @@ pub struct Socket {
     joined: Vec<u8>,
     /// Its frames.
     parts: Vec<u64>,
+    /// When its first frame came.
+    stamp: u64,
     /// Frames that the fill ring has too few.
     lacking: u32,
     /// Calls to the kernel that send.
@@ -171,6 +173,7 @@ impl Socket {
             mode,
             joined: Vec::new(),
             parts: Vec::new(),
+            stamp: 0,
             lacking: 0,
             calls: 0,
         };
@@ -195,8 +198,12 @@ impl Socket {
 
     /// Hands on what came, packet by packet; how many. `most` at once, so that sending is not put off. Who
     /// says `true` keeps the frame of a packet until [`Socket::give_back`]; it is asked whether there is one to
-    /// keep by its second argument.
-    pub fn receive(&mut self, most: usize, mut each: impl FnMut(&[u8], bool) -> bool) -> usize {
+    /// keep by its second argument. The third says when the packet came (0: nobody knows).
+    pub fn receive(
+        &mut self,
+        most: usize,
+        mut each: impl FnMut(&[u8], bool, u64) -> bool,
+    ) -> usize {
         let mut count = 0;
         while count < most {
             let Some(one) = self.received.pop() else {
@@ -205,10 +212,13 @@ impl Socket {
             // An address that is not in our memory belongs to no frame: there is none to give back.
             let frame = self.umem.frame_of(one.address);
             let continued = one.options & CONTINUED != 0;
+            if self.parts.is_empty() {
+                self.stamp = self.umem.stamp(one.address);
+            }
             if !continued && self.parts.is_empty() {
                 let mut keep = false;
                 if let Some(bytes) = self.umem.received(one.address, one.length) {
-                    keep = each(bytes, self.shape.part.is_some());
+                    keep = each(bytes, self.shape.part.is_some(), self.stamp);
                     count += 1;
                 }
                 if let Some(frame) = frame {
@@ -225,7 +235,7 @@ impl Socket {
             self.joined.extend_from_slice(bytes.unwrap_or_default());
             self.parts.extend(frame);
             if !continued {
-                each(&self.joined, false);
+                each(&self.joined, false, self.stamp);
                 count += 1;
                 self.joined.clear();
                 while let Some(part) = self.parts.pop() {

@@ -15,6 +15,7 @@ const BPF_MAP_CREATE: libc::c_int = 0;
 const BPF_MAP_UPDATE_ELEM: libc::c_int = 2;
 const BPF_PROG_LOAD: libc::c_int = 5;
 const BPF_LINK_CREATE: libc::c_int = 28;
+const BPF_LINK_DETACH: libc::c_int = 34;
 const BPF_MAP_TYPE_XSKMAP: u32 = 17;
 const BPF_PROG_TYPE_XDP: u32 = 6;
 const BPF_XDP: u32 = 37;
@@ -123,6 +124,12 @@ pub(crate) fn load_program(
             .pointer(32, log.as_mut_ptr());
     }
     owned(attributes.call(BPF_PROG_LOAD)?)
+}
+
+/// Takes the program of a link away, whoever has copies of its descriptor.
+pub(crate) fn detach(link: BorrowedFd<'_>) -> io::Result<()> {
+    let attributes = Attributes::new().u32(0, link.as_raw_fd() as u32);
+    attributes.call(BPF_LINK_DETACH).map(|_| ())
 }
 
 /// Attaches a program to an interface for as long as the descriptor is open. `flags`: the mode.
@@ -427,6 +434,18 @@ pub(crate) fn kick_receive(socket: BorrowedFd<'_>) -> io::Result<()> {
         )
     };
     check(result as libc::c_int).map(|_| ())
+}
+
+/// Nanoseconds by the clock that programs have; 0: there is none.
+pub(crate) fn clock() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // Safety: it writes one value of this type.
+    let result = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    let nanoseconds = time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64;
+    if result == 0 { nanoseconds } else { 0 }
 }
 
 /// Waits until the descriptor has something to read; whether it has.

@@ -19,6 +19,7 @@
 use std::io;
 
 use crate::pool::{self, LENT_HEADERS, Part, Pool};
+use crate::program::STAMP;
 use crate::sys::Mapping;
 
 /// One frame for sending, and the right to write it.
@@ -265,6 +266,25 @@ impl Umem {
         })
     }
 
+    /// The word before a packet that came, which is zero from then on: it says when, if the program was let
+    /// write it.
+    ///
+    /// The caller has the descriptor and has not given the frame back.
+    pub(crate) fn stamp(&mut self, address: u64) -> u64 {
+        let before = address.wrapping_sub(STAMP as u64);
+        if self.frame_of(before).is_none() || self.frame_of(before) != self.frame_of(address) {
+            return 0;
+        }
+        // Safety: the word is inside of a frame for receiving, as was just seen, which the kernel does not write
+        // before it is in the fill ring again. Nobody has a reference to what is before a packet.
+        unsafe {
+            let place = self.mapping().start().add(before as usize).cast::<u64>();
+            let stamp = place.read_unaligned();
+            place.write_unaligned(0);
+            stamp
+        }
+    }
+
     /// A frame to write; `None`: all are on their way.
     pub fn take(&mut self) -> Option<Frame> {
         self.free.pop()
@@ -398,6 +418,20 @@ mod tests {
         assert!(!umem.completed(0) && !umem.completed(6 * 2048) && !umem.completed(u64::MAX));
         umem.give(two);
         assert_eq!(umem.free(), 2);
+    }
+
+    #[test]
+    fn a_stamp_is_read_once_and_inside_of_a_frame_alone() {
+        let mut umem = Umem::new(2048, 4, 2).unwrap();
+        // Safety: nobody else has this memory.
+        unsafe {
+            let place = umem.mapping().start().add(2048 + 248);
+            place.cast::<u64>().write_unaligned(77);
+        }
+        assert_eq!((umem.stamp(2048 + 256), umem.stamp(2048 + 256)), (77, 0));
+        for outside in [0, 7, 2048, 2048 + 7, 4 * 2048 + 256, u64::MAX] {
+            assert_eq!(umem.stamp(outside), 0, "{outside}");
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::BorrowedFd;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -184,6 +185,41 @@ fn frames_of_four_kilobytes_take_a_larger_mtu() {
     both_ways(3498, Mode::Native, 600);
 }
 
+/// A packet that lies in the ring says for how long it has.
+#[test]
+fn a_packet_says_when_it_came() {
+    const LATE: Duration = Duration::from_millis(20);
+    for mode in [Mode::Native, Mode::Generic] {
+        let Some((a, b)) = pair(1500) else { return };
+        let (ready, sender_waits) = channel();
+        let came = b.start(move || {
+            let mut end = open("vb", B, &[mode]).unwrap();
+            ready.send(()).unwrap();
+            let began = Instant::now();
+            while !end.port.wait(LATE).unwrap() {
+                assert!(began.elapsed() < PATIENCE);
+            }
+            std::thread::sleep(LATE);
+            let mut waited = None;
+            end.port.receive(1, |came| waited = Some(came.waited));
+            waited.unwrap()
+        });
+        a.run(move || {
+            sender_waits.recv().unwrap();
+            let mut end = open("va", A, &[mode]).unwrap();
+            let began = Instant::now();
+            // The first goes by the kernel, which has to find the other.
+            while !end.send(SocketAddrV4::new(B, 20_007), b"hello") {
+                assert!(began.elapsed() < PATIENCE);
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            end.port.flush().unwrap();
+        });
+        let waited = came.recv_timeout(PATIENCE).unwrap();
+        assert!(waited >= LATE, "{waited:?}");
+    }
+}
+
 #[test]
 fn zero_copy_is_refused_by_name_and_native_copies_are_taken() {
     let Some((a, _b)) = pair(1500) else { return };
@@ -249,6 +285,24 @@ fn a_second_program_is_refused_and_the_first_stays() {
         drop(first);
         wait_until_gone("va");
         Card::open(&wanted).unwrap();
+    });
+}
+
+/// A child that another thread has forked keeps copies of all descriptors until it runs another program. They
+/// must not keep the program on the interface, neither after a card nor after a mode that was refused.
+#[test]
+fn a_copy_of_the_descriptor_keeps_no_program() {
+    let Some((a, _b)) = pair(1500) else { return };
+    a.run(|| {
+        let first = open("va", A, &[Mode::Native]).unwrap();
+        // SAFETY: the card has it, and is not dropped yet.
+        let link = unsafe { BorrowedFd::borrow_raw(first.card.fd()) };
+        let copy = link.try_clone_to_owned().unwrap();
+        drop(first);
+        assert!(!attached("va"));
+        // Zero copy is tried first, and refused.
+        open("va", A, &Mode::ALL).unwrap();
+        drop(copy);
     });
 }
 

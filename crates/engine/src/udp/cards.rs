@@ -13,12 +13,12 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use evener_proto::packet::Arrival;
 use evener_proto::packet::format::BARE;
 use evener_xdp::port::{Sent, frame_size};
-use evener_xdp::{Card, Part, Pool, Rule, Wanted};
+use evener_xdp::{Card, Mode, Part, Pool, Rule, Wanted};
 
 use super::instance;
 use super::ports::{Came, Port};
@@ -41,6 +41,9 @@ const PLACES: u32 = 4096;
 const ALIGNED: usize = 16;
 /// Packets that are read at once.
 const MOST: usize = 256;
+/// Packets that are queued before they are sent. In copy mode the call that sends moves each packet itself,
+/// through all of a veth's network where it is one: the last of many would have waited for the others.
+const RUN: usize = 8;
 
 /// A path: which association, and which of its paths.
 pub type Owner = (usize, usize);
@@ -68,6 +71,8 @@ pub struct Cards {
     frames: Option<Arc<Frames>>,
     /// The kernel had no room for all that was queued.
     left: bool,
+    /// Packets that are queued.
+    queued: usize,
 }
 
 /// Binds a range of numbers that nobody else has.
@@ -189,6 +194,7 @@ impl Cards {
             first,
             frames,
             left: false,
+            queued: 0,
         };
         cards.descriptors().for_each(fds::note);
         Some(cards)
@@ -256,7 +262,10 @@ impl Cards {
                 packet.len()
             });
         match sent {
-            Sent::Framed => true,
+            Sent::Framed => {
+                self.queued += 1;
+                true
+            }
             // Lost, as in the network: it goes again.
             Sent::Full => {
                 self.left = true;
@@ -264,6 +273,16 @@ impl Cards {
             }
             Sent::ByKernel | Sent::TooLong | Sent::Busy => false,
         }
+    }
+
+    /// Sends what is queued if it is as much as should go at once. Whether it did, which takes time.
+    pub fn send_run(&mut self) -> bool {
+        let copies = |one: &One| one.card.mode() != Mode::ZeroCopy;
+        let sends = self.queued >= RUN && self.all.iter().any(copies);
+        if sends {
+            self.flush();
+        }
+        sends
     }
 
     /// Queues a packet whose payload is in a lent frame: `head` is what comes before it. `false`: it has to be copied.
@@ -282,7 +301,10 @@ impl Cards {
             .port
             .send_lent(from, to, frame, (head, payload), Instant::now());
         match sent {
-            Sent::Framed => true,
+            Sent::Framed => {
+                self.queued += 1;
+                true
+            }
             // Lost, as in the network: it goes again.
             Sent::Full => {
                 self.left = true;
@@ -309,7 +331,7 @@ impl Cards {
 
     /// Sends what is queued.
     pub fn flush(&mut self) {
-        self.left = false;
+        (self.left, self.queued) = (false, 0);
         for one in &mut self.all {
             match one.port.flush() {
                 Ok(all) => self.left |= !all,
@@ -362,7 +384,7 @@ impl Cards {
                     to: Some(IpAddr::V4(*came.to.ip())),
                     arrival: Arrival {
                         marked: came.marked,
-                        waited: Duration::ZERO,
+                        waited: came.waited,
                     },
                 };
                 each(owner, came.to.port(), &packet, came.stays)

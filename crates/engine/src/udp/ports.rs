@@ -243,6 +243,11 @@ impl Batch {
         }
     }
 
+    /// Sends what the cards have, if it is as much as should go at once. Whether it did.
+    pub(super) fn send_run(&mut self) -> bool {
+        self.cards.as_mut().is_some_and(Cards::send_run)
+    }
+
     /// The headers of a packet, `head` bytes, were written there, and its payload is in a lent frame: it goes by this
     /// card from there. `false`: it has to be copied.
     pub(super) fn lent_by_card(

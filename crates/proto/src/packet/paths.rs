@@ -28,6 +28,10 @@ pub const MOST: usize = 256;
 /// of few packets alone.
 const BURST: u32 = 44;
 
+/// Acknowledgements ask for none themselves, so nobody would see that their path is dead. Every this many
+/// there is one that asks.
+const ASKS_EVERY: u64 = 16;
+
 /// What a connection may send, for the choice of a path.
 #[derive(Debug, Clone, Copy)]
 pub struct Share {
@@ -98,6 +102,10 @@ pub struct Paths {
     burst: u32,
     /// A probe may be due for one of those in use.
     asks: bool,
+    /// Which of those in use an acknowledgement asked over last.
+    asked: usize,
+    /// Acknowledgements that ask, whichever they are.
+    doubts: usize,
     /// For what has no window: greetings, probes, acknowledgements.
     turn: usize,
 }
@@ -128,6 +136,8 @@ impl Paths {
             current: 0,
             burst: 0,
             asks: false,
+            asked: 0,
+            doubts: 0,
             turn: 0,
         }
     }
@@ -241,6 +251,28 @@ impl Paths {
         }
     }
 
+    /// The path for this acknowledgement (they are counted) if it is to ask for one itself. Such have a turn
+    /// of their own: every sixteenth of all would be over the same path each time, where sixteen are in turn.
+    pub fn asks_back(&mut self, number: u64) -> Option<u8> {
+        if self.doubts == 0 && !number.is_multiple_of(ASKS_EVERY) {
+            return None;
+        }
+        self.doubts = self.doubts.saturating_sub(1);
+        let active = |at: &u8| self.all[usize::from(*at)].state == State::Active;
+        let places =
+            (self.asked + 1..self.used.len()).chain(0..=self.asked.min(self.used.len() - 1));
+        let place = places
+            .into_iter()
+            .find(|place| active(&self.used[*place]))?;
+        self.asked = place;
+        Some(self.used[place])
+    }
+
+    /// A path is dead, so others may be: the next acknowledgements ask, over each of them.
+    pub fn doubt_all(&mut self) {
+        self.doubts = self.used.len();
+    }
+
     /// Takes another in place of this one. The new one's place, or none if there is no spare.
     pub fn replace(&mut self, at: u8) -> Option<u8> {
         let place = self.used.iter().position(|used| *used == at)?;
@@ -335,6 +367,36 @@ mod tests {
             (low.min(*count), high.max(*count))
         });
         assert!(most - least <= 2 * 20, "{sent:?}");
+    }
+
+    /// Where as many paths are in turn as acknowledgements do not ask, and everywhere else.
+    #[test]
+    fn acknowledgements_ask_over_each_path_in_turn() {
+        for used in [1, 3, 8, 16, 17, 32] {
+            let mut paths = Paths::new(used, used);
+            let mut asked = vec![0; used];
+            for number in 1..=2 * ASKS_EVERY * used as u64 {
+                paths.any();
+                if let Some(at) = paths.asks_back(number) {
+                    asked[usize::from(at)] += 1;
+                }
+            }
+            assert_eq!(asked, vec![2; used], "{used} paths");
+        }
+    }
+
+    #[test]
+    fn all_paths_are_asked_where_one_is_dead_but_suspects_have_probes() {
+        let mut paths = Paths::new(4, 4);
+        paths.get_mut(2).unwrap().state = State::Suspect;
+        assert_eq!(paths.asks_back(1), None);
+        paths.doubt_all();
+        let asked: Vec<_> = (1..6).map(|number| paths.asks_back(number)).collect();
+        assert_eq!(asked, [Some(1), Some(3), Some(0), Some(1), None]);
+        for at in 0..4 {
+            paths.get_mut(at).unwrap().state = State::Suspect;
+        }
+        assert_eq!(paths.asks_back(ASKS_EVERY), None);
     }
 
     #[test]

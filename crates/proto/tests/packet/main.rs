@@ -394,6 +394,24 @@ fn two_jobs_find_the_same_way() {
     assert!(apart < 0.06, "{parts:?}");
 }
 
+/// One of two ways back is dead, and all ways there are sound: acknowledgements leave it. As long as they do
+/// not, what only waits for one looks lost, and its path silent.
+#[test]
+fn acknowledgements_leave_a_way_back_that_is_dead() {
+    for seed in 0..4 {
+        let mut net = pair(&[1e8; 2], &Config::default(), seed);
+        flows(&mut net, 0, 1, scenario::bulk(1, 1 << 20));
+        net.run_until(100 * MILLI);
+        net.links[3].dead = true;
+        net.run_until(300 * MILLI);
+        let before = net.end::<Host>(0).stats();
+        net.run_until(1300 * MILLI);
+        let after = net.end::<Host>(0).stats();
+        let silences = after.silences - before.silences;
+        assert!(silences < 10, "{seed}: {silences}");
+    }
+}
+
 #[test]
 fn losses_do_not_slow_it() {
     let config = Config::default();

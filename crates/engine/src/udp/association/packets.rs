@@ -254,6 +254,9 @@ impl Association {
                 if let (true, Some(own)) = (goes, port) {
                     own.stats.sent((length + payload) as u64);
                     counts.wrote(length + payload, Duration::ZERO);
+                    if batch.send_run() {
+                        now = shared.started.elapsed();
+                    }
                     continue;
                 }
                 let Some(place) = batch.place().get_mut(length..length + payload) else {
@@ -288,6 +291,9 @@ impl Association {
             {
                 own.stats.sent(length as u64);
                 counts.wrote(length, Duration::ZERO);
+                if batch.send_run() {
+                    now = shared.started.elapsed();
+                }
                 continue;
             }
             batch.add(

@@ -235,6 +235,9 @@ impl Connection {
         self.outage = self.outage.saturating_add(1);
         self.congestion.silent(at, self.paths.used());
         self.note(now, at, What::Silent { times: silences });
+        if silences == SILENCES {
+            self.paths.doubt_all();
+        }
         if silences >= SILENCES
             && let Some(fresh) = self.paths.replace(at)
         {

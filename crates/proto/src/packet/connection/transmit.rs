@@ -13,19 +13,16 @@ use crate::packet::number::low;
 use crate::packet::outgoing::Span;
 use crate::packet::paths::Share;
 
-/// Every this many packets the sender says what it does not care for any more ...
+/// Every this many packets the sender says what it does not care for any more.
 const FLOOR_EVERY: u64 = 64;
-/// ... and every this many acknowledgements ask for one themselves: else no end would see that their
-/// path is dead.
-const PING_EVERY: u64 = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Purpose {
     /// Does the path answer, with packets of this size (0: any)?
     Probe(usize),
     Bytes,
-    /// Credits, refusals, acknowledgements.
-    Statements,
+    /// Credits, refusals, acknowledgements. Whether they ask for an acknowledgement.
+    Statements(bool),
     Farewell,
 }
 
@@ -55,8 +52,7 @@ impl Connection {
         let is_bare = self.outgoing.is_bare();
         // A bare packet has no room for what else is to be said.
         if is_bare && self.owes(now) {
-            let path = self.paths.any();
-            return self.build(path, Purpose::Statements, now, out, read);
+            return self.state(now, out, read);
         }
         if self.outgoing.has_work() {
             let ready = self.congestion.ready(&self.trip, now);
@@ -79,10 +75,24 @@ impl Connection {
             self.filled = now;
         }
         if !self.unsaid.is_empty() || self.received.deadline().is_some_and(|at| at <= now) {
-            let path = self.paths.any();
-            return self.build(path, Purpose::Statements, now, out, read);
+            return self.state(now, out, read);
         }
         None
+    }
+
+    /// What is to be said besides bytes.
+    fn state(
+        &mut self,
+        now: Duration,
+        out: &mut [u8],
+        read: &mut dyn FnMut(&Span, &mut [u8]),
+    ) -> Option<Transmit> {
+        let due = self.received.deadline().is_some_and(|at| at <= now);
+        let number = self.stats.acks + 1;
+        let asked = due.then(|| self.paths.asks_back(number)).flatten();
+        let path = asked.unwrap_or_else(|| self.paths.any());
+        let purpose = Purpose::Statements(asked.is_some());
+        self.build(path, purpose, now, out, read)
     }
 
     fn transmit_greeting(&mut self, now: Duration, out: &mut [u8]) -> Option<Transmit> {
@@ -170,11 +180,10 @@ impl Connection {
         let number = self.unconfirmed.next();
         let mut content: SmallVec<[Content; 2]> = smallvec![];
         let mut writer = Writer::new(out.get_mut(HEADER..limit)?);
-        let mut pings = false;
+        let pings = purpose == Purpose::Statements(true);
         let due = self.received.deadline().is_some_and(|at| at <= now);
         if due && self.received.emit(&mut writer, now) {
             self.stats.acks += 1;
-            pings = purpose == Purpose::Statements && self.stats.acks.is_multiple_of(PING_EVERY);
         }
         if number.is_multiple_of(FLOOR_EVERY) {
             writer.floor(low(self.unconfirmed.first()));
