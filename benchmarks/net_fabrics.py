@@ -76,7 +76,9 @@ def measure(name: str, engine: str, limit: float) -> dict[str, Any]:
             }
             result = lab.launch(command(job), env=env, timeout=limit, on_line=hear)
         if not result.ok:
-            return row | {"ended": False, "error": errors[-1][-150:] if errors else ""}
+            late = f"no end within {limit:g} s"
+            why = late if result.timed_out else (errors[-1][-150:] if errors else "no output")
+            return row | {"ended": False, "error": why}
         found = merge(said)[0]
         row |= {
             "ended": True,
@@ -108,7 +110,7 @@ def main() -> None:
             rows.append(row)
             cells = [row.get(key, "") for key in ("mbit_s", "stall_ms", "replaced")]
             if not row["ended"]:
-                cells = [f"no end within {options.limit:g} s, or an error", "", ""]
+                cells = [row["error"], "", ""]
             print(f"| {name} | {engine} | {' | '.join(map(str, cells))} |", flush=True)
     if options.json:
         record = {

@@ -401,7 +401,8 @@ fn step(
     Ok(side.done - before)
 }
 
-/// Half the round trip of one message on the first comm, microseconds: the median of some.
+/// Half the round trip of one message on the first comm, microseconds: the median of some, as many as
+/// fit into the time of a run. On a slow network 100 of 256 KiB would take a minute.
 fn latency(
     scenario: &Scenario,
     net: &mut Net,
@@ -409,38 +410,66 @@ fn latency(
     size: usize,
     control: &mut Control,
 ) -> Result<f64, DriveError> {
-    let rounds = if size >= 1 << 20 { 20 } else { 100 };
+    const FIRST: usize = 5;
+    let most = if size >= 1 << 20 { 20 } else { 100 };
     control.meet()?;
     memory.turn = memory.turn.wrapping_add(1);
     let mut sides: [Progress; 2] = Default::default();
     let mut samples = Vec::new();
-    for round in 0..rounds {
-        let began = Instant::now();
-        for half in 0..2 {
-            let sending = (half == 0) == (scenario.rank == 0);
-            let side = &mut sides[usize::from(sending)];
-            let mut watch = Watch::new(Instant::now());
-            // A message counts when it has arrived: the sender goes on to wait for the answer.
-            loop {
-                let target = round + 1;
-                step(scenario, net, memory, 0, sending, side, size, target)?;
-                let on_its_way = sending && net.is_plugin();
-                if side.done == target || (on_its_way && side.posted == target) {
-                    break;
-                }
-                watch.turn(Instant::now(), false)?;
-            }
-        }
-        // What was sent must be finished before its buffer is used again.
-        let (side, mut watch) = (&mut sides[1], Watch::new(Instant::now()));
-        while side.done < round + 1 {
-            step(scenario, net, memory, 0, true, side, size, round + 1)?;
-            watch.turn(Instant::now(), false)?;
-        }
-        samples.push(began.elapsed().as_secs_f64() * 1e6 / 2.0);
+    let began = Instant::now();
+    while samples.len() < FIRST {
+        let sample = round_trip(scenario, net, memory, size, &mut sides, samples.len())?;
+        samples.push(sample);
+    }
+    let rounds = if scenario.rank == 0 {
+        let each = began.elapsed().as_secs_f64() / FIRST as f64;
+        let fit = (scenario.seconds / each.max(1e-9)) as usize;
+        let rounds = fit.clamp(FIRST, most);
+        control.say(rounds as u64)?;
+        rounds
+    } else {
+        control.hear()? as usize
+    };
+    while samples.len() < rounds {
+        let sample = round_trip(scenario, net, memory, size, &mut sides, samples.len())?;
+        samples.push(sample);
     }
     samples.sort_by(f64::total_cmp);
     Ok(samples[samples.len() / 2])
+}
+
+/// One message there and one back, after `round` of them: half of the time, microseconds.
+fn round_trip(
+    scenario: &Scenario,
+    net: &mut Net,
+    memory: &mut Memory,
+    size: usize,
+    sides: &mut [Progress; 2],
+    round: usize,
+) -> Result<f64, DriveError> {
+    let began = Instant::now();
+    for half in 0..2 {
+        let sending = (half == 0) == (scenario.rank == 0);
+        let side = &mut sides[usize::from(sending)];
+        let mut watch = Watch::new(Instant::now());
+        // A message counts when it has arrived: the sender goes on to wait for the answer.
+        loop {
+            let target = round + 1;
+            step(scenario, net, memory, 0, sending, side, size, target)?;
+            let on_its_way = sending && net.is_plugin();
+            if side.done == target || (on_its_way && side.posted == target) {
+                break;
+            }
+            watch.turn(Instant::now(), false)?;
+        }
+    }
+    // What was sent must be finished before its buffer is used again.
+    let (side, mut watch) = (&mut sides[1], Watch::new(Instant::now()));
+    while side.done < round + 1 {
+        step(scenario, net, memory, 0, true, side, size, round + 1)?;
+        watch.turn(Instant::now(), false)?;
+    }
+    Ok(began.elapsed().as_secs_f64() * 1e6 / 2.0)
 }
 
 #[cfg(test)]

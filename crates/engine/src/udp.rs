@@ -7,6 +7,7 @@
 //! One thread drives a [`Driver`]: it never blocks but in [`Driver::wait`], and nothing is shared.
 
 mod association;
+mod away;
 mod cards;
 #[cfg(any(test, fuzzing))]
 pub mod hostile;

@@ -206,6 +206,11 @@ impl Association {
         std::mem::take(&mut self.effects)
     }
 
+    /// This thread had no processor for that time, or nothing to do.
+    pub fn away(&mut self, from: Duration, until: Duration) {
+        self.connection.away(from, until);
+    }
+
     /// When something is due without a packet.
     pub fn deadline(&mut self) -> Option<Duration> {
         self.connection.deadline()

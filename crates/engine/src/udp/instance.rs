@@ -14,6 +14,7 @@ use evener_proto::packet::format::{Header, Kind};
 use evener_proto::packet::{Accepted, Arrival, Config, Connection, JobKey, accept, greeting};
 
 use super::association::{Association, Effect};
+use super::away::Away;
 use super::cards::Cards;
 use super::own;
 use super::ports::{Batch, Came, LARGEST, Port, Reader};
@@ -89,6 +90,7 @@ pub struct Instance {
     /// Peers that are to be forgotten when nothing claims them.
     leaving: Vec<Arc<Peer>>,
     ring: Option<Ring>,
+    away: Away,
     stopped: bool,
 }
 
@@ -152,6 +154,7 @@ impl Instance {
             batch,
             leaving: Vec::new(),
             ring,
+            away: Away::default(),
             stopped: false,
         })
     }
@@ -254,6 +257,12 @@ impl Instance {
 
     fn read(&mut self, ready: &[Ready]) -> usize {
         let mut came = 0;
+        let used = || sys::processor_time().iter().sum();
+        if let Some((from, until)) = self.away.look(self.now(), used) {
+            for one in self.associations.iter_mut().flatten() {
+                one.away(from, until);
+            }
+        }
         for one in ready {
             match one.token {
                 WAKER => {}

@@ -242,6 +242,8 @@ pub struct Connection {
     outage: u32,
     heard: Duration,
     kept_alive: Duration,
+    /// From when until when this end's thread had no processor, for the last time.
+    away: (Duration, Duration),
     stats: Stats,
     /// How many round trips took less than 2^place microseconds, and not less than half of that.
     round_trips: [u64; ROUND_TRIPS],
@@ -343,6 +345,7 @@ impl Connection {
             outage: 0,
             heard: now,
             kept_alive: now,
+            away: (now, now),
             stats: Stats::default(),
             round_trips: [0; ROUND_TRIPS],
             notes: Notes::default(),
@@ -402,6 +405,12 @@ impl Connection {
                 room,
             });
         }
+    }
+
+    /// The thread that drives this end had no processor for this time, or had nothing to do. What lay in
+    /// its sockets meanwhile stood in no queue of the network's, and the thread is not too slow either.
+    pub fn away(&mut self, from: Duration, until: Duration) {
+        self.away = (from, until);
     }
 
     /// The next thing that happened.

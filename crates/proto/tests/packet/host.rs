@@ -130,6 +130,14 @@ impl Host {
         }
     }
 
+    /// Its thread has no processor from now on, for so long, and it knows that when it wakes.
+    pub fn nap(&mut self, now: Duration, time: Duration) {
+        self.asleep = self.asleep.max(now + time);
+        if let Some(connection) = &mut self.connection {
+            connection.away(now + self.clock, now + self.clock + time);
+        }
+    }
+
     /// Flows were added.
     pub fn again(&mut self) {
         self.started_flows = false;

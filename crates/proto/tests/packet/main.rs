@@ -412,6 +412,29 @@ fn acknowledgements_leave_a_way_back_that_is_dead() {
     }
 }
 
+/// Where each thread runs for 0.3 ms and waits 5 ms for a processor, that is no queue of the network's: the
+/// windows are for what the network holds, whatever the threads do. 20 messages there and 20 back, one at a time,
+/// and 20 each way at once took 30 s, and take 13.
+#[test]
+fn threads_that_wait_for_processors_do_not_shrink_windows() {
+    let config = Config::default();
+    let busy = scenario::Busy {
+        runs: MILLI * 3 / 10,
+        waits: 5 * MILLI,
+    };
+    for seed in 0..4 {
+        let limit = Duration::from_secs(100);
+        let took = scenario::exchange(&[2.5e7; 4], &config, busy, seed, (20, 20), limit);
+        let (alone, together, longest) = took.expect("it ends");
+        let all = alone + together;
+        assert!(
+            all < Duration::from_secs(17),
+            "{seed}: {alone:?} {together:?}"
+        );
+        assert!(longest < 500 * MILLI, "{seed}: {longest:?}");
+    }
+}
+
 #[test]
 fn losses_do_not_slow_it() {
     let config = Config::default();

@@ -282,7 +282,7 @@ pub fn threads(
             if !nap.is_zero() && now >= *next {
                 let share = 0.5 + (random(&mut seed) % 1536) as f64 / 1024.0;
                 let host = net.end::<Host>(at);
-                host.asleep = host.asleep.max(now + nap.mul_f64(share));
+                host.nap(now, nap.mul_f64(share));
                 *next = now + nap.mul_f64(share * 10.0);
             }
         }
@@ -505,4 +505,139 @@ pub fn rounds(
     let bytes = ((round - 1) * amount * STEP * comms.len() as u64) as f64;
     let time = (net.now - began).as_secs_f64();
     bytes / time / (bits / 4.0) / limit(config.most_datagram)
+}
+
+/// How a busy machine gives its processors away: how long a thread runs and how long it waits then, on the
+/// average (both are random, with long tails).
+#[derive(Debug, Clone, Copy)]
+pub struct Busy {
+    pub runs: Duration,
+    pub waits: Duration,
+}
+
+/// What `benchmarks/net_fabrics.py` does, on busy processors: two hosts with these paths between them, each
+/// with a thread of the engine and one that posts; first `rounds` messages there and back one at a time, then
+/// `count` each way at once, four at a time. How long the two parts took, and the longest time without a
+/// message; `None`: it did not end within `limit`.
+pub fn exchange(
+    bits: &[f64],
+    config: &Config,
+    busy: Busy,
+    seed: u64,
+    (rounds, count): (u64, u64),
+    limit: Duration,
+) -> Option<(Duration, Duration, Duration)> {
+    const LENGTH: u64 = 256 << 10;
+    const DEPTH: u64 = 4;
+    let paths = bits.len();
+    let links = bits
+        .iter()
+        .chain(bits)
+        .map(|bits| Link::new(*bits, DELAY))
+        .collect();
+    let mut net = Net::new(links, seed);
+    let threads: [Rc<Cell<Duration>>; 2] = Default::default();
+    for at in 0..4 {
+        // Ends 0 and 3 are of the first host, 1 and 2 of the second.
+        let host = usize::from(at == 1 || at == 2);
+        let range = if host == 0 {
+            0..paths
+        } else {
+            paths..2 * paths
+        };
+        let route = hashed(range.collect(), seed + at as u64);
+        let mut end = Host::new(
+            at % 2 == 0,
+            config.clone(),
+            seed + 10 + at as u64,
+            at ^ 1,
+            route,
+        );
+        end.keeps = true;
+        end.thread = Some(threads[host].clone());
+        net.add(Box::new(end));
+    }
+    let mut dice = seed;
+    let mut draw = |mean: Duration| {
+        let share = ((random(&mut dice) >> 11) as f64 + 1.0) / (1u64 << 53) as f64;
+        mean.mul_f64(-share.ln())
+    };
+    // Of each host: the end that receives and the one that sends.
+    let ends = [[3, 0], [1, 2]];
+    // When each thread stops next: two of the engine's, two callers'.
+    let mut stops = [Duration::ZERO; 4];
+    let mut callers = [Duration::ZERO; 2];
+    // Of each host: messages that were posted to receive and to send, and that are through.
+    let (mut posted, mut done) = ([[0u64; 2]; 2], [[0u64; 2]; 2]);
+    let (mut first, mut last, mut longest) = (None, Duration::ZERO, Duration::ZERO);
+    while net.now < limit {
+        let now = net.now;
+        for at in 0..4 {
+            if now >= stops[at] && !busy.waits.is_zero() {
+                let until = now + draw(busy.waits);
+                match at {
+                    0 | 1 => {
+                        threads[at].set(threads[at].get().max(until));
+                        for end in ends[at] {
+                            if let Some(connection) = &mut net.end::<Host>(end).connection {
+                                connection.away(now, until);
+                            }
+                        }
+                    }
+                    _ => callers[at - 2] = until,
+                }
+                stops[at] = until + draw(busy.runs);
+            }
+        }
+        for host in 0..2 {
+            for side in 0..2 {
+                for event in std::mem::take(&mut net.end::<Host>(ends[host][side]).events) {
+                    match event {
+                        Event::Sent { .. } | Event::Received { .. } => {
+                            done[host][side] += 1;
+                            longest = longest.max(now - last);
+                            last = now;
+                        }
+                        Event::Over(_) => return None,
+                        _ => {}
+                    }
+                }
+            }
+        }
+        let all = |wanted: u64, done: &[[u64; 2]; 2]| done.iter().flatten().all(|n| *n >= wanted);
+        if first.is_none() && all(rounds, &done) {
+            first = Some(now);
+        }
+        if all(rounds + count, &done) {
+            let first = first.unwrap_or(now);
+            return Some((first, now - first, longest));
+        }
+        for host in (0..2).filter(|host| now >= callers[*host]) {
+            for side in 0..2 {
+                let have = done[host][side];
+                let may = match first {
+                    Some(_) => (have + DEPTH).min(rounds + count),
+                    // One there, then one back.
+                    None if side == 0 => (have + 1).min(rounds),
+                    None if host == 0 => (have.min(done[host][0]) + 1).min(rounds),
+                    None => done[host][0].min(have + 1).min(rounds),
+                };
+                while posted[host][side] < may {
+                    let end = ends[host][side];
+                    let Some(connection) = &mut net.end::<Host>(end).connection else {
+                        break;
+                    };
+                    if side == 0 {
+                        connection.post(1, LENGTH);
+                    } else {
+                        connection.send(1, LENGTH);
+                    }
+                    posted[host][side] += 1;
+                    net.poke(end);
+                }
+            }
+        }
+        net.run_until(now + MILLI / 20);
+    }
+    None
 }

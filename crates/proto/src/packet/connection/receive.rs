@@ -117,11 +117,19 @@ impl Connection {
         }
         self.received.insert(number, wants, header.ack_now, now);
         if wants {
-            let at = now.saturating_sub(arrival.waited.min(OVERLOOKED));
+            let at = now.saturating_sub(self.overlooked(arrival.waited, now));
             let delay = micros(at).wrapping_sub(header.stamp);
             self.received.heard(header.path, delay, arrival.marked);
             self.stats.marked += u64::from(arrival.marked);
         }
+    }
+
+    /// What of a packet's wait for this end is no queue's.
+    fn overlooked(&self, waited: Duration, now: Duration) -> Duration {
+        let (from, until) = self.away;
+        let came = now.saturating_sub(waited);
+        let slept = until.min(now).saturating_sub(from.max(came));
+        slept + waited.saturating_sub(slept).min(OVERLOOKED)
     }
 
     /// Bytes go where they belong.
