@@ -40,15 +40,16 @@ fn hashed(links: Vec<usize>, seed: u64) -> impl Fn(u8) -> Route {
     move |port| routes[usize::from(port)].clone()
 }
 
+/// A link of each of these rates there, then one of each back.
+fn each_way(bits: &[f64]) -> Vec<Link> {
+    let link = |bits: &f64| Link::new(*bits, DELAY);
+    bits.iter().chain(bits).map(link).collect()
+}
+
 /// Two hosts with equal-cost paths of these rates between them, each way.
 pub fn pair(bits: &[f64], config: &Config, seed: u64) -> Net {
     let count = bits.len();
-    let links = bits
-        .iter()
-        .chain(bits)
-        .map(|bits| Link::new(*bits, DELAY))
-        .collect();
-    let mut net = Net::new(links, seed);
+    let mut net = Net::new(each_way(bits), seed);
     let there = hashed((0..count).collect(), seed);
     let back = hashed((count..2 * count).collect(), seed + 1);
     net.add(Box::new(Host::new(
@@ -530,12 +531,7 @@ pub fn exchange(
     const LENGTH: u64 = 256 << 10;
     const DEPTH: u64 = 4;
     let paths = bits.len();
-    let links = bits
-        .iter()
-        .chain(bits)
-        .map(|bits| Link::new(*bits, DELAY))
-        .collect();
-    let mut net = Net::new(links, seed);
+    let mut net = Net::new(each_way(bits), seed);
     let threads: [Rc<Cell<Duration>>; 2] = Default::default();
     for at in 0..4 {
         // Ends 0 and 3 are of the first host, 1 and 2 of the second.
