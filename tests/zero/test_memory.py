@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from evener import zero
-from evener.zero import boundary
+from evener.zero import api, boundary
 from evener.zero import trace as tracing
 from evener.zero.device import SimulatedDevice
 from evener.zero.profile import Held, peaks
@@ -268,6 +268,24 @@ def test_an_engine_that_was_closed_leaves_nothing_beside_the_next() -> None:
         with engine_of(Model()):
             pass
         assert large() == before
+    finally:
+        gc.enable()
+
+
+def test_a_trace_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit's part of a graph that hooks hold takes a pass of the collector of its own, and the
+    weights of the model stay until the last."""
+    monkeypatch.setattr(api, "PASSES", 0)
+    while gc.collect():
+        pass
+    gc.disable()
+    try:
+        with engine_of(Model(blocks=12)):
+            pass
+        passes = 0
+        while gc.collect():
+            passes += 1
+        assert passes <= 3
     finally:
         gc.enable()
 

@@ -150,8 +150,9 @@ def _rehearsed(
     return replace(profile, rehearsed=found[0])
 
 
-PASSES = 4
-"""Of Python's collector, at most. Two were enough for a closed engine."""
+PASSES = 32
+"""Of Python's collector, at most: it ends with the first that finds nothing. A closed engine takes
+one or two; a graph that hooks hold together takes one per layer."""
 
 
 def _beside(

@@ -53,6 +53,13 @@ class _Live:
     mark: Any = None
     handles: list[Any] = field(default_factory=list)
 
+    def unwatch(self) -> None:
+        """A hook holds the node that it is on. Such a ring in each unit keeps the whole graph, and
+        Python's collector frees one unit of it per pass."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
     def done(self, early: bool) -> bool:
         """Whether its backward pass is through."""
         waiting = any(c.group.trainable and (c.arrived or not c.touched) for c in self.chunks)
@@ -152,9 +159,7 @@ class Passes:
 
     def _settle(self) -> None:
         for live in self._live:
-            for handle in live.handles:
-                handle.remove()
-            live.handles.clear()
+            live.unwatch()
             live.inputs, live.shares = 0, False
             live.in_backward = False
         self._given.clear()
@@ -166,6 +171,8 @@ class Passes:
         """Unhook the model."""
         for hook in self._hooks:
             hook.remove()
+        for live in self._live:
+            live.unwatch()
         for module, original, _ in reversed(self._wrapped):
             module.forward = original
         if self._head is not None:
