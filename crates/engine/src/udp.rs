@@ -193,8 +193,10 @@ impl Driver {
         let ports = std::mem::take(&mut self.ports);
         for at in 0..self.ready.len() {
             let at = self.ready[at].token as usize;
-            let hear = |packet: Came<'_>| self.hear(&ports, &packet, memory);
-            if let Some(count) = reader.read(&ports[at], hear) {
+            let begun = self.begun;
+            let clock = || begun.elapsed();
+            let hear = |packet: Came<'_>, now| self.hear(&ports, &packet, now, memory);
+            if let Some(count) = reader.read(&ports[at], clock, hear) {
                 came += count;
                 self.calls.1 += 1;
             }
@@ -203,8 +205,7 @@ impl Driver {
         came
     }
 
-    fn hear(&mut self, ports: &[Port], came: &Came<'_>, memory: &mut dyn Bytes) {
-        let now = self.now();
+    fn hear(&mut self, ports: &[Port], came: &Came<'_>, now: Duration, memory: &mut dyn Bytes) {
         if let Some(connection) = &mut self.connection {
             let place = &mut |place: Place<'_>| memory.place(place);
             let _ = connection.receive(came.packet, came.arrival, now, place);

@@ -372,8 +372,10 @@ pub struct Came<'a> {
     pub marked: bool,
     /// Its frame can be kept ([`Port::receive_or_keep`]).
     pub stays: bool,
-    /// How long it was here before it was looked for; zero where the card does not say.
+    /// How long it was here when clocks were read; zero where the card does not say.
     pub waited: Duration,
+    /// When that was.
+    pub seen: Instant,
 }
 
 /// What became of a packet.
@@ -416,6 +418,33 @@ pub fn frame_size(mtu: usize) -> usize {
         2048
     } else {
         4096
+    }
+}
+
+/// One moment by two clocks.
+struct Seen {
+    /// The clock of stamps, in nanoseconds.
+    by_card: u64,
+    at: Instant,
+}
+
+impl Seen {
+    fn now() -> Seen {
+        // In this order: a thread that loses its processor in between takes packets for later than they were. Taken for
+        // earlier, one would make all others look late for ten seconds.
+        let by_card = sys::clock();
+        Seen {
+            by_card,
+            at: Instant::now(),
+        }
+    }
+
+    /// A packet with this stamp may have come since.
+    fn catch_up(&mut self, stamp: u64) {
+        let ahead = stamp.saturating_sub(self.by_card);
+        if ahead > 0 && u128::from(ahead) < LONGEST_WAIT.as_nanos() {
+            *self = Seen::now();
+        }
     }
 }
 
@@ -505,8 +534,9 @@ impl Port {
     ) -> usize {
         let counts = &mut self.counts;
         let mut count = 0;
-        let now = sys::clock();
+        let mut seen = Seen::now();
         self.socket.receive(most, |frame, stays, stamp| {
+            seen.catch_up(stamp);
             let Some(one) = frames::parse(frame) else {
                 counts.odd += 1;
                 return false;
@@ -518,7 +548,8 @@ impl Port {
                 to: one.to,
                 marked: one.marked,
                 stays,
-                waited: waited(now, stamp),
+                waited: waited(seen.by_card, stamp),
+                seen: seen.at,
             }) && stays
         });
         self.counts.received += count as u64;

@@ -361,12 +361,12 @@ impl Cards {
         self.left
     }
 
-    /// Hands on what a card has: the path that it is for, its port number, and the packet. How many.
-    /// Who says `true` keeps the frame of a packet that stays, which its last argument says.
+    /// Hands on what a card has: the path that it is for, its port number, and the packet. How many. The last argument
+    /// says whether the packet stays, and when its wait was measured; who says `true` keeps the frame of one that stays.
     pub fn receive(
         &mut self,
         card: usize,
-        mut each: impl FnMut(Owner, u16, &Came<'_>, bool) -> bool,
+        mut each: impl FnMut(Owner, u16, &Came<'_>, (bool, Instant)) -> bool,
     ) -> usize {
         let (numbers, first) = (&self.numbers, self.first);
         let Some(one) = self.all.get_mut(card) else {
@@ -387,7 +387,7 @@ impl Cards {
                         waited: came.waited,
                     },
                 };
-                each(owner, came.to.port(), &packet, came.stays)
+                each(owner, came.to.port(), &packet, (came.stays, came.seen))
             })
         })
     }

@@ -271,9 +271,9 @@ impl Instance {
                 token => {
                     let (place, path) = ((token >> 16) as usize, (token & 0xffff) as usize);
                     let began = Instant::now();
-                    let now = self.now();
                     if let Some(Some(one)) = self.associations.get_mut(place) {
-                        came += one.read(path, &mut self.reader, &mut self.batch.cards, now);
+                        let clock = || self.shared.started.elapsed();
+                        came += one.read(path, &mut self.reader, &mut self.batch.cards, clock);
                     }
                     self.shared.workers[self.index]
                         .counts
@@ -286,13 +286,14 @@ impl Instance {
 
     /// Reads what a card has. How many packets came.
     fn read_card(&mut self, card: usize) -> usize {
-        let (began, now) = (Instant::now(), self.now());
+        let (began, started) = (Instant::now(), self.shared.started);
         let all = &mut self.associations;
         let Some(cards) = &mut self.batch.cards else {
             return 0;
         };
-        let came = cards.receive(card, |(place, path), number, came, stays| {
+        let came = cards.receive(card, |(place, path), number, came, (stays, seen)| {
             let one = all.get_mut(place).and_then(Option::as_mut);
+            let now = seen.saturating_duration_since(started);
             one.is_some_and(|one| one.hear_card(path, number, (came, stays), now))
         });
         let counts = &self.shared.workers[self.index].counts;
@@ -350,7 +351,8 @@ impl Instance {
         let instances = self.shared.instances();
         let key = JobKey::new(self.shared.token);
         let mut hellos = Vec::new();
-        let came = self.reader.read(&door.port, |came: Came<'_>| {
+        let clock = || now;
+        let came = self.reader.read(&door.port, clock, |came: Came<'_>, _| {
             let hello = Header::parse(came.packet).ok().and_then(|(header, _)| {
                 let is_hello = header.kind == Kind::Hello;
                 is_hello.then(|| greeting::open(came.packet, &header, &key).ok())?

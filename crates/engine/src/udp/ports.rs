@@ -158,8 +158,14 @@ impl Reader {
         }
     }
 
-    /// One call to the kernel: `each` gets what came. How many packets; `None`: nothing was there.
-    pub fn read(&mut self, port: &Port, mut each: impl FnMut(Came<'_>)) -> Option<usize> {
+    /// One call to the kernel: `each` gets what came, and the time by `clock`. How many packets; `None`: nothing was
+    /// there.
+    pub fn read(
+        &mut self,
+        port: &Port,
+        clock: impl Fn() -> Duration,
+        mut each: impl FnMut(Came<'_>, Duration),
+    ) -> Option<usize> {
         let mut metas = [RecvMeta::default(); BATCH_SIZE];
         let mut slices: Vec<IoSliceMut<'_>> = self
             .buffers
@@ -176,15 +182,19 @@ impl Reader {
         let few = bytes >= MANY * count.max(1);
         self.next = if few { FEW } else { BATCH_SIZE };
         let mut came = 0;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok();
+        // Both clocks after the call, and the engine's last. A thread that has lost its processor between two readings
+        // of clocks takes a packet for later than it was; were they the other way round, for earlier: and the earliest
+        // packet of the last ten seconds is what all others are compared with.
+        let by_kernel = SystemTime::now().duration_since(UNIX_EPOCH).ok();
+        let now = clock();
         for (buffer, meta) in self.buffers.iter().zip(&metas).take(count) {
             let bytes = buffer.get(..meta.len).unwrap_or_default();
             // By the kernel's stamp. If the clock was set just now, it is wrong for a moment.
-            let waited = now.zip(meta.timestamp);
+            let waited = by_kernel.zip(meta.timestamp);
             let waited = waited.map_or(Duration::ZERO, |(now, at)| now.saturating_sub(at));
             for packet in bytes.chunks(meta.stride.max(1)) {
                 came += 1;
-                each(Came {
+                let came = Came {
                     packet,
                     from: SocketAddr::new(meta.addr.ip().to_canonical(), meta.addr.port()),
                     to: meta.dst_ip.map(|ip| ip.to_canonical()),
@@ -192,7 +202,8 @@ impl Reader {
                         marked: meta.ecn == Some(EcnCodepoint::Ce),
                         waited,
                     },
-                });
+                };
+                each(came, now);
             }
         }
         Some(came)
@@ -293,5 +304,40 @@ impl Batch {
             send(self.path, &self.bytes[..self.filled], self.segment);
             self.filled = 0;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    fn port() -> Port {
+        Port::held(Arc::new(
+            UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket"),
+        ))
+        .expect("a port")
+    }
+
+    /// What the kernel took for its call is no time that a packet came earlier.
+    #[test]
+    fn the_time_is_read_after_the_packets() {
+        let (from, to) = (port(), port());
+        assert!(from.send(to.address().expect("an address"), &[7; 100], 100));
+        let began = std::time::Instant::now();
+        let left = Cell::new(None);
+        let clock = || {
+            left.set(Some(to.socket.peek(&mut [0; 1]).is_ok()));
+            began.elapsed()
+        };
+        let mut reader = Reader::new();
+        let mut came = 0;
+        while came == 0 && began.elapsed() < Duration::from_secs(5) {
+            let read = reader.read(&to, clock, |one, _| assert_eq!(one.packet, [7; 100]));
+            came += read.unwrap_or(0);
+        }
+        assert_eq!((came, left.get()), (1, Some(false)));
     }
 }

@@ -36,13 +36,13 @@ impl Association {
         path: usize,
         reader: &mut Reader,
         cards: &mut Option<Cards>,
-        now: Duration,
+        clock: impl Fn() -> Duration,
     ) -> usize {
         let Some(mut own) = self.ports.get_mut(path).and_then(Option::take) else {
             return 0;
         };
         let mut bytes = 0;
-        let came = reader.read(&own.port, |came| {
+        let came = reader.read(&own.port, clock, |came, now| {
             bytes += came.packet.len();
             // Counted by the connection.
             let mut copy = |bytes: &[u8]| cards.as_mut()?.copy_in(bytes);
