@@ -239,6 +239,11 @@ impl Congestion {
         self.pace.sent(self.packet, trip, now);
     }
 
+    /// Everything has arrived, and nothing is there to be sent.
+    pub fn rest(&mut self) {
+        self.pace.rest();
+    }
+
     /// When bytes go that the pace held back.
     pub fn paced(&self) -> Option<Duration> {
         self.pace.due()

@@ -54,6 +54,9 @@ impl Fastest {
 pub struct Delivery {
     bytes: f64,
     begun: Duration,
+    /// The last arrival, and whether nothing was there to be sent after it.
+    last: Duration,
+    rested: Option<Duration>,
     /// The shortest time that is counted over.
     span: Duration,
     lately: Fastest,
@@ -71,14 +74,33 @@ impl Delivery {
         Delivery {
             bytes: 0.0,
             begun: now,
+            last: now,
+            rested: None,
             span,
             lately: Fastest::new(LATELY, now),
             once: Fastest::new(ONCE, now),
         }
     }
 
+    /// Everything has arrived, and nothing is there to be sent: until bytes arrive again no time counts. What
+    /// arrives first then counts for none.
+    pub fn rest(&mut self) {
+        self.rested = Some(Duration::MAX);
+    }
+
     /// These bytes were confirmed; `trip` is a round trip.
     pub fn add(&mut self, bytes: u64, trip: Duration, now: Duration) {
+        let gap = now.saturating_sub(self.last);
+        self.last = now;
+        match self.rested {
+            Some(Duration::MAX) => {
+                self.begun += gap;
+                self.rested = Some(now);
+                return;
+            }
+            Some(first) if first == now => return,
+            _ => self.rested = None,
+        }
         self.bytes += bytes as f64;
         let passed = now.saturating_sub(self.begun);
         if passed < (trip * 2).max(self.span) {
@@ -128,6 +150,31 @@ mod tests {
         assert!((delivery.takes(1500.0) - 240e-6).abs() < 1e-6);
         run(&mut delivery, &mut now, 3, 12_500);
         assert!(delivery.takes(1500.0) < 130e-6);
+    }
+
+    #[test]
+    fn pauses_with_nothing_to_send_do_not_count() {
+        let (mut delivery, mut now) = (Delivery::new(Duration::ZERO), Duration::ZERO);
+        // A megabyte in one millisecond, then nine without: by acknowledgements of 50 kB each.
+        for _ in 0..50 {
+            for _ in 0..20 {
+                now += MILLI / 20;
+                for _ in 0..10 {
+                    delivery.add(5_000, MILLI / 2, now);
+                }
+            }
+            delivery.rest();
+            now += MILLI * 9;
+        }
+        assert!((delivery.rate() - 1e9).abs() < 1e8, "{}", delivery.rate());
+        // What one acknowledgement confirms says nothing.
+        let (mut delivery, mut now) = (Delivery::new(Duration::ZERO), Duration::ZERO);
+        for _ in 0..50 {
+            delivery.rest();
+            now += MILLI * 9;
+            delivery.add(5_000, MILLI / 2, now);
+        }
+        assert_eq!(delivery.rate(), 0.0);
     }
 
     #[test]

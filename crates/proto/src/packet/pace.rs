@@ -8,7 +8,8 @@
 //! So there a connection sends at the rate at which its bytes arrive, and a little more ([`GAIN`]), so
 //! that it finds what is free; and one packet per round trip besides, as windows grow, or a connection
 //! with almost nothing would not grow at all. The rate is counted over [`SPAN`], which is longer than a
-//! bunch. Windows bound what is in flight as before: the pace only says when.
+//! bunch, and only while there is something to send: who sends a message now and then would be held to the mean of
+//! messages and pauses, and take longer for each message than for the one before it. Windows bound what is in flight as before: the pace only says when.
 //!
 //! What goes in [`SLACK`], or two packets, goes at once. So a call to the kernel has as many packets
 //! as a run over one path ([`paths`](super::paths)) has. A thread that wakes late sends what it would
@@ -68,6 +69,11 @@ impl Pace {
     /// These bytes were confirmed.
     pub fn arrived(&mut self, bytes: u64, trip: &RoundTrip, now: Duration) {
         self.delivery.add(bytes, trip.smoothed(), now);
+    }
+
+    /// Everything has arrived, and nothing is there to be sent.
+    pub fn rest(&mut self) {
+        self.delivery.rest();
     }
 
     /// Whether acknowledgements wait on their way back.
@@ -160,6 +166,30 @@ mod tests {
         // One round trip that is long for another reason is not enough.
         pace.heard(4.0);
         assert!(!pace.both());
+    }
+
+    /// A message of 250 kB per 10 ms, each confirmed by five acknowledgements at the pace: it is not slowed
+    /// down more and more.
+    #[test]
+    fn pauses_make_no_slower_pace() {
+        let (mut pace, mut now) = known(250e6, 2.0);
+        for _ in 0..100 {
+            let end = now + MICRO * 10_000;
+            for _ in 0..5 {
+                let begun = now;
+                let mut bytes = 0.0;
+                while bytes < 50e3 {
+                    bytes += all(&mut pace, now).min(50e3);
+                    now = pace.due().unwrap_or(now);
+                }
+                now = now.max(begun + MICRO * 200);
+                pace.arrived(50_000, &trip(), now);
+            }
+            pace.rest();
+            now = end;
+        }
+        let rate = pace.rate(PACKET, &trip()).unwrap_or(f64::MAX);
+        assert!(rate > 150e6, "{rate}");
     }
 
     #[test]

@@ -368,6 +368,9 @@ impl Connection {
         for path in touched {
             self.find_lost(path, now);
         }
+        if self.flying == 0 && !self.outgoing.has_work() {
+            self.congestion.rest();
+        }
         self.congestion.set_packet(self.mtu.size());
         let before = now.saturating_sub(self.trip.patience(self.config.floor) * 2);
         self.unconfirmed.forget(before);
