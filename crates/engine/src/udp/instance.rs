@@ -366,8 +366,11 @@ impl Instance {
         });
         for (random, packet, from) in hellos {
             let (to, at) = door.known.entry(random).or_insert_with(|| {
+                // From the last one: connections of our own begin at the first, so each has a thread for itself
+                // where there are enough.
+                let place = instances.len() - 1 - door.next % instances.len();
                 door.next += 1;
-                (instances.start + door.next % instances.len(), now)
+                (instances.start + place, now)
             });
             *at = now;
             if *to == self.index {

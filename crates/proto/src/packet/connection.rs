@@ -30,6 +30,7 @@ use super::replay::Replay;
 use super::rtt::RoundTrip;
 use super::stats::Stats;
 use super::trace::{Note, Notes, What};
+use recovery::Quiet;
 
 /// Packets that say that the connection is over.
 const FAREWELLS: u8 = 3;
@@ -240,6 +241,8 @@ pub struct Connection {
     known: Vec<(u64, u64)>,
     /// Silences since anything was acknowledged.
     outage: u32,
+    /// How long that is, where no path says anything.
+    quiet: Quiet,
     heard: Duration,
     kept_alive: Duration,
     /// From when until when this end's thread had no processor, for the last time.
@@ -343,6 +346,7 @@ impl Connection {
             events: VecDeque::new(),
             known: Vec::new(),
             outage: 0,
+            quiet: Quiet::default(),
             heard: now,
             kept_alive: now,
             away: (now, now),

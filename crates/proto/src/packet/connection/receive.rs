@@ -5,6 +5,7 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 
 use super::Over;
+use super::recovery::Quiet;
 use super::{Arrival, Connection, Dropped, Event, Place, ROUND_TRIPS, Stage, micros};
 use crate::packet::credit::Verdict;
 use crate::packet::format::{Ack, BARE, Chunk, FormatError, Frame, Frames, Header, Kind, bare};
@@ -300,6 +301,7 @@ impl Connection {
         let newest = fresh.iter().copied().max();
         if let Some(newest) = newest.and_then(|number| self.unconfirmed.get(number)) {
             self.outage = 0;
+            self.quiet = Quiet::default();
             self.confirmed = self.confirmed.max(newest.at);
             let held = Duration::from_micros(u64::from(ack.held));
             // Of one that was taken for lost as well: numbers are never used twice, so it is exact, and

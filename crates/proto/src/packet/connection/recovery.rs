@@ -14,6 +14,18 @@ const KEEP_ALIVE: Duration = Duration::from_secs(1);
 const WIDEST_FLOOR: Duration = Duration::from_millis(5);
 /// Times that a path is silent before it is dropped.
 const SILENCES: u32 = 2;
+/// Times that one packet goes again before all paths that say nothing are taken for dead, where nothing that was
+/// sent later was confirmed either.
+const QUIETS: u32 = 2;
+
+/// Nothing is confirmed, over no path.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Quiet {
+    /// Packets that went again since.
+    times: u32,
+    /// The next one, or what follows.
+    until: Duration,
+}
 
 impl Connection {
     /// What of a path is lost by order or age.
@@ -122,6 +134,38 @@ impl Connection {
         (patience * 2u32.pow(rounds.min(5))).min(rtt::LONGEST.max(patience))
     }
 
+    /// When something is done about this oldest packet of a path if nothing of the path is confirmed, and whether
+    /// that is to send it again and no more.
+    fn silence_due(&self, at: u8, sent: Duration) -> (Duration, bool) {
+        let silences = self.paths.get(at).map_or(0, |path| path.silences);
+        let due = sent + self.patience(silences);
+        // A peer whose thread has no processor is silent over all paths at once. Then no path is at fault, and what
+        // is on its way has arrived: to send all of it again, with half of the windows, makes that worse.
+        let all = silences == 0 && sent >= self.confirmed;
+        if all {
+            (due.max(self.quiet.until), self.quiet.times < QUIETS)
+        } else {
+            (due, false)
+        }
+    }
+
+    /// This packet goes again, over another path. Its confirmation tells what became of those that were sent before it
+    /// ([`Connection::find_tail`]).
+    fn hurry(&mut self, at: u8, number: u64, now: Duration) {
+        if let Some(path) = self.paths.get_mut(at) {
+            path.state = State::Suspect;
+        }
+        self.paths.ask(at);
+        let wait = self.patience(0) * (1 + self.quiet.times);
+        self.quiet = Quiet {
+            times: self.quiet.times + 1,
+            until: now + wait,
+        };
+        if self.lose(number, Cause::Silence, now) {
+            self.stats.timed_out += 1;
+        }
+    }
+
     /// The oldest packet of a path that is unconfirmed, and when it was sent.
     fn oldest(&mut self, at: u8) -> Option<(u64, Duration)> {
         let path = self.paths.get_mut(at)?;
@@ -147,11 +191,8 @@ impl Connection {
         for place in 0..self.paths.used().len() {
             let at = self.paths.used()[place];
             if let Some(oldest) = self.oldest(at) {
-                let (silences, age) = self
-                    .paths
-                    .get(at)
-                    .map_or((0, None), |path| (path.silences, path.due));
-                at_most(oldest.1 + self.patience(silences));
+                let age = self.paths.get(at).and_then(|path| path.due);
+                at_most(self.silence_due(at, oldest.1).0);
                 let tail = self.tail_due(at, oldest);
                 age.into_iter().chain(tail).for_each(&mut at_most);
             }
@@ -189,8 +230,7 @@ impl Connection {
         }
         for place in 0..self.paths.used().len() {
             let at = self.paths.used()[place];
-            let path = self.paths.get(at);
-            let (silences, due) = path.map_or((0, None), |path| (path.silences, path.due));
+            let due = self.paths.get(at).and_then(|path| path.due);
             if due.is_some_and(|due| due <= now) {
                 self.find_lost(at, now);
             }
@@ -199,10 +239,12 @@ impl Connection {
             if tail.is_some_and(|due| due <= now) {
                 self.find_tail(at, now);
             }
-            if let Some((_, oldest)) = self.oldest(at)
-                && now >= oldest + self.patience(silences)
-            {
-                self.silent(at, now);
+            if let Some((number, sent)) = self.oldest(at) {
+                match self.silence_due(at, sent) {
+                    (due, _) if now < due => {}
+                    (_, true) => self.hurry(at, number, now),
+                    (_, false) => self.silent(at, now),
+                }
             }
         }
         self.congestion.on_time(self.paths.used(), &self.trip, now);
