@@ -72,7 +72,10 @@ impl Connection {
                 }
                 return self.build(path, Purpose::Bytes, now, out, read);
             }
-            self.filled = now;
+            // Held back by the pace, it is the pace that bounds what is in flight: windows have nothing to grow for.
+            if ready {
+                self.filled = now;
+            }
         }
         if !self.unsaid.is_empty() || self.received.deadline().is_some_and(|at| at <= now) {
             return self.state(now, out, read);
