@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from evener.errors import UsageError
 from evener.zero import budget as budgets
@@ -155,19 +156,19 @@ PASSES = 32
 one or two; a graph that hooks hold together takes one per layer."""
 
 
-def _beside(
-    machine: Machine, device: devices.Device, model: nn.Module, profile: Profile | None
-) -> Machine:
-    """With what the process has on the accelerator and is none of this model's or its batch's: the
-    limit is on all of it. An engine that was closed is a cycle, so it is collected first: what
-    autograd's nodes hold is garbage only when the nodes are gone."""
+def _beside(machine: Machine, device: devices.Device, model: nn.Module, call: Call) -> Machine:
+    """With what the process has on the accelerator and is none of this model's or its example's
+    (what a call takes is in the plan): the limit is on all of it. An engine that was closed is a
+    cycle, so it is collected first: what autograd's nodes hold is garbage only when the nodes are
+    gone."""
     for _ in range(PASSES):
         if not gc.collect():
             break
-    tensors = [*model.parameters(), *model.buffers()]
+    given = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
+    tensors = [*model.parameters(), *model.buffers(), *given]
     mine = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in tensors if t.device == device.device}  # fmt: skip
-    others = device.allocated() - sum(mine.values()) - (profile.inputs_bytes if profile else 0)
+    others = device.allocated() - sum(mine.values())
     if others > 10 << 20:
         logger.info(
             "%.2f GB of %s are held by something else in this process", others / 1e9, device.device
@@ -379,7 +380,7 @@ def _engine(
         if machine is None:
             machine = probe(device.device, settings.dtype, settings.moments, meet=meet).machine
         profile = _rehearsed(profile, units, settings, device.device, machine, head)
-        machine = _beside(_loaded(machine, profile), device, model, profile)
+        machine = _beside(_loaded(machine, profile), device, model, call)
         # After the probe: what it found beside the allocator is without the communicators.
         tokens = _tokens(settings, batch)
         ranks, rate = _join(units, settings, machine, device, tokens, profile)
