@@ -49,14 +49,25 @@ impl Fastest {
     }
 }
 
+/// Whether time counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rest {
+    /// It does.
+    Over,
+    /// Not until bytes arrive again.
+    Lasts,
+    /// They have, at this time: what arrives with the first ones was sent before.
+    Ended(Duration),
+}
+
 /// See the module.
 #[derive(Debug, Clone, Copy)]
 pub struct Delivery {
     bytes: f64,
     begun: Duration,
-    /// The last arrival, and whether nothing was there to be sent after it.
+    /// The last arrival.
     last: Duration,
-    rested: Option<Duration>,
+    rest: Rest,
     /// The shortest time that is counted over.
     span: Duration,
     lately: Fastest,
@@ -75,7 +86,7 @@ impl Delivery {
             bytes: 0.0,
             begun: now,
             last: now,
-            rested: None,
+            rest: Rest::Over,
             span,
             lately: Fastest::new(LATELY, now),
             once: Fastest::new(ONCE, now),
@@ -85,21 +96,22 @@ impl Delivery {
     /// Everything has arrived, and nothing is there to be sent: until bytes arrive again no time counts. What
     /// arrives first then counts for none.
     pub fn rest(&mut self) {
-        self.rested = Some(Duration::MAX);
+        self.rest = Rest::Lasts;
     }
 
     /// These bytes were confirmed; `trip` is a round trip.
     pub fn add(&mut self, bytes: u64, trip: Duration, now: Duration) {
         let gap = now.saturating_sub(self.last);
         self.last = now;
-        match self.rested {
-            Some(Duration::MAX) => {
+        match self.rest {
+            Rest::Over => {}
+            Rest::Lasts => {
                 self.begun += gap;
-                self.rested = Some(now);
+                self.rest = Rest::Ended(now);
                 return;
             }
-            Some(first) if first == now => return,
-            _ => self.rested = None,
+            Rest::Ended(first) if first == now => return,
+            Rest::Ended(_) => self.rest = Rest::Over,
         }
         self.bytes += bytes as f64;
         let passed = now.saturating_sub(self.begun);

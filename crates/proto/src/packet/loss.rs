@@ -15,7 +15,8 @@
 //! Where nothing later was acknowledged at all, time alone tells: the oldest packet of a path may be
 //! silent for the patience of the connection, 1 to 5 ms at least. Its bytes then go over another path.
 //! This is the tail-loss probe (RFC 8985, section 7) and what notices black holes, at once: the probe
-//! carries the bytes that are missing.
+//! carries the bytes that are missing. Where no path says anything it may be the peer's thread that has no
+//! processor: there one packet goes again, twice, before all are taken for lost.
 //!
 //! A packet that was taken for lost and is acknowledged after all was only late: it is counted, and
 //! the bounds by which it was lost become wider ([`Reordering`], or the floor of silence).

@@ -8,8 +8,9 @@
 //! So there a connection sends at the rate at which its bytes arrive, and a little more ([`GAIN`]), so
 //! that it finds what is free; and one packet per round trip besides, as windows grow, or a connection
 //! with almost nothing would not grow at all. The rate is counted over [`SPAN`], which is longer than a
-//! bunch, and only while there is something to send: who sends a message now and then would be held to the mean of
-//! messages and pauses, and take longer for each message than for the one before it. Windows bound what is in flight as before: the pace only says when.
+//! bunch, and only while there is something to send: who sends a message now and then would be held to
+//! the mean of messages and pauses, and take longer for each message than for the one before it. Windows
+//! bound what is in flight as before: the pace only says when.
 //!
 //! What goes in [`SLACK`], or two packets, goes at once. So a call to the kernel has as many packets
 //! as a run over one path ([`paths`](super::paths)) has. A thread that wakes late sends what it would

@@ -435,6 +435,26 @@ fn threads_that_wait_for_processors_do_not_shrink_windows() {
     }
 }
 
+/// A peer that has no processor for 5 ms says nothing over any path. What is on its way to it has arrived: almost
+/// nothing goes again.
+#[test]
+fn a_peer_without_a_processor_is_no_dead_network() {
+    for bits in [1e8, 1e9, 1e10] {
+        let mut net = pair(&[bits / 4.0; 4], &Config::default(), 4);
+        flows(&mut net, 0, 1, scenario::bulk(1, 1 << 20));
+        net.run_until(300 * MILLI);
+        let before = net.end::<Host>(0).stats();
+        for sleep in 0..20 {
+            let now = net.now;
+            net.end::<Host>(1).nap(now, 5 * MILLI);
+            net.run_until((330 + 30 * sleep) * MILLI);
+        }
+        let after = net.end::<Host>(0).stats();
+        let again = after.timed_out - before.timed_out;
+        assert!(again <= 2 * 20, "{bits}: {again}");
+    }
+}
+
 #[test]
 fn losses_do_not_slow_it() {
     let config = Config::default();

@@ -301,7 +301,7 @@ impl Connection {
         let newest = fresh.iter().copied().max();
         if let Some(newest) = newest.and_then(|number| self.unconfirmed.get(number)) {
             self.outage = 0;
-            self.quiet = Quiet::default();
+            self.quiet = Quiet::over(now);
             self.confirmed = self.confirmed.max(newest.at);
             let held = Duration::from_micros(u64::from(ack.held));
             // Of one that was taken for lost as well: numbers are never used twice, so it is exact, and

@@ -14,17 +14,28 @@ const KEEP_ALIVE: Duration = Duration::from_secs(1);
 const WIDEST_FLOOR: Duration = Duration::from_millis(5);
 /// Times that a path is silent before it is dropped.
 const SILENCES: u32 = 2;
-/// Times that one packet goes again before all paths that say nothing are taken for dead, where nothing that was
-/// sent later was confirmed either.
+/// Times that one packet goes again before paths are taken for dead, where none has said anything for half of the
+/// patience.
 const QUIETS: u32 = 2;
 
 /// Nothing is confirmed, over no path.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Quiet {
-    /// Packets that went again since.
+    since: Duration,
+    /// Packets that went again for that.
     times: u32,
-    /// The next one, or what follows.
+    /// When the next one goes, or what follows.
     until: Duration,
+}
+
+impl Quiet {
+    /// Something was confirmed.
+    pub(super) fn over(now: Duration) -> Self {
+        Quiet {
+            since: now,
+            ..Quiet::default()
+        }
+    }
 }
 
 impl Connection {
@@ -138,11 +149,11 @@ impl Connection {
     /// that is to send it again and no more.
     fn silence_due(&self, at: u8, sent: Duration) -> (Duration, bool) {
         let silences = self.paths.get(at).map_or(0, |path| path.silences);
-        let due = sent + self.patience(silences);
+        let patience = self.patience(silences);
+        let due = sent + patience;
         // A peer whose thread has no processor is silent over all paths at once. Then no path is at fault, and what
         // is on its way has arrived: to send all of it again, with half of the windows, makes that worse.
-        let all = silences == 0 && sent >= self.confirmed;
-        if all {
+        if silences == 0 && self.quiet.since + patience / 2 <= due {
             (due.max(self.quiet.until), self.quiet.times < QUIETS)
         } else {
             (due, false)
@@ -157,10 +168,8 @@ impl Connection {
         }
         self.paths.ask(at);
         let wait = self.patience(0) * (1 + self.quiet.times);
-        self.quiet = Quiet {
-            times: self.quiet.times + 1,
-            until: now + wait,
-        };
+        self.quiet.times += 1;
+        self.quiet.until = now + wait;
         if self.lose(number, Cause::Silence, now) {
             self.stats.timed_out += 1;
         }
