@@ -241,7 +241,7 @@ pub struct Connection {
     known: Vec<(u64, u64)>,
     /// Silences since anything was acknowledged.
     outage: u32,
-    /// How long that is, where no path says anything.
+    /// Since when nothing was confirmed over any path, and what was done about it.
     quiet: Quiet,
     heard: Duration,
     kept_alive: Duration,
