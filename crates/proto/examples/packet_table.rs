@@ -125,8 +125,23 @@ fn main() {
                 for (who, lanes, chosen) in &ways {
                     let name =
                         format!("{at}: rounds, {cost} ns per packet, naps of {nap} us: {who}");
-                    table.row(&name, rounds(bits, &config, lanes, *chosen, busy), "");
+                    table.row(
+                        &name,
+                        rounds((bits, 1, 1), &config, lanes, *chosen, busy),
+                        "",
+                    );
                 }
+            }
+        }
+        if want("hidden") && rate >= 10.0 {
+            let lanes: Vec<_> = (0..4).map(|at| vec![at]).collect();
+            let busy = (Duration::from_nanos(300), Duration::ZERO);
+            for (paths, seed) in [(1, 1), (3, 1), (4, 1), (4, 2), (8, 1), (8, 2)] {
+                table.row(
+                    &format!("{at}: rounds of four comms, hidden paths: {paths}, seed {seed}"),
+                    rounds((bits, paths, seed), &config, &lanes, false, busy),
+                    ">= 0.95",
+                );
             }
         }
         if want("four") {

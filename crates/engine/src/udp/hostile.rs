@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use evener_proto::Side;
 use evener_proto::packet::auth::Key;
-use evener_proto::packet::format::{BARE, HEADER, Header, Kind, VERSION};
+use evener_proto::packet::format::{BARE, HEADER, Haste, Header, Kind, VERSION};
 use evener_proto::packet::{Accepted, Arrival, Config, Connection, JobKey, Own, accept};
 
 use super::association::Association;
@@ -76,7 +76,7 @@ pub fn packet(
     let header = Header {
         version: VERSION,
         kind,
-        ack_now: flags.1,
+        haste: if flags.1 { Haste::Now } else { Haste::Soon },
         path: flags.0,
         connection: 2,
         number: number as u32,

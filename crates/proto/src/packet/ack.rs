@@ -16,10 +16,13 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::format::{Heard, Writer};
+use super::format::{Haste, Heard, Writer};
 
-/// Packets that are acknowledged together.
+/// Packets that are acknowledged together, ...
 pub const EVERY: u32 = 8;
+/// ... and where the sender is patient: an acknowledgement costs both ends a call to the kernel, as much as that of a
+/// dozen packets.
+pub const EVERY_PATIENT: u32 = 40;
 /// The longest that an acknowledgement waits for more packets.
 pub const LONGEST: Duration = Duration::from_micros(100);
 /// Ranges that are kept; a range more, and the oldest goes.
@@ -34,6 +37,8 @@ pub struct Received {
     waiting: u32,
     since: Option<Duration>,
     at_once: bool,
+    /// The last packet's sender could wait for [`EVERY_PATIENT`].
+    patient: bool,
     /// When the highest number came.
     newest: Duration,
     heard: Vec<Heard>,
@@ -41,7 +46,7 @@ pub struct Received {
 
 impl Received {
     /// A packet that was not seen before. `wants`: it asks to be acknowledged.
-    pub fn insert(&mut self, number: u64, wants: bool, at_once: bool, now: Duration) {
+    pub fn insert(&mut self, number: u64, wants: bool, haste: Haste, now: Duration) {
         if self.ranges.back().is_none_or(|range| range.1 < number) {
             self.newest = now;
         }
@@ -67,7 +72,8 @@ impl Received {
         if wants {
             self.waiting += 1;
             self.since.get_or_insert(now);
-            self.at_once |= at_once;
+            self.at_once |= haste == Haste::Now;
+            self.patient = haste == Haste::Patient;
         }
     }
 
@@ -105,7 +111,8 @@ impl Received {
     /// When an acknowledgement is due, if one is.
     pub fn deadline(&self) -> Option<Duration> {
         let since = self.since?;
-        let now = self.at_once || self.waiting >= EVERY;
+        let together = if self.patient { EVERY_PATIENT } else { EVERY };
+        let now = self.at_once || self.waiting >= together;
         Some(if now { since } else { since + LONGEST })
     }
 
@@ -144,7 +151,7 @@ mod tests {
             let (mut received, mut set) = (Received::default(), BTreeSet::new());
             for number in numbers {
                 if set.insert(number) {
-                    received.insert(number, true, false, Duration::ZERO);
+                    received.insert(number, true, Haste::Soon, Duration::ZERO);
                 }
             }
             let flat = |received: &Received| -> BTreeSet<u64> {
@@ -165,18 +172,26 @@ mod tests {
         let at = Duration::from_millis(1);
         let mut received = Received::default();
         assert_eq!(received.deadline(), None);
-        received.insert(0, false, true, at);
+        received.insert(0, false, Haste::Now, at);
         assert_eq!(received.deadline(), None);
-        received.insert(1, true, false, at);
+        received.insert(1, true, Haste::Soon, at);
         assert_eq!(received.deadline(), Some(at + LONGEST));
         for number in 2..=u64::from(EVERY) {
-            received.insert(number, true, false, at);
+            received.insert(number, true, Haste::Soon, at);
         }
         assert_eq!(received.deadline(), Some(at));
         let mut out = [0; 100];
         assert!(received.emit(&mut Writer::new(&mut out), at));
         assert_eq!(received.deadline(), None);
-        received.insert(50, true, true, at);
+        received.insert(50, true, Haste::Now, at);
+        assert_eq!(received.deadline(), Some(at));
+        assert!(received.emit(&mut Writer::new(&mut out), at));
+        // A patient sender's wait for more of them, and no longer.
+        for number in 51..50 + u64::from(EVERY_PATIENT) {
+            received.insert(number, true, Haste::Patient, at);
+            assert_eq!(received.deadline(), Some(at + LONGEST));
+        }
+        received.insert(100, true, Haste::Patient, at);
         assert_eq!(received.deadline(), Some(at));
     }
 }

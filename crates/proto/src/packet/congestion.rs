@@ -14,6 +14,10 @@
 //! is at least the time of [`SEVERAL`] packets at the rate at which bytes arrive
 //! ([`delivery`](super::delivery)), a millisecond at most.
 //!
+//! Over many routes the runs of several connections meet in one of them now and then: 20 us of a connection's
+//! bytes are 60 us of a route that is a third as quick. Such a queue is gone when the windows are smaller, and the
+//! route stands still. So where waits differ from each other ([`EVEN`]) the target is longer, up to twice.
+//!
 //! A path that a hash put on a busy or slow route has a small window, and the others carry: that is
 //! the cap per path. The windows' sum bounds the connection; a path's window may be less than a packet,
 //! so that sixteen paths of sixteen senders fit into one queue (incast).
@@ -45,6 +49,7 @@
 
 use std::time::Duration;
 
+use super::ack::EVERY_PATIENT;
 use super::delivery::Delivery;
 use super::drain::Drains;
 use super::pace::Pace;
@@ -62,7 +67,15 @@ const LONGEST: f64 = 1e-3;
 const ALIEN: f64 = 1.1 * LONGEST;
 /// Packets of this time go over one path, one after the other: a short time beside the target, and on
 /// quick networks a full call to the kernel.
-const RUN: Duration = Duration::from_micros(30);
+const RUN: Duration = Duration::from_micros(20);
+/// Where waits differ by more than this part of the target, on the average, ...
+const EVEN: f64 = 0.2;
+/// ... it is so many times longer by what they differ by more, up to twice as long.
+const UNEVEN: f64 = 2.0;
+/// In flight is less than this part of what may be: the network is not what limits, but threads are, and these
+/// have most of it where calls to the kernel are few. A run is this part of the window then, at least.
+const ROOMY: f64 = 4.0;
+const PARTS: f64 = 8.0;
 /// More for small windows: Swift's flow scaling.
 const SCALING: f64 = 2.0;
 /// Windows at the start hold this many packets together.
@@ -158,6 +171,8 @@ pub struct Congestion {
     most: f64,
     /// Seconds that packets wait, on the average, and when a window was last made smaller.
     usual: f64,
+    /// How far they are from that, on the average.
+    apart: f64,
     /// The same over few packets.
     lately: f64,
     shrunk: Duration,
@@ -198,6 +213,7 @@ impl Congestion {
             yielded: Duration::ZERO,
             most: most as f64,
             usual: 0.0,
+            apart: 0.0,
             lately: 0.0,
             shrunk: now,
             back: 1.0,
@@ -224,9 +240,22 @@ impl Congestion {
         (self.total * self.back).clamp(self.packet, self.most.max(self.packet))
     }
 
-    /// Bytes that one path should take in a row: what the connection sends in [`RUN`].
-    pub fn run(&self) -> f64 {
-        self.delivery.rate() * RUN.as_secs_f64()
+    /// Bytes that one path should take in a row: what the connection sends in [`RUN`], and more where the network
+    /// is not the limit.
+    pub fn run(&self, flying: u64) -> f64 {
+        let run = self.delivery.rate() * RUN.as_secs_f64();
+        if self.is_roomy(flying) {
+            run.max(self.total() / PARTS)
+        } else {
+            run
+        }
+    }
+
+    /// Whether much less is in flight than may be, and that is much: threads are the limit, or what is there to be
+    /// sent.
+    pub fn is_roomy(&self, flying: u64) -> bool {
+        let total = self.total();
+        flying as f64 * ROOMY < total && total >= ROOMY * f64::from(EVERY_PATIENT) * self.packet
     }
 
     /// Whether bytes may go by the pace, if there is one.
@@ -286,7 +315,13 @@ impl Congestion {
         let packets = (self.total / self.packet).max(0.25);
         let base = TARGET.as_secs_f64();
         let several = self.delivery.takes(SEVERAL * self.packet).min(LONGEST);
-        base.max(several) + (base * SCALING / packets.sqrt()).min(base * SCALING)
+        // Where the rate is not known yet, a target of several packets may be what a slow link needs.
+        let uneven = if several > 0.0 {
+            (UNEVEN * (self.apart - EVEN * base)).clamp(0.0, base)
+        } else {
+            0.0
+        };
+        (base + uneven).max(several) + (base * SCALING / packets.sqrt()).min(base * SCALING)
     }
 
     /// A packet of this path took so long, by both clocks (their difference is not known).
@@ -325,6 +360,7 @@ impl Congestion {
         }
         let waited = window.waited;
         let competes = window.competes;
+        self.apart += ((waited - self.usual).abs() - self.apart) / 64.0;
         self.usual += (waited - self.usual) / 32.0;
         self.lately += (waited - self.lately) / LATELY;
         let around = |wait: f64| {
@@ -592,6 +628,33 @@ mod tests {
         assert!((0.49..0.51).contains(&(cc.windows[0].bytes / full)));
         let sum: f64 = cc.windows.iter().map(|window| window.bytes).sum();
         assert!((sum - cc.total).abs() < 1.0);
+    }
+
+    #[test]
+    fn where_waits_differ_the_target_is_longer() {
+        let target = |waits: [u32; 2]| {
+            let mut cc = Congestion::new(4, 4, 1400, 1 << 30, Duration::ZERO);
+            let mut now = Duration::from_millis(1);
+            for turn in 0..4000 {
+                now += Duration::from_micros(1);
+                ack(&mut cc, (turn % 4) as u8, waits[turn % 2], &trip(300), now);
+            }
+            cc.target()
+        };
+        let (even, uneven) = (target([70, 70]), target([0, 140]));
+        assert!((150e-6..170e-6).contains(&even), "{even}");
+        assert!((220e-6..260e-6).contains(&uneven), "{uneven}");
+    }
+
+    #[test]
+    fn runs_are_longer_where_the_network_is_not_the_limit() {
+        let mut cc = Congestion::new(4, 4, 1400, 1 << 30, Duration::ZERO);
+        cc.total = 1400.0 * 100.0;
+        assert!(!cc.is_roomy(0) && cc.run(0) == 0.0, "too little for that");
+        cc.total = 1400.0 * 1000.0;
+        assert!(cc.is_roomy(1400 * 200) && !cc.is_roomy(1400 * 300));
+        assert_eq!(cc.run(1400 * 200), 1400.0 * 125.0);
+        assert_eq!(cc.run(1400 * 300), 0.0);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | 0 | magic |
 //! | 1 | version |
-//! | 2 | kind, and a flag: acknowledge this at once |
+//! | 2 | kind, and two flags: acknowledge this at once, or with many others |
 //! | 3 | path: the place of the source port in the sender's list |
 //! | 4..8 | connection: the number that the receiver gave it |
 //! | 8..12 | packet number, its low 32 bits |
@@ -29,7 +29,7 @@ mod header;
 
 pub use bare::BARE;
 pub use frame::{Ack, Chunk, Frame, Frames, Heard, Writer};
-pub use header::{GREETING, Greeting, Header, Kind};
+pub use header::{GREETING, Greeting, Haste, Header, Kind};
 
 /// Bytes before the frames.
 pub const HEADER: usize = 24;
@@ -42,7 +42,7 @@ pub const MAX_OFFSET: u64 = (1 << 48) - 1;
 /// Most ranges in one acknowledgement, the newest not counted.
 pub const MAX_RANGES: usize = 63;
 /// The only version there is.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 
 /// Why bytes are not a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

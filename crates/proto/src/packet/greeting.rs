@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::auth::JobKey;
 use super::connection::Dropped;
-use super::format::{GREETING, Greeting, HEADER, Header, Kind, VERSION};
+use super::format::{GREETING, Greeting, HEADER, Haste, Header, Kind, VERSION};
 
 /// Bytes of a greeting's packet.
 pub const PACKET: usize = HEADER + GREETING;
@@ -37,7 +37,7 @@ pub fn emit(out: &mut [u8], kind: Kind, to: u32, path: u8, says: &Greeting, key:
     let header = Header {
         version: VERSION,
         kind,
-        ack_now: false,
+        haste: Haste::Soon,
         path,
         connection: to,
         number: 0,

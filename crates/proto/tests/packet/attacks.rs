@@ -253,7 +253,7 @@ proptest! {
             let number = 10_000 + number as u64;
             let mut packet = vec![0; HEADER];
             let header = Header {
-                version: evener_proto::packet::format::VERSION, kind: evener_proto::packet::format::Kind::Data, ack_now: false, path: 3,
+                version: evener_proto::packet::format::VERSION, kind: evener_proto::packet::format::Kind::Data, haste: evener_proto::packet::format::Haste::Soon, path: 3,
                 connection: 1, number: number as u32, stamp: 5, tag: 0,
             };
             header.emit(&mut packet);

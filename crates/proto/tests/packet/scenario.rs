@@ -401,9 +401,10 @@ impl Comm {
 /// `n` is thread `n`'s where it sends and the next one's where it receives. Comm `n` each way goes over
 /// the connections `lanes[n]`; all comms move as much, and the next round begins when all have. A message
 /// goes over the connection whose turn it is, or over the one that owes its receiver least (`chosen`).
-/// Each packet takes a thread so long, and threads nap as in [`threads`]. The share of both links.
+/// Each packet takes a thread so long, and threads nap as in [`threads`]. Between the nodes are so many equal paths of
+/// these bits in all, which `hash` chooses by the source port. The share of all links.
 pub fn rounds(
-    bits: f64,
+    (bits, paths, hash): (f64, usize, u64),
     config: &Config,
     lanes: &[Vec<usize>],
     chosen: bool,
@@ -412,21 +413,19 @@ pub fn rounds(
     const THREADS: usize = 4;
     const ROUNDS: u64 = 4;
     let amount = 384 / lanes.len() as u64;
-    let mut net = Net::new(vec![Link::new(bits, DELAY), Link::new(bits, DELAY)], 1);
+    let mut net = Net::new(each_way(&vec![bits / paths as f64; paths]), 1);
     let busy: Vec<Rc<Cell<Duration>>> = (0..2 * THREADS).map(|_| Rc::default()).collect();
     for at in 0..2 * THREADS {
         let (connection, way) = (at / 2, at % 2);
-        let (there, back): (Route, Route) = (Rc::from([way]), Rc::from([1 - way]));
-        for (initiates, route) in [(true, there), (false, back)] {
+        for (initiates, way) in [(true, way), (false, 1 - way)] {
             let peer = 2 * at + usize::from(initiates);
             let seed = 10 * at as u64 + u64::from(initiates);
-            let mut host = Host::new(initiates, config.clone(), seed, peer, move |_| {
-                route.clone()
-            });
+            let route = hashed((way * paths..(way + 1) * paths).collect(), hash + seed);
+            let mut host = Host::new(initiates, config.clone(), seed, peer, route);
             let thread = if initiates {
                 way * THREADS + connection
             } else {
-                (1 - way) * THREADS + (connection + 1) % THREADS
+                way * THREADS + (connection + 1) % THREADS
             };
             (host.cost, host.keeps) = (cost, true);
             host.thread = Some(busy[thread].clone());

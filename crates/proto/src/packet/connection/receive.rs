@@ -116,7 +116,7 @@ impl Connection {
             self.welcome = false;
             self.events.push_back(Event::Connected);
         }
-        self.received.insert(number, wants, header.ack_now, now);
+        self.received.insert(number, wants, header.haste, now);
         if wants {
             let at = now.saturating_sub(self.overlooked(arrival.waited, now));
             let delay = micros(at).wrapping_sub(header.stamp);

@@ -6,7 +6,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{Connection, Stage, Transmit, micros};
 use crate::packet::ack::EVERY;
-use crate::packet::format::{BARE, CHUNK, Greeting, HEADER, Header, Kind, Writer, bare};
+use crate::packet::format::{BARE, CHUNK, Greeting, HEADER, Haste, Header, Kind, Writer, bare};
 use crate::packet::greeting;
 use crate::packet::loss::{Content, Fate, Sent};
 use crate::packet::number::low;
@@ -60,7 +60,7 @@ impl Connection {
             let share = Share {
                 total,
                 flying: self.flying,
-                run: congestion.run(),
+                run: congestion.run(self.flying),
             };
             let window = |at| congestion.window(at);
             let fits = self.flying == 0 || (self.flying + size as u64) as f64 <= total;
@@ -265,10 +265,17 @@ impl Connection {
         let total = self.congestion.total();
         let small = total < (2 * EVERY as usize * length) as f64;
         let full = small && (self.flying + 2 * length as u64) as f64 > total;
+        let haste = if probe || !more || full {
+            Haste::Now
+        } else if self.congestion.is_roomy(self.flying) {
+            Haste::Patient
+        } else {
+            Haste::Soon
+        };
         let header = Header {
             version: self.version,
             kind,
-            ack_now: probe || !more || full,
+            haste,
             path: at,
             connection: self.peer.0,
             number: low(number),

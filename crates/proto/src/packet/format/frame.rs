@@ -382,7 +382,7 @@ impl<'a> Writer<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packet::format::{Greeting, HEADER, Header, Kind, VERSION};
+    use crate::packet::format::{Greeting, HEADER, Haste, Header, Kind, VERSION};
     use proptest::prelude::*;
 
     proptest! {
@@ -393,8 +393,9 @@ mod tests {
             payload in prop::collection::vec(any::<u8>(), 0..1400), last in any::<bool>(),
             unit in any::<u16>(),
         ) {
+            let haste = [Haste::Now, Haste::Soon, Haste::Patient][usize::from(unit % 3)];
             let header = Header {
-                version: VERSION, kind: Kind::Data, ack_now: last, path, connection, number,
+                version: VERSION, kind: Kind::Data, haste, path, connection, number,
                 stamp: number, tag: offset,
             };
             let mut packet = [0; 1472];

@@ -4,6 +4,18 @@ use super::{FormatError, HEADER, Reader};
 
 const MAGIC: u8 = 0xe7;
 const ACK_NOW: u8 = 0x80;
+const PATIENT: u8 = 0x40;
+
+/// How soon the sender of a packet wants it acknowledged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Haste {
+    /// At once: it waits for that.
+    Now,
+    /// With a few others.
+    Soon,
+    /// With many others: they are a small part of what it may have on its way.
+    Patient,
+}
 
 /// What a packet is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,8 +39,8 @@ pub struct Header {
     pub version: u8,
     /// What follows.
     pub kind: Kind,
-    /// The sender waits for the acknowledgement.
-    pub ack_now: bool,
+    /// Of its acknowledgement.
+    pub haste: Haste,
     /// Place of the source port in the sender's list.
     pub path: u8,
     /// The receiver's number of the connection; 0 in a hello.
@@ -56,7 +68,12 @@ impl Header {
         };
         bytes[0] = MAGIC;
         bytes[1] = self.version;
-        bytes[2] = kind | if self.ack_now { ACK_NOW } else { 0 };
+        let haste = match self.haste {
+            Haste::Now => ACK_NOW,
+            Haste::Soon => 0,
+            Haste::Patient => PATIENT,
+        };
+        bytes[2] = kind | haste;
         bytes[3] = self.path;
         bytes[4..8].copy_from_slice(&self.connection.to_le_bytes());
         bytes[8..12].copy_from_slice(&self.number.to_le_bytes());
@@ -80,7 +97,7 @@ impl Header {
         let kind = reader.u8("header")?;
         let header = Header {
             version,
-            kind: match kind & !ACK_NOW {
+            kind: match kind & !(ACK_NOW | PATIENT) {
                 1 => Kind::Hello,
                 2 => Kind::Welcome,
                 3 => Kind::Versions,
@@ -88,7 +105,12 @@ impl Header {
                 5 => Kind::Bare,
                 other => return Err(FormatError::Kind(other)),
             },
-            ack_now: kind & ACK_NOW != 0,
+            // Both cannot be: whoever waits is not patient.
+            haste: match (kind & ACK_NOW != 0, kind & PATIENT != 0) {
+                (true, _) => Haste::Now,
+                (false, true) => Haste::Patient,
+                (false, false) => Haste::Soon,
+            },
             path: reader.u8("header")?,
             connection: reader.u32("header")?,
             number: reader.u32("header")?,
