@@ -14,8 +14,8 @@
 //! is at least the time of [`SEVERAL`] packets at the rate at which bytes arrive
 //! ([`delivery`](super::delivery)), a millisecond at most.
 //!
-//! Over many routes the runs of several connections meet in one of them now and then: 20 us of a connection's
-//! bytes are 60 us of a route that is a third as quick. Such a queue is gone when the windows are smaller, and the
+//! Over many routes the runs of several connections meet in one of them now and then: 30 us of a connection's
+//! bytes are 90 us of a route that is a third as quick. Such a queue is gone when the windows are smaller, and the
 //! route stands still. So where waits differ from each other ([`EVEN`]) the target is longer, up to twice.
 //!
 //! A path that a hash put on a busy or slow route has a small window, and the others carry: that is
@@ -67,7 +67,7 @@ const LONGEST: f64 = 1e-3;
 const ALIEN: f64 = 1.1 * LONGEST;
 /// Packets of this time go over one path, one after the other: a short time beside the target, and on
 /// quick networks a full call to the kernel.
-const RUN: Duration = Duration::from_micros(20);
+const RUN: Duration = Duration::from_micros(30);
 /// Where waits differ by more than this part of the target, on the average, ...
 const EVEN: f64 = 0.2;
 /// ... it is so many times longer by what they differ by more, up to twice as long.
