@@ -70,7 +70,7 @@ const ALIEN: f64 = 1.1 * LONGEST;
 const RUN: Duration = Duration::from_micros(30);
 /// Where waits differ by more than this part of the target, on the average, ...
 const EVEN: f64 = 0.2;
-/// ... it is so many times longer by what they differ by more, up to twice as long.
+/// ... it is longer by this multiple of what they differ by more, up to twice as long.
 const UNEVEN: f64 = 2.0;
 /// In flight is less than this part of what may be: the network is not what limits, but threads are, and these
 /// have most of it where calls to the kernel are few. A run is this part of the window then, at least.

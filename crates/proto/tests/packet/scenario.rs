@@ -401,8 +401,8 @@ impl Comm {
 /// `n` is thread `n`'s where it sends and the next one's where it receives. Comm `n` each way goes over
 /// the connections `lanes[n]`; all comms move as much, and the next round begins when all have. A message
 /// goes over the connection whose turn it is, or over the one that owes its receiver least (`chosen`).
-/// Each packet takes a thread so long, and threads nap as in [`threads`]. Between the nodes are so many equal paths of
-/// these bits in all, which `hash` chooses by the source port. The share of all links.
+/// Each packet takes a thread so long, and threads nap as in [`threads`]. Between the nodes are `paths` equal ones of
+/// these bits in all; which one a packet takes depends on its source port and `hash`. The share of all links.
 pub fn rounds(
     (bits, paths, hash): (f64, usize, u64),
     config: &Config,
