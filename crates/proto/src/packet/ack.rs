@@ -1,7 +1,8 @@
 //! The receiver's side of acknowledgements: what has arrived, and when to say so.
 //!
 //! An acknowledgement names ranges of packet numbers, newest first (RFC 9000, section 19.3), so the
-//! loss of one costs nothing: the next says it again. It goes out after [`EVERY`] packets, after
+//! loss of one costs nothing: the next says it again. It goes out after [`EVERY`] packets
+//! ([`EVERY_PATIENT`] if the sender has room for much more), after
 //! [`LONGEST`], or at once if the sender asks for it, which it does with the last packet that it may
 //! send: a short message does not wait for a timer. Gaps do not hasten it: over many paths packets
 //! overtake each other all the time, and what is a gap is for the sender to say.
@@ -20,8 +21,7 @@ use super::format::{Haste, Heard, Writer};
 
 /// Packets that are acknowledged together, ...
 pub const EVERY: u32 = 8;
-/// ... and where the sender is patient: an acknowledgement costs both ends a call to the kernel, as much as that of a
-/// dozen packets.
+/// ... and where the sender is patient: an acknowledgement costs both ends a call to the kernel.
 pub const EVERY_PATIENT: u32 = 40;
 /// The longest that an acknowledgement waits for more packets.
 pub const LONGEST: Duration = Duration::from_micros(100);

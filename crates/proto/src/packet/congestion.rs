@@ -72,9 +72,9 @@ const RUN: Duration = Duration::from_micros(30);
 const EVEN: f64 = 0.2;
 /// ... it is longer by this multiple of what they differ by more, up to twice as long.
 const UNEVEN: f64 = 2.0;
-/// In flight is less than this part of what may be: the network is not what limits, but threads are, and these
-/// have most of it where calls to the kernel are few. A run is this part of the window then, at least.
+/// Where less is in flight than a part in this many of what may be, threads are the limit and the network is not.
 const ROOMY: f64 = 4.0;
+/// Threads have more time where calls to the kernel are few: a run is one part in this many of the window then.
 const PARTS: f64 = 8.0;
 /// More for small windows: Swift's flow scaling.
 const SCALING: f64 = 2.0;
@@ -171,10 +171,10 @@ pub struct Congestion {
     most: f64,
     /// Seconds that packets wait, on the average, and when a window was last made smaller.
     usual: f64,
-    /// How far they are from that, on the average.
-    apart: f64,
     /// The same over few packets.
     lately: f64,
+    /// How far waits are from what is usual, on the average.
+    apart: f64,
     shrunk: Duration,
     /// A round trip in parts of its way there: what is unconfirmed has in part arrived.
     back: f64,
@@ -213,8 +213,8 @@ impl Congestion {
             yielded: Duration::ZERO,
             most: most as f64,
             usual: 0.0,
-            apart: 0.0,
             lately: 0.0,
+            apart: 0.0,
             shrunk: now,
             back: 1.0,
             delivery: Delivery::new(now),

@@ -406,6 +406,9 @@ mod tests {
             place.copy_from_slice(&payload);
             let end = HEADER + writer.written();
             let (parsed, body) = Header::parse(&packet[..end]).unwrap();
+            let mut both = packet;
+            both[2] |= 0xc0;
+            prop_assert!(Header::parse(&both[..end]).is_err(), "at once and patient");
             prop_assert_eq!(parsed, header);
             let frames: Result<Vec<_>, _> = Frames::new(body).collect();
             let credit = Frame::Credit { channel, message, room: offset, unit };

@@ -105,11 +105,11 @@ impl Header {
                 5 => Kind::Bare,
                 other => return Err(FormatError::Kind(other)),
             },
-            // Both cannot be: whoever waits is not patient.
-            haste: match (kind & ACK_NOW != 0, kind & PATIENT != 0) {
-                (true, _) => Haste::Now,
-                (false, true) => Haste::Patient,
-                (false, false) => Haste::Soon,
+            haste: match kind & (ACK_NOW | PATIENT) {
+                0 => Haste::Soon,
+                ACK_NOW => Haste::Now,
+                PATIENT => Haste::Patient,
+                _ => return Err(FormatError::Kind(kind)),
             },
             path: reader.u8("header")?,
             connection: reader.u32("header")?,
