@@ -6,11 +6,13 @@
     python benchmarks/net_gpu.py --slots 1        # on 2 GPUs: nodes of one
     python benchmarks/net_gpu.py --variants evener,other --plugin other=/path/libnccl-net-evener.so
     python benchmarks/net_gpu.py --variants evener,few --plugin few=,EVENER_NET_WORKERS=2
+    python benchmarks/net_gpu.py --quick --repeats 3   # all of it three times, in turn
 
 Needs 4 GPUs (2 with --slots 1; four-nodes always 4; with fewer nodes share them, which needs
 NVIDIA's MPS to say anything: docs/guide/lab.md), the rights that `evener lab` needs, and the
 plug-in (`make setup`). Each cell is a job of its own in a lab of its own; one table at the end, all
-samples in --json. A cell that fails says why and the rest goes on.
+samples in --json. A cell that fails says why and the rest goes on. Two jobs of one kind can differ
+by a fifth, so --repeats runs all of them again; the table then has the median job and the range.
 """
 
 from __future__ import annotations
@@ -102,11 +104,12 @@ CHOICE = re.compile(
     r"AllReduce: (\d+) Bytes -> Algo (\S+) proto (\S+) channel\{Lo\.\.Hi\}=\{([^}]*)\}"
 )
 USING = re.compile(r"Using network (\S+)")
+TOOK = re.compile(r"auto: (\S+ to .*)")
 
 
 def measure(spec: str, variant: dict[str, str], sizes: list[int], timeout: float) -> dict:
     """One job in one lab: per size the samples (the slowest rank's), what NCCL chose, CPU."""
-    found: dict = {"network": None, "choices": {}, "ranks": [], "errors": []}
+    found: dict = {"network": None, "choices": {}, "ranks": [], "errors": [], "took": []}
 
     def on_line(rank: int, node: str, stream: str, line: str) -> None:
         del node
@@ -116,6 +119,8 @@ def measure(spec: str, variant: dict[str, str], sizes: list[int], timeout: float
             found["choices"][int(match[1])] = f"{match[2]} {match[3]} {match[4]}"
         elif match := USING.search(line):
             found["network"] = match[1]
+        elif match := TOOK.search(line):
+            found["took"].append(f"rank {rank}: {match[1].strip()[:200]}")
         elif (stream == "stderr" and "Error" in line) or "WARN" in line:
             found["errors"].append(f"rank {rank}: {line.strip()[:300]}")
 
@@ -163,6 +168,20 @@ def machine() -> dict:
     }
 
 
+def jobs(cells: list[dict]) -> list[list[dict]]:
+    """The cells by network, seed and variant, in the order of the first of each kind."""
+    kinds: dict[tuple[str, str], list[dict]] = {}
+    for cell in cells:
+        kinds.setdefault((cell["spec"], cell["variant"]), []).append(cell)
+    return list(kinds.values())
+
+
+def spread(values: list[float]) -> str:
+    """The median; of several the range too."""
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{middle} [{min(values):.2f}-{max(values):.2f}]"
+
+
 def table(cells: list[dict], sizes: list[int]) -> str:
     """Markdown: a row a network and variant, a column a size."""
     heads = [f"{size >> 20} MiB" for size in sizes]
@@ -172,17 +191,21 @@ def table(cells: list[dict], sizes: list[int]) -> str:
         + " | CPU s/GB |",
         "|---" * (2 + 2 * len(sizes) + 1) + "|",
     ]
-    for cell in cells:
+    for same in jobs(cells):
+        cell = same[0]
         row = [cell["spec"], cell["variant"]]
         for size in sizes:
-            one = cell["sizes"].get(str(size))
-            if one is None:
-                row += ["failed", (cell["errors"] or [f"status {cell['status']}"])[0][:60]]
+            done = [one["sizes"][str(size)] for one in same if str(size) in one["sizes"]]
+            if len(done) < len(same):
+                bad = next(one for one in same if str(size) not in one["sizes"])
+                why = (bad["errors"] or [f"status {bad['status']}"])[0][:60]
+                row += [f"{len(same) - len(done)} of {len(same)} failed", why]
             else:
-                row.append(f"{one['algbw_GBps']:.2f} ({one['median_s'] * 1e3:.2f})")
-                row.append(one["choice"] or "?")
-        largest = cell["sizes"].get(str(sizes[-1]))
-        row.append(f"{largest['cpu_s_per_GB']:.2f}" if largest else "")
+                milliseconds = statistics.median(one["median_s"] for one in done) * 1e3
+                row.append(f"{spread([one['algbw_GBps'] for one in done])} ({milliseconds:.2f})")
+                row.append(done[0]["choice"] or "?")
+        last = [one["sizes"].get(str(sizes[-1])) for one in same]
+        row.append(spread([one["cpu_s_per_GB"] for one in last if one]) if any(last) else "")
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -195,6 +218,7 @@ def main() -> int:
     parser.add_argument("--fastsocket", type=Path, help="libnccl-net.so of fastsocket")
     parser.add_argument("--seeds", type=int, default=5, help="1 to so many")
     parser.add_argument("--only-seed", type=int, help="this one alone")
+    parser.add_argument("--repeats", type=int, default=1, help="jobs of each kind, in turn")
     parser.add_argument("--sizes", help="MiB, separated by commas: 1,64,256")
     parser.add_argument("--timeout", type=float, default=60, help="seconds a job")
     parser.add_argument("--algo", help="fix NCCL_ALGO for all, for instance Ring")
@@ -223,38 +247,43 @@ def main() -> int:
         }
     cells = []
     began = time.time()
-    for network in options.networks.split(","):
-        numbers = range(1, (seeds if network in SEEDED else 1) + 1)
-        for seed in [options.only_seed] if options.only_seed else numbers:
-            spec = NETWORKS[network].replace("2x2", f"2x{options.slots}")
-            spec += f",seed={seed}" if seed > 1 else ""
-            for name in options.variants.split(","):
-                variant = dict(VARIANTS[name])
-                if variant["NCCL_NET"] == NCCL_NAME:
-                    variant.setdefault("NCCL_NET_PLUGIN", str(plugin_path()))
-                if name.startswith("fastsocket"):
-                    variant["NCCL_NET_PLUGIN"] = str(options.fastsocket.resolve())
-                if options.algo:
-                    variant["NCCL_ALGO"] = options.algo
-                started = time.time()
-                try:
-                    cell = measure(spec, variant, sizes, options.timeout)
-                except Exception as error:  # noqa: BLE001 - one cell must not end the table
-                    cell = {"status": -1, "errors": [repr(error)], "network": None, "sizes": {}}
-                cells.append({"name": network, "spec": spec, "variant": name, **cell})
-                shown = {size: round(one["algbw_GBps"], 2) for size, one in cell["sizes"].items()}
-                print(
-                    f"{time.time() - began:6.1f}s {spec} {name}: {shown} GB/s via "
-                    f"{cell['network']} ({time.time() - started:.1f} s) {cell['errors'][:2]}",
-                    flush=True,
-                )
-                record = {
-                    "command": " ".join(["python", "benchmarks/net_gpu.py", *sys.argv[1:]]),
-                    "machine": machine(),
-                    "cells": cells,
-                }
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    plan = [
+        (network, seed)
+        for _ in range(options.repeats)
+        for network in options.networks.split(",")
+        for seed in ([options.only_seed] if options.only_seed else range(1, seeds + 1))
+        if seed == 1 or network in SEEDED or options.only_seed
+    ]
+    for network, seed in plan:
+        spec = NETWORKS[network].replace("2x2", f"2x{options.slots}")
+        spec += f",seed={seed}" if seed > 1 else ""
+        for name in options.variants.split(","):
+            variant = dict(VARIANTS[name])
+            if variant["NCCL_NET"] == NCCL_NAME:
+                variant.setdefault("NCCL_NET_PLUGIN", str(plugin_path()))
+            if name.startswith("fastsocket"):
+                variant["NCCL_NET_PLUGIN"] = str(options.fastsocket.resolve())
+            if options.algo:
+                variant["NCCL_ALGO"] = options.algo
+            started = time.time()
+            try:
+                cell = measure(spec, variant, sizes, options.timeout)
+            except Exception as error:  # noqa: BLE001 - one cell must not end the table
+                cell = {"status": -1, "errors": [repr(error)], "network": None, "sizes": {}}
+            cells.append({"name": network, "spec": spec, "variant": name, **cell})
+            shown = {size: round(one["algbw_GBps"], 2) for size, one in cell["sizes"].items()}
+            print(
+                f"{time.time() - began:6.1f}s {spec} {name}: {shown} GB/s via "
+                f"{cell['network']} ({time.time() - started:.1f} s) {cell['errors'][:2]}",
+                flush=True,
+            )
+            record = {
+                "command": " ".join(["python", "benchmarks/net_gpu.py", *sys.argv[1:]]),
+                "machine": machine(),
+                "cells": cells,
+            }
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print()
     print(table(cells, sizes))
     return 0

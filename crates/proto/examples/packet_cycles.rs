@@ -1,0 +1,189 @@
+//! What the protocol takes of a processor for each packet, without a kernel and without a network:
+//! `cargo run --release -p evener-proto --example packet_cycles [FILE.json]`.
+//!
+//! Two connections in one thread. One sends messages of 512 KiB, eight per channel at a time, in calls of up to 44
+//! packets; the other hears each call and acknowledges. Bytes are copied out of and into 8 MiB at each end, as the
+//! engine does. Time is counted for each stage; the connections' own clock goes on by 20 us per call.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    reason = "a bench may panic"
+)]
+
+use std::time::{Duration, Instant};
+
+use evener_proto::packet::{
+    Accepted, Arrival, Config, Connection, Event, JobKey, Own, Place, Span, accept,
+};
+
+const MESSAGE: u64 = 512 << 10;
+const AHEAD: u64 = 8;
+const CHANNELS: u32 = 2;
+const MEMORY: usize = 8 << 20;
+const DATAGRAM: usize = 1472;
+const CALL: usize = 44;
+const STEP: Duration = Duration::from_micros(20);
+const STAGES: [&str; 4] = ["send", "receive", "acknowledge", "be acknowledged"];
+
+/// One end: a connection, memory, and the packets of a call.
+struct End {
+    connection: Connection,
+    memory: Vec<u8>,
+    packets: Vec<u8>,
+    lengths: Vec<usize>,
+}
+
+fn place(channel: u32, message: u64, offset: u64) -> usize {
+    let slot = (u64::from(channel) * AHEAD + message % AHEAD) * MESSAGE;
+    ((slot + offset) % MEMORY as u64) as usize
+}
+
+impl End {
+    fn new(connection: Connection) -> End {
+        End {
+            connection,
+            memory: (0..MEMORY).map(|at| (at * 31) as u8).collect(),
+            packets: vec![0; (CALL + 1) * DATAGRAM],
+            lengths: Vec::new(),
+        }
+    }
+
+    /// One call's packets. Whether there were any.
+    fn send(&mut self, now: Duration) -> bool {
+        let memory = &self.memory;
+        let mut read = |span: &Span, to: &mut [u8]| {
+            let at = place(span.channel, span.message, span.offset);
+            to.copy_from_slice(&memory[at..at + to.len()]);
+        };
+        self.lengths.clear();
+        let mut filled = 0;
+        while self.lengths.len() < CALL {
+            let out = &mut self.packets[filled..filled + DATAGRAM];
+            let Some(sent) = self.connection.transmit(now, out, &mut read) else {
+                break;
+            };
+            filled += sent.length;
+            self.lengths.push(sent.length);
+        }
+        !self.lengths.is_empty()
+    }
+
+    fn hear(&mut self, from: &End, now: Duration) {
+        let memory = &mut self.memory;
+        let mut put = |one: Place<'_>| {
+            let at = place(one.channel, one.message, one.offset);
+            memory[at..at + one.bytes.len()].copy_from_slice(one.bytes);
+        };
+        let mut at = 0;
+        for length in &from.lengths {
+            let packet = &from.packets[at..at + length];
+            let arrival = Arrival::default();
+            self.connection
+                .receive(packet, arrival, now, &mut put)
+                .expect("it is the peer's");
+            at += length;
+        }
+        self.connection.on_time(now);
+    }
+}
+
+fn pair() -> (End, End) {
+    let (job, now) = (JobKey::new([7; 16]), Duration::ZERO);
+    let own = |random| Own {
+        connection: random as u32,
+        random,
+    };
+    let mut one = Connection::connect(Config::default(), job, own(1), now);
+    let mut hello = vec![0; DATAGRAM];
+    let sent = one
+        .transmit(now, &mut hello, &mut |_, _| {})
+        .expect("a hello");
+    let accepted = accept(Config::default(), job, own(2), &hello[..sent.length], now);
+    let Ok(Accepted::Connection(other)) = accepted else {
+        panic!("no connection: {accepted:?}");
+    };
+    (End::new(one), End::new(*other))
+}
+
+/// Seconds of each stage, and packets with bytes.
+fn run(packets: u64) -> ([f64; 4], u64, u64) {
+    let (mut from, mut to) = pair();
+    let mut now = STEP;
+    for channel in 0..CHANNELS {
+        for _ in 0..AHEAD {
+            from.connection.send(channel, MESSAGE);
+            to.connection.post(channel, MESSAGE);
+        }
+    }
+    let mut seconds = [0.0; 4];
+    let (mut skipped, mut acks) = (0, 0);
+    let warm = packets / 4;
+    loop {
+        let before = from.connection.stats().sent;
+        if before >= packets {
+            return (seconds, before - skipped, acks);
+        }
+        if before < warm {
+            (seconds, skipped, acks) = ([0.0; 4], before, 0);
+        }
+        let mut last = Instant::now();
+        let mut stage = |at: usize| {
+            let now = Instant::now();
+            seconds[at] += (now - last).as_secs_f64();
+            last = now;
+        };
+        let any = from.send(now);
+        stage(0);
+        if any {
+            to.hear(&from, now + STEP);
+        }
+        stage(1);
+        while to.send(now + STEP) {
+            acks += to.lengths.len() as u64;
+            stage(2);
+            from.hear(&to, now + 2 * STEP);
+            stage(3);
+        }
+        // A day's worth of nothing must end.
+        now += if any { STEP } else { 100 * STEP };
+        from.connection.on_time(now);
+        while let Some(event) = from.connection.event() {
+            if let Event::Sent { channel, .. } = event {
+                from.connection.send(channel, MESSAGE);
+            }
+        }
+        while let Some(event) = to.connection.event() {
+            if let Event::Received { channel, .. } = event {
+                to.connection.post(channel, MESSAGE);
+            }
+        }
+    }
+}
+
+fn main() {
+    let packets = 400_000;
+    let best = (0..5).map(|_| run(packets)).min_by(|one, other| {
+        let all = |run: &([f64; 4], u64, u64)| run.0.iter().sum::<f64>();
+        all(one).total_cmp(&all(other))
+    });
+    let (seconds, count, acks) = best.expect("there were runs");
+    let each = |at: usize| seconds[at] / count as f64 * 1e9;
+    let all: f64 = (0..4).map(each).sum();
+    for (at, stage) in STAGES.iter().enumerate() {
+        println!("{stage:16} {:6.1} ns per packet with bytes", each(at));
+    }
+    println!(
+        "{:16} {all:6.1} ns, {:.1} packets per acknowledgement",
+        "all",
+        count as f64 / acks as f64
+    );
+    if let Some(file) = std::env::args().nth(1) {
+        let parts: Vec<String> = (0..4)
+            .map(|at| format!("\"{}_ns\":{:.1}", STAGES[at].replace(' ', "_"), each(at)))
+            .collect();
+        let text = format!("{{{},\"all_ns\":{all:.1}}}\n", parts.join(","));
+        std::fs::write(&file, text).expect("it can be written");
+    }
+}
