@@ -22,7 +22,7 @@ try:
 except Exception:
     problems.append("python3 has no ensurepip: install the package python3-venv")
 if not shutil.which("cargo"):
-    problems.append("cargo is missing: install Rust 1.88 or later from https://rustup.rs")
+    problems.append("cargo is missing: install Rust 1.89 or later from https://rustup.rs")
 if not (shutil.which("cc") or shutil.which("gcc")):
     problems.append("no C compiler (cc): install the package gcc")
 if not os.path.isdir(".venv"):

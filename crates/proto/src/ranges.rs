@@ -14,6 +14,14 @@ impl Ranges {
         if start >= end {
             return;
         }
+        // In order, as almost always.
+        if let Some(last) = self.parts.last_mut()
+            && last.1 == start
+        {
+            last.1 = end;
+            self.total += end - start;
+            return;
+        }
         // The first part that ends at or after `start` may touch the new one.
         let first = self.parts.partition_point(|part| part.1 < start);
         let last = self.parts.partition_point(|part| part.0 <= end);

@@ -11,6 +11,7 @@ use rustc_hash::FxHashMap;
 
 use super::format::Chunk;
 use super::number;
+use super::numbered::Numbered;
 use crate::ranges::Ranges;
 
 /// What becomes of a chunk.
@@ -48,43 +49,54 @@ impl Buffer {
     }
 }
 
+/// The buffers of a channel.
+#[derive(Debug, Default)]
+struct Channel {
+    /// The number of the next message.
+    next: u64,
+    posted: Numbered<Buffer>,
+}
+
 /// All posted buffers of one side.
 #[derive(Debug, Default)]
 pub struct Incoming {
-    next: FxHashMap<u32, u64>,
-    buffers: FxHashMap<(u32, u64), Buffer>,
+    channels: FxHashMap<u32, Channel>,
+    /// How many buffers wait.
+    waiting: usize,
 }
 
 impl Incoming {
     /// A buffer of `room` bytes is there: the number of the message that will come into it. With a `unit` it
     /// takes bare packets of that much payload, and no others.
     pub fn post(&mut self, channel: u32, room: u64, unit: u16) -> u64 {
-        let next = self.next.entry(channel).or_insert(0);
-        let message = *next;
-        *next += 1;
+        let channel = self.channels.entry(channel).or_default();
+        let message = channel.next;
+        channel.next += 1;
         let buffer = Buffer {
             room,
             unit: u64::from(unit),
             got: Ranges::default(),
             total: None,
         };
-        self.buffers.insert((channel, message), buffer);
+        channel.posted.insert(message, buffer);
+        self.waiting += 1;
         message
     }
 
     /// The full number of a message of this channel.
     pub fn number(&self, channel: u32, low: u32) -> u64 {
-        number::expand(low, self.next.get(&channel).copied().unwrap_or(0))
+        let next = self.channels.get(&channel).map_or(0, |of| of.next);
+        number::expand(low, next)
     }
 
     /// What would become of this chunk, of a bare packet or another; nothing changes.
     pub fn judge(&self, chunk: &Chunk<'_>, bare: bool) -> Verdict {
-        let Some(next) = self.next.get(&chunk.channel) else {
+        let Some(channel) = self.channels.get(&chunk.channel) else {
             return Verdict::NotPosted;
         };
-        let message = number::expand(chunk.message, *next);
-        let Some(buffer) = self.buffers.get(&(chunk.channel, message)) else {
-            return if message < *next {
+        let message = number::expand(chunk.message, channel.next);
+        let Some(buffer) = channel.posted.get(message) else {
+            return if message < channel.next {
                 Verdict::Echo
             } else {
                 Verdict::NotPosted
@@ -105,33 +117,37 @@ impl Incoming {
 
     /// A chunk's bytes were placed. The message's length, if it is complete.
     pub fn placed(&mut self, message: u64, chunk: &Chunk<'_>) -> Option<u64> {
-        let key = (chunk.channel, message);
-        let buffer = self.buffers.get_mut(&key)?;
+        let posted = &mut self.channels.get_mut(&chunk.channel)?.posted;
+        let buffer = posted.get_mut(message)?;
         let end = chunk.offset + chunk.payload.len() as u64;
         buffer.got.insert(chunk.offset, end);
         if chunk.last {
             buffer.total = Some(end);
         }
         let total = buffer.total.filter(|total| buffer.got.total() >= *total)?;
-        self.buffers.remove(&key);
+        posted.remove(message);
+        self.waiting -= 1;
         Some(total)
     }
 
     /// The peer will not send this one.
     pub fn refused(&mut self, channel: u32, message: u64) -> Option<u64> {
-        self.buffers
-            .remove(&(channel, message))
-            .map(|buffer| buffer.room)
+        let buffer = self.channels.get_mut(&channel)?.posted.remove(message)?;
+        self.waiting -= 1;
+        Some(buffer.room)
     }
 
     /// No byte of this channel is placed any more: what still comes counts as heard before.
     pub fn forget(&mut self, channel: u32) {
-        self.buffers.retain(|key, _| key.0 != channel);
+        if let Some(channel) = self.channels.get_mut(&channel) {
+            self.waiting -= channel.posted.len();
+            channel.posted.clear();
+        }
     }
 
     /// Whether buffers wait.
     pub fn waits(&self) -> bool {
-        !self.buffers.is_empty()
+        self.waiting > 0
     }
 }
 

@@ -42,7 +42,7 @@ pub const MAX_OFFSET: u64 = (1 << 48) - 1;
 /// Most ranges in one acknowledgement, the newest not counted.
 pub const MAX_RANGES: usize = 63;
 /// The only version there is.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 
 /// Why bytes are not a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -68,6 +68,7 @@ pub enum FormatError {
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
+    #[inline(always)]
     fn take(&mut self, count: usize, what: &'static str) -> Result<&'a [u8], FormatError> {
         let (taken, rest) = self
             .0
@@ -77,6 +78,7 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
+    #[inline(always)]
     fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], FormatError> {
         let (taken, rest) = self
             .0
@@ -86,22 +88,24 @@ impl<'a> Reader<'a> {
         Ok(*taken)
     }
 
+    #[inline(always)]
     fn u8(&mut self, what: &'static str) -> Result<u8, FormatError> {
         Ok(self.array::<1>(what)?[0])
     }
 
+    #[inline(always)]
     fn u16(&mut self, what: &'static str) -> Result<u16, FormatError> {
         Ok(u16::from_le_bytes(self.array(what)?))
     }
 
+    #[inline(always)]
     fn u32(&mut self, what: &'static str) -> Result<u32, FormatError> {
         Ok(u32::from_le_bytes(self.array(what)?))
     }
 
+    #[inline(always)]
     fn u48(&mut self, what: &'static str) -> Result<u64, FormatError> {
-        let bytes: [u8; 6] = self.array(what)?;
-        let mut word = [0; 8];
-        word[..6].copy_from_slice(&bytes);
-        Ok(u64::from_le_bytes(word))
+        let (low, high) = (self.u32(what)?, self.u16(what)?);
+        Ok(u64::from(low) | u64::from(high) << 32)
     }
 }

@@ -31,6 +31,7 @@ pub mod greeting;
 pub mod loss;
 pub mod mtu;
 pub mod number;
+mod numbered;
 pub mod outgoing;
 mod pace;
 pub mod paths;

@@ -17,9 +17,10 @@
 
 use std::collections::VecDeque;
 
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 
 use super::format::CHUNK;
+use super::numbered::Numbered;
 use crate::ranges::Ranges;
 
 /// A message of a channel.
@@ -75,51 +76,84 @@ pub enum Met {
     },
 }
 
-/// The large messages of a channel that have something to send, the next first.
+/// A channel's messages.
 #[derive(Debug, Default)]
-struct Line {
-    messages: VecDeque<u64>,
-    /// Bytes in its present turn.
+struct Channel {
+    /// What it is called.
+    name: u32,
+    /// The number of the next message.
+    next: u64,
+    /// Nothing of it goes any more.
+    closed: bool,
+    /// Those that have their credit and are not complete.
+    messages: Numbered<Message>,
+    /// The large ones that have something to send, the next first, and bytes in its present turn.
+    line: VecDeque<u64>,
     sent: u64,
 }
+
+/// A message under way: the place of its channel, and its number in it.
+type Place = (usize, u64);
 
 /// All messages of one side.
 #[derive(Debug, Default)]
 pub struct Outgoing {
-    next: FxHashMap<u32, u64>,
+    channels: Vec<Channel>,
+    places: FxHashMap<u32, usize>,
     /// Messages without credit: their length, and that of their pieces.
     waiting: FxHashMap<Key, (u64, u16)>,
     /// Credits without message: the room, and the pieces that are wanted.
     credits: FxHashMap<Key, (u64, u16)>,
-    messages: FxHashMap<Key, Message>,
-    small: VecDeque<Key>,
-    lines: FxHashMap<u32, Line>,
-    /// Channels whose line is not empty, in turn.
-    large: VecDeque<u32>,
-    /// Channels of which nothing goes any more.
-    closed: FxHashSet<u32>,
+    /// Messages that have their credit and are not complete.
+    started: usize,
+    small: VecDeque<Place>,
+    /// Places of channels whose line is not empty, in turn.
+    large: VecDeque<usize>,
 }
 
 impl Outgoing {
+    fn channel(&self, channel: u32) -> Option<&Channel> {
+        self.channels.get(*self.places.get(&channel)?)
+    }
+
+    /// The place of a channel, which is made if it is new.
+    fn place(&mut self, channel: u32) -> usize {
+        *self.places.entry(channel).or_insert_with(|| {
+            self.channels.push(Channel {
+                name: channel,
+                ..Channel::default()
+            });
+            self.channels.len() - 1
+        })
+    }
+
+    fn message(&mut self, (place, message): Place) -> Option<&mut Message> {
+        self.channels.get_mut(place)?.messages.get_mut(message)
+    }
+
     /// The number that the next message of a channel gets.
     pub fn next(&self, channel: u32) -> u64 {
-        self.next.get(&channel).copied().unwrap_or(0)
+        self.channel(channel).map_or(0, |channel| channel.next)
+    }
+
+    fn is_closed(&self, channel: u32) -> bool {
+        self.channel(channel).is_some_and(|channel| channel.closed)
     }
 
     /// A message of `total` bytes, in pieces of `unit` (0: cut anywhere). In a channel that is forgotten it gets
     /// a number, and never goes.
     pub fn send(&mut self, channel: u32, total: u64, unit: u16) -> (u64, Met) {
-        let next = self.next.entry(channel).or_insert(0);
-        let message = *next;
-        *next += 1;
-        let key = (channel, message);
-        if self.closed.contains(&channel) {
+        let place = self.place(channel);
+        let of = &mut self.channels[place];
+        let message = of.next;
+        of.next += 1;
+        if of.closed {
             return (message, Met::Waits);
         }
-        match self.credits.remove(&key) {
-            Some(credit) => (message, self.start(key, (total, unit), credit)),
+        match self.credits.remove(&(channel, message)) {
+            Some(credit) => (message, self.start((place, message), (total, unit), credit)),
             None => {
-                self.waiting.insert(key, (total, unit));
+                self.waiting.insert((channel, message), (total, unit));
                 (message, Met::Waits)
             }
         }
@@ -135,11 +169,12 @@ impl Outgoing {
     /// A credit from the peer. `None`: there are too many without a message.
     pub fn credit(&mut self, channel: u32, message: u64, room: u64, unit: u16) -> Option<Met> {
         let key = (channel, message);
-        if let Some(message) = self.waiting.remove(&key) {
-            return Some(self.start(key, message, (room, unit)));
+        if let Some(waiting) = self.waiting.remove(&key) {
+            let place = self.place(channel);
+            return Some(self.start((place, message), waiting, (room, unit)));
         }
         // One that is said twice, or for nothing.
-        if message < self.next(channel) || self.closed.contains(&channel) {
+        if message < self.next(channel) || self.is_closed(channel) {
             return Some(Met::Waits);
         }
         if self.credits.len() >= MOST_CREDITS && !self.credits.contains_key(&key) {
@@ -149,7 +184,7 @@ impl Outgoing {
         Some(Met::Waits)
     }
 
-    fn start(&mut self, key: Key, (total, unit): (u64, u16), (room, wanted): (u64, u16)) -> Met {
+    fn start(&mut self, at: Place, (total, unit): (u64, u16), (room, wanted): (u64, u16)) -> Met {
         // Of another form: the buffer has room for none of it. Both ends agree on the form before, so that is
         // a mistake of one of them, and must not look like silence.
         let room = if unit == wanted { room } else { 0 };
@@ -165,39 +200,43 @@ impl Outgoing {
             arrived: Ranges::default(),
             queued: false,
         };
-        self.messages.insert(key, message);
-        self.queue(key, false);
+        self.channels[at.0].messages.insert(at.1, message);
+        self.started += 1;
+        self.queue(at, false);
         Met::Ready
     }
 
-    fn queue(&mut self, key: Key, first: bool) {
-        let Some(message) = self.messages.get_mut(&key) else {
+    fn queue(&mut self, at: Place, first: bool) {
+        let Some(message) = self.message(at) else {
             return;
         };
         if std::mem::replace(&mut message.queued, true) {
             return;
         }
         if message.total <= SMALL {
-            put(&mut self.small, key, first);
+            put(&mut self.small, at, first);
             return;
         }
-        let line = self.lines.entry(key.0).or_default();
-        if line.messages.is_empty() {
-            put(&mut self.large, key.0, first);
+        let line = &mut self.channels[at.0].line;
+        if line.is_empty() {
+            put(&mut self.large, at.0, first);
         }
-        put(&mut line.messages, key.1, first);
+        put(line, at.1, first);
     }
 
     /// Nothing of this channel goes any more, and its credits mean nothing. Its numbers go on: what is
     /// confirmed late must not be taken for another message.
     pub fn forget(&mut self, channel: u32) {
-        self.closed.insert(channel);
+        let place = self.place(channel);
+        let of = &mut self.channels[place];
+        self.started -= of.messages.len();
+        of.closed = true;
+        of.messages.clear();
+        (of.line, of.sent) = (VecDeque::new(), 0);
         self.waiting.retain(|key, _| key.0 != channel);
         self.credits.retain(|key, _| key.0 != channel);
-        self.messages.retain(|key, _| key.0 != channel);
-        self.small.retain(|key| key.0 != channel);
-        self.lines.remove(&channel);
-        self.large.retain(|of| *of != channel);
+        self.small.retain(|at| at.0 != place);
+        self.large.retain(|at| *at != place);
     }
 
     /// Whether there is something that could go now.
@@ -207,7 +246,7 @@ impl Outgoing {
 
     /// Whether any message is not complete.
     pub fn is_idle(&self) -> bool {
-        self.messages.is_empty() && self.waiting.is_empty()
+        self.started == 0 && self.waiting.is_empty()
     }
 
     /// The next bytes for a packet with so much room, their frame's header included. `None`: nothing is left,
@@ -224,69 +263,70 @@ impl Outgoing {
 
     /// Whether what goes next is for a bare packet.
     pub fn is_bare(&mut self) -> bool {
-        let key = self.front();
-        let message = key.and_then(|key| self.messages.get(&key));
+        let at = self.front();
+        let message = at.and_then(|at| self.message(at));
         message.is_some_and(|message| message.unit > 0)
     }
 
     /// The message that is next, and has something to send.
-    fn front(&mut self) -> Option<Key> {
+    fn front(&mut self) -> Option<Place> {
         loop {
             let small = self.small.front().copied();
-            let key = small.or_else(|| self.next_large())?;
-            if self.messages.get_mut(&key).is_some_and(Message::has_more) {
-                return Some(key);
+            let at = small.or_else(|| self.next_large())?;
+            if self.message(at).is_some_and(Message::has_more) {
+                return Some(at);
             }
             // It has gone, or what was lost of it has arrived after all.
-            self.leave(key);
+            self.leave(at);
         }
     }
 
     fn cut(&mut self, most: u64, bare: bool) -> Option<Span> {
-        let key = self.front()?;
-        let message = self.messages.get_mut(&key)?;
+        let at = self.front()?;
+        let channel = self.channels.get_mut(at.0)?;
+        let message = channel.messages.get_mut(at.1)?;
         if (message.unit > 0) != bare {
             return None;
         }
         let most = if bare { message.unit } else { most };
         let (offset, end) = message.pull(most)?;
         let span = Span {
-            channel: key.0,
-            message: key.1,
+            channel: channel.name,
+            message: at.1,
             offset,
             length: (end - offset) as u32,
             last: end == message.total,
         };
         let large = message.total > SMALL;
         if message.lost.is_empty() && message.ended {
-            self.leave(key);
+            self.leave(at);
         }
-        if large && let Some(line) = self.lines.get_mut(&key.0) {
-            line.sent += u64::from(span.length);
-            if line.sent >= TURN && !line.messages.is_empty() {
-                line.sent = 0;
+        if large && let Some(channel) = self.channels.get_mut(at.0) {
+            channel.sent += u64::from(span.length);
+            if channel.sent >= TURN && !channel.line.is_empty() {
+                channel.sent = 0;
                 self.large.rotate_left(1);
             }
         }
         Some(span)
     }
 
-    fn next_large(&self) -> Option<Key> {
-        let channel = *self.large.front()?;
-        Some((channel, *self.lines.get(&channel)?.messages.front()?))
+    fn next_large(&self) -> Option<Place> {
+        let place = *self.large.front()?;
+        Some((place, *self.channels.get(place)?.line.front()?))
     }
 
     /// The first of its list has nothing to send now.
-    fn leave(&mut self, key: Key) {
-        if let Some(message) = self.messages.get_mut(&key) {
+    fn leave(&mut self, at: Place) {
+        if let Some(message) = self.message(at) {
             message.queued = false;
         }
-        if self.small.front() == Some(&key) {
+        if self.small.front() == Some(&at) {
             self.small.pop_front();
-        } else if let Some(line) = self.lines.get_mut(&key.0) {
-            line.messages.pop_front();
-            if line.messages.is_empty() {
-                line.sent = 0;
+        } else if let Some(channel) = self.channels.get_mut(at.0) {
+            channel.line.pop_front();
+            if channel.line.is_empty() {
+                channel.sent = 0;
                 self.large.pop_front();
             }
         }
@@ -294,8 +334,11 @@ impl Outgoing {
 
     /// These bytes were in a packet that is lost.
     pub fn lost(&mut self, span: &Span) {
-        let key = (span.channel, span.message);
-        let Some(message) = self.messages.get_mut(&key) else {
+        let Some(place) = self.places.get(&span.channel).copied() else {
+            return;
+        };
+        let at = (place, span.message);
+        let Some(message) = self.message(at) else {
             return;
         };
         let end = span.offset + u64::from(span.length);
@@ -304,20 +347,23 @@ impl Outgoing {
         } else if !message.arrived.contains(span.offset, end) {
             message.lost.push((span.offset, end));
         }
-        self.queue(key, true);
+        self.queue(at, true);
     }
 
     /// These bytes have arrived. `true`: and with them the message is complete.
     pub fn arrived(&mut self, span: &Span) -> bool {
-        let key = (span.channel, span.message);
-        let Some(message) = self.messages.get_mut(&key) else {
+        let Some(place) = self.places.get(&span.channel).copied() else {
+            return false;
+        };
+        let Some(message) = self.message((place, span.message)) else {
             return false;
         };
         let end = span.offset + u64::from(span.length);
         message.arrived.insert(span.offset, end);
         let complete = message.arrived.total() == message.total;
         if complete {
-            self.messages.remove(&key);
+            self.channels[place].messages.remove(span.message);
+            self.started -= 1;
         }
         complete
     }

@@ -77,13 +77,18 @@ impl Connection {
         if !key.verify(tagged, number, header.tag) {
             return Err(Dropped::Forged);
         }
-        if is_bare {
-            let chunk = bare::parse(packet).map_err(Dropped::Malformed)?;
-            if self.incoming.judge(&chunk, true) == Verdict::NotPosted {
+        let alone = if is_bare {
+            Some(bare::parse(packet).map_err(Dropped::Malformed)?)
+        } else {
+            Chunk::alone(body)
+        };
+        if let Some(chunk) = &alone {
+            let verdict = self.incoming.judge(chunk, is_bare);
+            if verdict == Verdict::NotPosted {
                 return Err(Dropped::NotPosted);
             }
             self.taken(&header, number, true, arrival, now);
-            self.place(&chunk, true, place);
+            self.place(chunk, verdict, is_bare, place);
             return Ok(());
         }
         // All of it makes sense, or nothing is done.
@@ -134,8 +139,14 @@ impl Connection {
     }
 
     /// Bytes go where they belong.
-    fn place(&mut self, chunk: &Chunk<'_>, bare: bool, place: &mut dyn FnMut(Place<'_>)) {
-        let Verdict::Place(message) = self.incoming.judge(chunk, bare) else {
+    fn place(
+        &mut self,
+        chunk: &Chunk<'_>,
+        verdict: Verdict,
+        bare: bool,
+        place: &mut dyn FnMut(Place<'_>),
+    ) {
+        let Verdict::Place(message) = verdict else {
             self.stats.echoes += chunk.payload.len() as u64;
             return;
         };
@@ -180,7 +191,11 @@ impl Connection {
         place: &mut dyn FnMut(Place<'_>),
     ) {
         match *frame {
-            Frame::Chunk(chunk) => self.place(&chunk, false, place),
+            Frame::Chunk(chunk) => {
+                // Anew: a chunk before it in the packet may have been the same.
+                let verdict = self.incoming.judge(&chunk, false);
+                self.place(&chunk, verdict, false, place);
+            }
             Frame::Ack(ack) => self.acknowledged(&ack, now),
             Frame::Credit {
                 channel,

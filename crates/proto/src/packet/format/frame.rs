@@ -20,6 +20,29 @@ pub struct Chunk<'a> {
     pub payload: &'a [u8],
 }
 
+impl<'a> Chunk<'a> {
+    /// The chunk that is all of these frames, as in almost every packet with bytes: read at once, where [`Frames`]
+    /// reads field by field. `None`: they are something else, or wrong.
+    #[inline(always)]
+    pub fn alone(body: &'a [u8]) -> Option<Chunk<'a>> {
+        let (head, payload) = body.split_first_chunk::<CHUNK>()?;
+        let word =
+            |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let half = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
+        let offset = u64::from(word(11)) | u64::from(half(15)) << 32;
+        let fits = head[0] & !LAST == CHUNK_FRAME
+            && usize::from(half(1)) == payload.len()
+            && offset + payload.len() as u64 <= MAX_OFFSET;
+        fits.then_some(Chunk {
+            channel: word(3),
+            message: word(7),
+            offset,
+            last: head[0] & LAST != 0,
+            payload,
+        })
+    }
+}
+
 /// What came over one path since the last acknowledgement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heard {
@@ -414,6 +437,26 @@ mod tests {
             let credit = Frame::Credit { channel, message, room: offset, unit };
             let chunk = Frame::Chunk(Chunk { channel, message, offset, last, payload: &payload });
             prop_assert_eq!(frames, Ok(vec![credit, chunk]));
+        }
+
+        /// What is read at once is what is read field by field, whatever bytes those are.
+        #[test]
+        fn a_chunk_alone_is_what_its_fields_say(
+            mut body in prop::collection::vec(any::<u8>(), 0..60), kind in 0u8..4, right in 0u8..4,
+        ) {
+            if let (true, Ok(length)) = (right > 0, u16::try_from(body.len().saturating_sub(CHUNK))) {
+                for (byte, value) in body.iter_mut().zip([CHUNK_FRAME | if kind & 1 == 1 { LAST } else { 0 }]
+                    .into_iter().chain(length.to_le_bytes())) {
+                    *byte = value;
+                }
+            }
+            let all: Result<Vec<_>, _> = Frames::new(&body).collect();
+            let fields = match all.as_deref() {
+                Ok([Frame::Chunk(chunk)]) => Some(*chunk),
+                _ => None,
+            };
+            prop_assert_eq!(Chunk::alone(&body), fields);
+            prop_assert!(right == 0 || body.len() < CHUNK || body[16] == 0xff || fields.is_some());
         }
 
         #[test]

@@ -87,6 +87,7 @@ impl Header {
     /// # Errors
     /// [`FormatError`] where [`Header::emit`] would not have written them. The version is not judged:
     /// greetings of others must be understood.
+    #[inline(always)]
     pub fn parse(packet: &[u8]) -> Result<(Header, &[u8]), FormatError> {
         let mut reader = Reader(packet);
         let magic = reader.u8("header")?;
