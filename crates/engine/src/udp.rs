@@ -195,7 +195,7 @@ impl Driver {
             let at = self.ready[at].token as usize;
             let begun = self.begun;
             let clock = || begun.elapsed();
-            let hear = |packet: Came<'_>, now| self.hear(&ports, &packet, now, memory);
+            let hear = |packet: &Came<'_>, now| self.hear(&ports, packet, now, memory);
             if let Some(count) = reader.read(&ports[at], clock, hear) {
                 came += count;
                 self.calls.1 += 1;

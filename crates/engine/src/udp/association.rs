@@ -127,6 +127,8 @@ pub struct Association {
     initiates: bool,
     ports: Vec<Option<Own>>,
     remotes: Vec<SocketAddr>,
+    /// Where the last packet came from: what is to be known of it is known.
+    heard_from: Option<SocketAddr>,
     ends: FxHashMap<u32, End>,
     /// Channels of comms, by the sending process' numbers.
     channels: FxHashMap<u64, u32>,
@@ -177,6 +179,7 @@ impl Association {
             initiates,
             ports: Vec::new(),
             remotes,
+            heard_from: None,
             ends: FxHashMap::default(),
             channels: FxHashMap::default(),
             next_channel: signals::CHANNEL + 1,

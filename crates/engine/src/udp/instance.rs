@@ -352,7 +352,7 @@ impl Instance {
         let key = JobKey::new(self.shared.token);
         let mut hellos = Vec::new();
         let clock = || now;
-        let came = self.reader.read(&door.port, clock, |came: Came<'_>, _| {
+        let came = self.reader.read(&door.port, clock, |came: &Came<'_>, _| {
             let hello = Header::parse(came.packet).ok().and_then(|(header, _)| {
                 let is_hello = header.kind == Kind::Hello;
                 is_hello.then(|| greeting::open(came.packet, &header, &key).ok())?

@@ -164,7 +164,7 @@ impl Reader {
         &mut self,
         port: &Port,
         clock: impl Fn() -> Duration,
-        mut each: impl FnMut(Came<'_>, Duration),
+        mut each: impl FnMut(&Came<'_>, Duration),
     ) -> Option<usize> {
         let mut metas = [RecvMeta::default(); BATCH_SIZE];
         let mut slices: Vec<IoSliceMut<'_>> = self
@@ -192,18 +192,19 @@ impl Reader {
             // By the kernel's stamp. If the clock was set just now, it is wrong for a moment.
             let waited = by_kernel.zip(meta.timestamp);
             let waited = waited.map_or(Duration::ZERO, |(now, at)| now.saturating_sub(at));
+            let mut one = Came {
+                packet: &[],
+                from: SocketAddr::new(meta.addr.ip().to_canonical(), meta.addr.port()),
+                to: meta.dst_ip.map(|ip| ip.to_canonical()),
+                arrival: Arrival {
+                    marked: meta.ecn == Some(EcnCodepoint::Ce),
+                    waited,
+                },
+            };
             for packet in bytes.chunks(meta.stride.max(1)) {
                 came += 1;
-                let came = Came {
-                    packet,
-                    from: SocketAddr::new(meta.addr.ip().to_canonical(), meta.addr.port()),
-                    to: meta.dst_ip.map(|ip| ip.to_canonical()),
-                    arrival: Arrival {
-                        marked: meta.ecn == Some(EcnCodepoint::Ce),
-                        waited,
-                    },
-                };
-                each(came, now);
+                one.packet = packet;
+                each(&one, now);
             }
         }
         Some(came)

@@ -441,13 +441,17 @@ impl Congestion {
 
     /// Whether a path's queue is another connection's.
     fn look(&mut self, path: u8, trip: &RoundTrip, now: Duration) {
+        let Some(window) = self.windows.get(usize::from(path)) else {
+            return;
+        };
+        let passed = now.saturating_sub(window.epoch);
+        if passed < LOOK || passed < trip.smoothed() * 4 {
+            return;
+        }
         let target = self.target();
         let Some(window) = self.windows.get_mut(usize::from(path)) else {
             return;
         };
-        if now.saturating_sub(window.epoch) < LOOK.max(trip.smoothed() * 4) {
-            return;
-        }
         let long = (2.0 * target).min(ALIEN.max(1.2 * target));
         if window.competes || window.least < long || window.least == f64::MAX {
             window.long = 0;

@@ -74,7 +74,7 @@ pub struct Sent {
     /// The window was full: more would have gone.
     pub limited: bool,
     /// What must go again if it is lost.
-    pub content: SmallVec<[Content; 2]>,
+    pub content: SmallVec<[Content; 1]>,
 }
 
 /// All packets from the oldest that matters to the newest.

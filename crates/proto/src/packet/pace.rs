@@ -37,6 +37,11 @@ const PACKETS: f64 = 2.0;
 const BOTH: f64 = 1.3;
 const MEAN: f64 = 128.0;
 
+/// In whole nanoseconds, and less work than Duration's own: it is done for each packet.
+fn seconds(seconds: f64) -> Duration {
+    Duration::from_nanos((seconds * 1e9) as u64)
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct Pace {
@@ -84,9 +89,12 @@ impl Pace {
 
     /// Bytes per second; `None`: as acknowledgements come.
     fn rate(&self, packet: f64, trip: &RoundTrip) -> Option<f64> {
+        if !self.both() {
+            return None;
+        }
         let rate = self.delivery.rate();
         let more = packet / trip.smoothed().as_secs_f64().max(1e-6);
-        (self.both() && rate > 0.0).then_some(rate * GAIN + more)
+        (rate > 0.0).then_some(rate * GAIN + more)
     }
 
     /// Whether bytes may go. If not, they may at [`Pace::due`]; a run goes then.
@@ -95,7 +103,7 @@ impl Pace {
             self.held = false;
             return true;
         };
-        let slack = Duration::from_secs_f64(SLACK.max(PACKETS * packet / rate));
+        let slack = seconds(SLACK.max(PACKETS * packet / rate));
         if self.held {
             self.held = self.next > now;
             self.woken = now;
@@ -113,7 +121,7 @@ impl Pace {
             if self.next >= self.woken {
                 self.next = self.next.max(now);
             }
-            self.next += Duration::from_secs_f64(packet / rate);
+            self.next += seconds(packet / rate);
         }
     }
 

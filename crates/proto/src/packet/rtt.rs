@@ -14,18 +14,25 @@ pub const LONGEST: Duration = Duration::from_millis(20);
 /// Of one connection.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RoundTrip {
-    smoothed: Option<Duration>,
-    varies: Duration,
-    shortest: Option<Duration>,
-    latest: Duration,
+    /// Nanoseconds, here and below: Duration's own arithmetic takes several times as long, and this is done for each
+    /// packet.
+    smoothed: Option<u64>,
+    varies: u64,
+    shortest: Option<u64>,
+    latest: u64,
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl RoundTrip {
     /// A packet was acknowledged; `held` is how long the receiver kept that back.
     pub fn sample(&mut self, passed: Duration, held: Duration) {
+        let (passed, held) = (nanos(passed), nanos(held));
         let shortest = self.shortest.map_or(passed, |least| least.min(passed));
         self.shortest = Some(shortest);
-        let sample = if passed >= shortest + held {
+        let sample = if passed >= shortest.saturating_add(held) {
             passed - held
         } else {
             passed
@@ -34,30 +41,32 @@ impl RoundTrip {
         match self.smoothed {
             None => (self.smoothed, self.varies) = (Some(sample), sample / 2),
             Some(smoothed) => {
-                self.varies = (self.varies * 3 + smoothed.abs_diff(sample)) / 4;
-                self.smoothed = Some((smoothed * 7 + sample) / 8);
+                let differs = smoothed.abs_diff(sample);
+                self.varies = self.varies - self.varies / 4 + differs / 4;
+                self.smoothed = Some(smoothed - smoothed / 8 + sample / 8);
             }
         }
     }
 
     /// The mean, lately.
     pub fn smoothed(&self) -> Duration {
-        self.smoothed.unwrap_or(UNKNOWN)
+        self.smoothed.map_or(UNKNOWN, Duration::from_nanos)
     }
 
     /// The shortest, if there was one.
     pub fn shortest(&self) -> Option<Duration> {
-        self.shortest
+        self.shortest.map(Duration::from_nanos)
     }
 
     /// The last one.
     pub fn latest(&self) -> Duration {
-        self.latest
+        Duration::from_nanos(self.latest)
     }
 
     /// For how long a packet may be unconfirmed. TCP waits for 200 ms at least; `floor` is 1 to 5 ms.
     pub fn patience(&self, floor: Duration) -> Duration {
-        let most = self.smoothed() + self.varies * 4 + ack::LONGEST;
+        let most =
+            self.smoothed() + Duration::from_nanos(self.varies.saturating_mul(4)) + ack::LONGEST;
         most.max(floor)
     }
 }

@@ -46,7 +46,7 @@ impl Association {
             bytes += came.packet.len();
             // Counted by the connection.
             let mut copy = |bytes: &[u8]| cards.as_mut()?.copy_in(bytes);
-            let result = self.hear_or_keep(&came, now, false, &mut copy).map(|_| ());
+            let result = self.hear_or_keep(came, now, false, &mut copy).map(|_| ());
             if let Some(ring) = &self.ring {
                 let ip = came.to.unwrap_or(own.at.ip());
                 let to = SocketAddr::new(ip, own.at.port());
@@ -159,6 +159,10 @@ impl Association {
         // From here on it is known to come from the peer.
         if !self.initiates {
             // Answers go back to where packets came from last: that way is open.
+            if self.heard_from == Some(came.from) {
+                return Ok(kept);
+            }
+            self.heard_from = Some(came.from);
             let ip = came.from.ip();
             let known = self.remotes.iter().position(|known| known.ip() == ip);
             match known {

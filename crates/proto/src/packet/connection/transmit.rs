@@ -181,7 +181,7 @@ impl Connection {
         };
         let limit = limit.min(out.len());
         let number = self.unconfirmed.next();
-        let mut content: SmallVec<[Content; 2]> = smallvec![];
+        let mut content: SmallVec<[Content; 1]> = smallvec![];
         let mut writer = Writer::new(out.get_mut(HEADER..limit)?);
         let pings = purpose == Purpose::Statements(true);
         let due = self.received.deadline().is_some_and(|at| at <= now);
@@ -254,7 +254,7 @@ impl Connection {
         (at, kind): (u8, Kind),
         packet: &mut [u8],
         payload: usize,
-        content: SmallVec<[Content; 2]>,
+        content: SmallVec<[Content; 1]>,
         (probe, wants): (bool, bool),
         now: Duration,
     ) {

@@ -66,18 +66,17 @@ impl Header {
             Kind::Data => 4,
             Kind::Bare => 5,
         };
-        bytes[0] = MAGIC;
-        bytes[1] = self.version;
         let haste = match self.haste {
             Haste::Now => ACK_NOW,
             Haste::Soon => 0,
             Haste::Patient => PATIENT,
         };
-        bytes[2] = kind | haste;
-        bytes[3] = self.path;
-        bytes[4..8].copy_from_slice(&self.connection.to_le_bytes());
-        bytes[8..12].copy_from_slice(&self.number.to_le_bytes());
-        bytes[12..16].copy_from_slice(&self.stamp.to_le_bytes());
+        // In whole words: who reads them soon, for the tag, would wait for all stores if they were smaller.
+        let first = u32::from_le_bytes([MAGIC, self.version, kind | haste, self.path]);
+        let first = u64::from(first) | u64::from(self.connection) << 32;
+        let second = u64::from(self.number) | u64::from(self.stamp) << 32;
+        bytes[..8].copy_from_slice(&first.to_le_bytes());
+        bytes[8..16].copy_from_slice(&second.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.tag.to_le_bytes());
         true
     }
