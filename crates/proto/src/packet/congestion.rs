@@ -315,13 +315,14 @@ impl Congestion {
         let packets = (self.total / self.packet).max(0.25);
         let base = TARGET.as_secs_f64();
         let several = self.delivery.takes(SEVERAL * self.packet).min(LONGEST);
-        // Where the rate is not known yet, a target of several packets may be what a slow link needs.
-        let uneven = if several > 0.0 {
-            (UNEVEN * (self.apart - EVEN * base)).clamp(0.0, base)
-        } else {
-            0.0
-        };
-        (base + uneven).max(several) + (base * SCALING / packets.sqrt()).min(base * SCALING)
+        let alone = (base * (1.0 + self.uneven())).max(several);
+        alone + (base * SCALING / packets.sqrt()).min(base * SCALING)
+    }
+
+    /// How far waits differ from each other, from 0 (all wait for one link) to 1 (runs meet in one of many routes).
+    fn uneven(&self) -> f64 {
+        let base = TARGET.as_secs_f64();
+        (UNEVEN * (self.apart / base - EVEN)).clamp(0.0, 1.0)
     }
 
     /// A packet of this path took so long, by both clocks (their difference is not known).

@@ -239,8 +239,13 @@ impl Connection {
         }
         for place in 0..self.paths.used().len() {
             let at = self.paths.used()[place];
-            let due = self.paths.get(at).and_then(|path| path.due);
-            if due.is_some_and(|due| due <= now) {
+            let Some(path) = self.paths.get(at) else {
+                continue;
+            };
+            if path.order.is_empty() {
+                continue;
+            }
+            if path.due.is_some_and(|due| due <= now) {
                 self.find_lost(at, now);
             }
             let oldest = self.oldest(at);
