@@ -147,7 +147,7 @@ fn run(packets: u64, memory: usize) -> ([f64; 4], u64, u64) {
             from.hear(&to, now + 2 * STEP);
             stage(3);
         }
-        // A day's worth of nothing must end.
+        // Where nothing could go, time passes until something may.
         now += if any { STEP } else { 100 * STEP };
         from.connection.on_time(now);
         while let Some(event) = from.connection.event() {

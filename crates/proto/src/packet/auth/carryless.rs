@@ -44,7 +44,7 @@ impl Unit {
         #[cfg(all(target_arch = "x86_64", not(miri)))]
         {
             use std::arch::is_x86_feature_detected as has;
-            if has!("avx512f") && has!("vpclmulqdq") && has!("pclmulqdq") {
+            if has!("avx512f") && has!("avx2") && has!("vpclmulqdq") && has!("pclmulqdq") {
                 units.push(Unit::Wide);
             }
             if has!("pclmulqdq") && has!("sse2") {
