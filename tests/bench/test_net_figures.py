@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
+from click.testing import CliRunner
+
 from evener.bench import busy
-from evener.bench.net import drive
+from evener.bench.net import command, drive
+from evener.errors import UsageError
 
 
 def test_the_run_of_median_bandwidth_counts_with_the_range_of_all() -> None:
@@ -32,3 +36,14 @@ def test_others_are_what_the_kernel_counts_while_we_sleep(tmp_path: Path) -> Non
 def test_a_busy_machine_is_said_and_a_quiet_one_is_not() -> None:
     assert busy.warning([], 2) == busy.warning([0.1, 0.2], 2) == ""
     assert "used up to 1.9 of 2 processors" in busy.warning([0.0, 1.9], 2)
+
+
+def test_each_engine_has_a_row_and_another_word_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    options = ["--sizes", "4096", "--seconds", "0.05", "--json", str(path)]
+    result = CliRunner().invoke(command.net, [*options, "--engine", "tcp, udp"])
+    assert result.exit_code == 0, result.output
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    assert [name.split()[-1] for name in results] == ["streams", "tcp", "udp"]
+    refused = CliRunner().invoke(command.net, ["--engine", "tcp,quic"])
+    assert isinstance(refused.exception, UsageError) and "'quic'" in str(refused.exception)

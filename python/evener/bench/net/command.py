@@ -16,6 +16,7 @@ from evener.bench.net.drive import Job, Rows
 from evener.errors import UsageError
 from evener.lab import Lab, Spec
 from evener.net import plugin_path
+from evener.settings import SettingError
 
 _SIZES = {"steady": "8,65536,1048576", "ring": "1048576,67108864"}
 
@@ -76,6 +77,12 @@ def _streams_name(count: int) -> str:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Another NCCL net plug-in (interface version 11). Default: Evener's.",
 )
+@click.option(
+    "--engine",
+    "engines",
+    help=f"What carries Evener's bytes: {settings.EVENER_NET_ENGINE.allowed}; several, separated "
+    "by commas: one row each. Default: EVENER_NET_ENGINE.",
+)
 @click.option("--verify", is_flag=True, help="Compare every byte that arrives.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures.")
 def net(
@@ -88,6 +95,7 @@ def net(
     seconds: float,
     repeats: int,
     plugin: Path | None,
+    engines: str | None,
     verify: bool,
     json_path: Path | None,
 ) -> None:
@@ -107,12 +115,23 @@ def net(
     counts = [one.strip() for one in streams.split(",")]
     if not all(one.isdecimal() and 1 <= int(one) <= 64 for one in counts):
         raise UsageError(f"--streams {streams!r} is not a list of 1 to 64", "like --streams 1,4")
+    asked = [""] if engines is None else [one.strip() for one in engines.split(",")]
+    for one in asked:
+        try:
+            settings.EVENER_NET_ENGINE.get({"EVENER_NET_ENGINE": one})
+        except SettingError:
+            allowed = settings.EVENER_NET_ENGINE.allowed
+            raise UsageError(
+                f"--engine {one!r} is not {allowed}", "like --engine tcp,udp"
+            ) from None
     count = len(sizes.split(","))
     timeout = 60 + count * (10 + 8 * seconds)
     path = plugin or plugin_path()
     base = Job("", comms, depth, sizes, seconds, verify, pattern)
     jobs = {_streams_name(int(one)): dataclasses.replace(base, streams=int(one)) for one in counts}
-    jobs[path.stem] = dataclasses.replace(base, plugin=str(path))
+    for engine in asked:
+        name = f"{path.stem} {engine}".rstrip()
+        jobs[name] = dataclasses.replace(base, plugin=str(path), engine=engine)
     spec = Spec.parse(lab_spec) if lab_spec else None
     if spec is not None and spec.world_size != 2:
         raise UsageError(f"--lab {lab_spec} has {spec.world_size} slots", "two: 2x1@...")

@@ -23,7 +23,7 @@ class Job:
     """What to measure. `plugin`: a path, or empty for plain TCP streams, `streams` a comm each way
     (of several, each has threads of its own). `sizes`: bytes of a message (of an all-reduce where
     `pattern` is "ring" and not "steady"), separated by commas. `seconds`: about how long a size
-    takes."""
+    takes. `engine`: a value of EVENER_NET_ENGINE, or empty for that of the caller."""
 
     plugin: str
     comms: int = 2
@@ -33,6 +33,7 @@ class Job:
     verify: bool = False
     pattern: str = "steady"
     streams: int = 1
+    engine: str = ""
 
     def text(self) -> str:
         """As the peer's argument."""

@@ -42,6 +42,9 @@ def main() -> None:
     """Read the job and the launcher's variables, measure, print."""
     job = json.loads(sys.argv[1])
     rank = int(os.environ["RANK"])
+    if job["engine"]:
+        # Before the plug-in is loaded, which reads it once.
+        os.environ["EVENER_NET_ENGINE"] = job["engine"]
     rows = measure(job, rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     sys.stdout.write(json.dumps({"rank": rank, "pattern": job["pattern"], "rows": rows}) + "\n")
 
