@@ -54,6 +54,7 @@ use super::delivery::Delivery;
 use super::drain::Drains;
 use super::pace::Pace;
 use super::rtt::RoundTrip;
+use super::shortest::Shortest;
 use super::trace::{Decision, Notes, What};
 
 /// A queue that is worth it: enough to keep a path busy while windows are set anew ...
@@ -96,41 +97,6 @@ const FELL: f64 = 0.55;
 const LOOK: Duration = Duration::from_millis(10);
 /// How fast the last waits count where acknowledgements wait: as fast as round trips do.
 const LATELY: f64 = 4.0;
-/// The shortest delay is that of so long ago at most, twice.
-const MEMORY: Duration = Duration::from_secs(10);
-
-/// The least of a wrapping count of microseconds, lately.
-#[derive(Debug, Clone, Copy, Default)]
-struct Shortest {
-    present: Option<u32>,
-    before: Option<u32>,
-    since: Duration,
-}
-
-fn earlier(one: u32, other: u32) -> u32 {
-    // Two clocks have any difference, so the least is the one that is behind.
-    if (one.wrapping_sub(other) as i32) < 0 {
-        one
-    } else {
-        other
-    }
-}
-
-impl Shortest {
-    fn add(&mut self, value: u32, now: Duration) {
-        if now.saturating_sub(self.since) >= MEMORY {
-            (self.before, self.present, self.since) = (self.present, None, now);
-        }
-        self.present = Some(self.present.map_or(value, |least| earlier(least, value)));
-    }
-
-    fn get(&self) -> Option<u32> {
-        match (self.present, self.before) {
-            (Some(one), Some(other)) => Some(earlier(one, other)),
-            (one, other) => one.or(other),
-        }
-    }
-}
 
 /// The window of one path.
 #[derive(Debug, Clone, Copy)]
@@ -751,18 +717,5 @@ mod tests {
             assert!((550.0..900.0).contains(&target), "{target}");
             assert_eq!(cc.competing(&used), competing, "{waits}");
         }
-    }
-
-    #[test]
-    fn the_shortest_is_found_whatever_the_clocks_differ_by() {
-        let mut shortest = Shortest::default();
-        for value in [u32::MAX - 3, 10, u32::MAX - 7, 4] {
-            shortest.add(value, Duration::ZERO);
-        }
-        assert_eq!(shortest.get(), Some(u32::MAX - 7));
-        shortest.add(100, MEMORY);
-        assert_eq!(shortest.get(), Some(u32::MAX - 7));
-        shortest.add(101, MEMORY * 2);
-        assert_eq!(shortest.get(), Some(100));
     }
 }

@@ -37,6 +37,7 @@ mod pace;
 pub mod paths;
 pub mod replay;
 pub mod rtt;
+mod shortest;
 pub mod stats;
 pub mod trace;
 

@@ -94,14 +94,19 @@ impl Unit {
             // SAFETY: as before.
             #[cfg(target_arch = "aarch64")]
             Unit::Single => unsafe { arm::single(all, (inside, beside)) },
-            Unit::Plain => plain(all) ^ product(inside, beside),
+            Unit::Plain => pairs(all, product) ^ product(inside, beside),
         })
     }
 }
 
 type Key = [u64; BLOCK / 8];
 
-fn plain<'a>(blocks: impl Iterator<Item = (&'a [u8; BLOCK], &'a Key)>) -> u128 {
+/// Pair by pair. Inlined, so that it is compiled for the instructions of who calls it.
+#[inline(always)]
+fn pairs<'a>(
+    blocks: impl Iterator<Item = (&'a [u8; BLOCK], &'a Key)>,
+    product: impl Fn(u64, u64) -> u128,
+) -> u128 {
     let mut sum = 0;
     for (block, key) in blocks {
         let (words, _) = block.as_chunks::<8>();
@@ -218,25 +223,14 @@ mod x86 {
 mod arm {
     use std::arch::aarch64::*;
 
-    use super::{BLOCK, Key};
+    use super::{BLOCK, Key, pairs};
 
     #[target_feature(enable = "neon,aes")]
     pub(super) fn single<'a>(
         blocks: impl Iterator<Item = (&'a [u8; BLOCK], &'a Key)>,
         less: (u64, u64),
     ) -> u128 {
-        let mut sums = [vmull_p64(less.0, less.1), 0];
-        for (block, key) in blocks {
-            let (words, _) = block.as_chunks::<8>();
-            let (pairs, _) = words.as_chunks::<2>();
-            let (keys, _) = key.as_chunks::<2>();
-            for (at, (pair, key)) in pairs.iter().zip(keys).enumerate() {
-                let one = u64::from_le_bytes(pair[0]) ^ key[0];
-                let other = u64::from_le_bytes(pair[1]) ^ key[1];
-                sums[at % 2] ^= vmull_p64(one, other);
-            }
-        }
-        sums[0] ^ sums[1]
+        pairs(blocks, |one, other| vmull_p64(one, other)) ^ vmull_p64(less.0, less.1)
     }
 }
 
