@@ -18,7 +18,7 @@ UV     := $(BIN)/uv pip install --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test loom tsan miri lines fuzz soak-net soak-embedding test-rust test-python lint format docs wheel image clean preflight \
-        constraints upstream-horovod wild
+        constraints upstream-horovod wild twins
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ test-python: $(STAMPS)/native $(STAMPS)/plugin
 wild: $(STAMPS)/native ## programs of others, plain and under Evener: make wild ARGS="--only trainer"
 	$(BIN)/python -m tests.wild $(ARGS)
 	@test -n "$(ARGS)" || $(BIN)/python -m tests.wild.embedding_models
+
+twins: $(STAMPS)/native ## random programs by Evener and by the plain reference: make twins SEEDS=1000 HOURS=8
+	$(BIN)/python -m tests.twins $(PILLAR) --seeds $(or $(SEEDS),100) --hours $(or $(HOURS),0)
 
 # What some of upstream's tests import. Those of Ray want an older one, and say so.
 $(STAMPS)/upstream: $(STAMPS)/native

@@ -1,0 +1,116 @@
+"""What all twins share: one search from one seed, shrunk to the shortest program that fails.
+
+A program is JSON: lists, dicts, numbers, strings. So it can be printed, kept in `kept/` as a test,
+and sent to the processes of a world. hypothesis generates and shrinks it; nothing else is random.
+Data that a program needs (gradients, keys) comes from a seed inside the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis.strategies import SearchStrategy
+
+Program = Any
+KEPT = Path(__file__).parent / "kept"
+
+
+@dataclass(frozen=True)
+class Twin:
+    """One pillar's generator, comparison and faults.
+
+    `check` runs a program by Evener and by the plain reference and raises AssertionError (or lets
+    an error out that the reference does not raise) where they differ. Each of `faults` is a
+    context manager factory that breaks Evener in one way while it is open, for processes that
+    `check` starts too.
+    """
+
+    name: str
+    programs: SearchStrategy[Program]
+    check: Callable[[Program], None]
+    faults: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found: `program` is the shortest that failed, or None."""
+
+    twin: str
+    seed: int
+    programs: int
+    seconds: float
+    program: Program = None
+    error: str = ""
+
+
+def twin(name: str) -> Twin:
+    """Import `tests.twins.NAME` and return its TWIN."""
+    found: Twin = importlib.import_module(f"tests.twins.{name}").TWIN
+    return found
+
+
+def names() -> list[str]:
+    """List the pillars that have a twin: each module here that is no part of the harness."""
+    other = {"__init__", "__main__", "harness"}
+    return sorted(
+        path.stem
+        for path in Path(__file__).parent.glob("*.py")
+        if path.stem not in other and not path.stem.startswith(("test_", "_"))
+    )
+
+
+def search(tested: Twin, seed: int, count: int) -> Result:
+    """Run `count` programs from `seed`; stop at the first that fails, and shrink it."""
+    began, ran = time.monotonic(), 0
+    failing: tuple[Program, str] = (None, "")
+
+    def body(program: Program) -> None:
+        nonlocal ran, failing
+        ran += 1
+        try:
+            tested.check(program)
+        except Exception as error:
+            failing = (json.loads(json.dumps(program)), f"{type(error).__name__}: {error}")
+            raise
+
+    run = hypothesis.seed(seed)(
+        hypothesis.settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate, Phase.shrink],
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            verbosity=hypothesis.Verbosity.quiet,
+        )(hypothesis.given(tested.programs)(body))
+    )
+    with contextlib.suppress(Exception):  # `failing` holds it, shrunk
+        run()
+    return Result(tested.name, seed, ran, time.monotonic() - began, *failing)
+
+
+def keep(result: Result) -> Path:
+    """Write the program that failed to `kept/`, where tests/twins/test_kept.py runs it."""
+    text = json.dumps(result.program, indent=1, sort_keys=True) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    path = KEPT / result.twin / f"{digest}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def kept(name: str) -> Iterator[tuple[Path, Program]]:
+    """Yield the programs of a pillar that failed once."""
+    for path in sorted((KEPT / name).glob("*.json")):
+        yield path, json.loads(path.read_text(encoding="utf-8"))
