@@ -53,10 +53,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from evener import __version__
-from evener.bench.train.agent import die_with_parent
-from evener.bench.train.transformers import GPT, Shape
 from evener.comm import groups
 from evener.ddp import accelerate
+from evener.tools.bench.train.agent import die_with_parent
+from evener.tools.bench.train.transformers import GPT, Shape
 
 # layers, heads, width, context, rows of a batch
 SHAPES = {"full": (6, 6, 384, 256, 32), "tiny": (2, 2, 32, 32, 8)}

@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from evener.analyze import collect, picture
+from evener.tools.analyze import collect, picture
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast", "sendrecv")
 # Sizes whose time and whose bandwidth is compared.
@@ -176,7 +176,7 @@ def parse(text: str, what: str) -> Rows:
 # `evener bench NAME` for each name of the first argument, in one process.
 EVENER = """
 import sys
-from evener.bench.collectives import command
+from evener.tools.bench.collectives import command
 for name in sys.argv[1].split(","):
     try:
         getattr(command, name).main(sys.argv[2:], standalone_mode=False)

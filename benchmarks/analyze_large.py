@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from evener.analyze import collect, document, picture, run_checks
+from evener.tools.analyze import collect, document, picture, run_checks
 
 RANKS, CHANNELS = 1024, 16
 

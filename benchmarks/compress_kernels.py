@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from evener import __version__
+from evener.base.units import parse_size
 from evener.comm import wires
 from evener.comm.codecs import casts, chunks, int4, int8, topk
 from evener.comm.options import Options
 from evener.comm.state import Matrix, ShardState
-from evener.units import parse_size
 
 RATIO = 0.01
 PEERS = 2

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from evener import __version__, _optimizers
-from evener.units import parse_size
+from evener import __version__
+from evener.base import optimizers as _optimizers
+from evener.base.units import parse_size
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 

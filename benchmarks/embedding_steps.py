@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 import evener.embedding.tensorflow as de
-from evener.bench.embedding.command import draw
 from evener.embedding import Adagrad, LazyAdam, Options
 from evener.embedding.torch import DynamicEmbeddingBag, DynamicOptimizer
+from evener.tools.bench.embedding.command import draw
 
 SAMPLES, FIELDS, DIM, HIDDEN, LR = 4096, 26, 16, 64, 0.01
 Step = Callable[[Any, Any], Any]

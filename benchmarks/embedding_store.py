@@ -28,8 +28,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import torch
 
-from evener.bench.embedding.command import draw
 from evener.embedding import Options, Sgd, Store, forget
+from evener.tools.bench.embedding.command import draw
 
 BATCH, INSERT, BATCHES = 65_536, 131_072, 16
 SPREAD = -7046029254386353131  # odd: a permutation of int64

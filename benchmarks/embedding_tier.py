@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from evener.bench.embedding.command import draw
 from evener.embedding import Adagrad, Options, SsdTier, Store, forget
+from evener.tools.bench.embedding.command import draw
 
 SPREAD = -7046029254386353131  # odd: a permutation of int64
 

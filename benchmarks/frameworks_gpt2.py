@@ -62,7 +62,7 @@ class Meter:
 
     def planner(self) -> Any:
         """Of the model that is trained now."""
-        from evener.accelerated import _LIVE
+        from evener.ddp.model import _LIVE
 
         found = [model.evener_steps.planner for model in _LIVE]
         return found[0] if found else None
@@ -483,7 +483,7 @@ def main() -> int:
 
 
 def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
-    from evener.lab import Lab, Spec
+    from evener.tools.lab import Lab, Spec
 
     cells: list[dict[str, Any]] = []
 

@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evener.bench.train import lab
-from evener.bench.train.clusters import Cluster, Loopback
 from evener.errors import EvenerError
+from evener.tools.bench.train import lab
+from evener.tools.bench.train.clusters import Cluster, Loopback
 
 MARK = "@gpt "
 _TAIL_LINES = 25

@@ -47,7 +47,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from evener import __version__
-from evener.bench.train.transformers import GPT, Shape
 from evener.comm import guard, wires
 from evener.comm.buckets import Bucket, Slot, row_width
 from evener.comm.exchange import Exchange, Step
@@ -55,6 +54,7 @@ from evener.comm.groups import Group, Route, Scaling
 from evener.comm.options import Options
 from evener.comm.transport import Carrier
 from evener.comm.world.topology import Levels
+from evener.tools.bench.train.transformers import GPT, Shape
 
 RANKS = 2
 FORMS = "fp16,int8,topk:0.3,topk:0.1,topk:0.01,topk:0.001"

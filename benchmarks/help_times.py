@@ -19,8 +19,8 @@ from pathlib import Path
 
 import click
 
-from evener.bench.train.machine import describe
 from evener.cli import evener
+from evener.tools.bench.train.machine import describe
 
 TIMES = 5
 

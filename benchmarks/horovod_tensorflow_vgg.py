@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evener.lab import Spec
+from evener.tools.lab import Spec
 
 WAYS: dict[str, dict[str, str]] = {
     "alone": {},

@@ -19,9 +19,9 @@ import sys
 import time
 from pathlib import Path
 
-from evener.lab import Lab, Spec
 from evener.net import plugin_path
 from evener.net.plugin import NCCL_NAME
+from evener.tools.lab import Lab, Spec
 
 SOCKETS = {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none"}
 EVENER = {"NCCL_NET": NCCL_NAME, "NCCL_NET_PLUGIN_REF_COUNT": "1"}

@@ -20,11 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from evener.bench.net.drive import Job, command, merge
-from evener.lab import Lab, Spec
 from evener.net import plugin_path
 from evener.net.trace import files, read, summed_up
 from evener.net.trace.summary import as_json
+from evener.tools.bench.net.drive import Job, command, merge
+from evener.tools.lab import Lab, Spec
 
 PATHS = "2x1@100mbit,paths=4,queue=2ms"
 DROP = "iptables -A INPUT -p udp {} -j DROP"

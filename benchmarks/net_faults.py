@@ -31,7 +31,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from evener.lab import Lab, Spec
+from evener.tools.lab import Lab, Spec
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ import sys
 import time
 from pathlib import Path
 
-from evener.lab import Lab, Spec
 from evener.net import plugin_path
 from evener.net.plugin import NCCL_NAME
+from evener.tools.lab import Lab, Spec
 
 NETWORKS = {
     "one-path": "2x2@25gbit",

@@ -21,9 +21,9 @@ import net_faults
 from net_elf import hide
 from net_gpu import machine
 
-from evener.lab import Lab, Spec
 from evener.net import plugin_path
 from evener.net.plugin import NCCL_NAME
+from evener.tools.lab import Lab, Spec
 
 VERSIONS = range(6, 13)
 LOADED = re.compile(r"Loaded net plugin (\S+) \((v\d+)\)")

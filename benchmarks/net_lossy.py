@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evener.lab import Lab, Spec
+from evener.tools.lab import Lab, Spec
 
 BENCH = Path("target/release/examples/engine_bench")
 CARRIERS = ("udp", "xdp", "tcp", "stream")

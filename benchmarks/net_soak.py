@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from evener.bench.net.drive import Job, in_lab
-from evener.lab import Lab, Spec
 from evener.net import plugin_path
+from evener.tools.bench.net.drive import Job, in_lab
+from evener.tools.lab import Lab, Spec
 
 SPEC = "2x1@400mbit,paths=4,queue=5ms"
 

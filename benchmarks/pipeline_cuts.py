@@ -29,7 +29,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evener import pipeline, units
+from evener import pipeline
+from evener.base import units
 from evener.pipeline import search
 from evener.pipeline.search import Costs, Device, Setting
 from evener.pipeline.simulate import Link, Network

@@ -76,7 +76,7 @@ def main() -> int:
         return 0
     import torch
 
-    from evener.lab import Lab, Spec
+    from evener.tools.lab import Lab, Spec
 
     rows: list[dict[str, object]] = []
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from evener.bench.train import models
 from evener.comm import wires
 from evener.comm.planner.choose import choose
 from evener.comm.planner.costs import Link, of_network
 from evener.comm.planner.forecast import profile_of
 from evener.comm.profile import StepProfile
+from evener.tools.bench.train import models
 
 NODES = (2, 4, 8, 16, 64)
 GPUS = 8

@@ -101,11 +101,11 @@ def measure(nodes: int, mode: str, rate: str) -> tuple[float, dict[str, Any]]:
 
 def predict(nodes: int, mode: str, rate: str, raw: dict[str, Any]) -> float:
     """Milliseconds of a step by the cost model."""
+    from evener.base.units import parse_rate
     from evener.comm import wires
     from evener.comm.planner.choose import choose
     from evener.comm.planner.costs import Link, of_network
     from evener.comm.profile import StepProfile
-    from evener.units import parse_rate
 
     between = Link.of_rate(parse_rate(rate), 100, 0.94)
     costs = of_network(nodes, 1, between, Link(0.01, 1e6), wires.papers(), 1e6)

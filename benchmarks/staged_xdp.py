@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evener.lab import Lab, Spec
+from evener.tools.lab import Lab, Spec
 
 Record = dict[str, Any]
 

@@ -47,7 +47,8 @@ from zero_models import (
     value_of,
 )
 
-from evener import _optimizers, zero
+from evener import zero
+from evener.base import optimizers as _optimizers
 
 TRACES = Path(os.environ.get("OUT", "."))
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import CudaDevice, SimulatedDevice
 from evener.zero.host import HostMemory, pages

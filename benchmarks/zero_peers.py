@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from zero_models import Step, batch_of, loss_of, on_meta, timed, value_of
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 

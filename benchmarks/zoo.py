@@ -111,7 +111,7 @@ def worker(settings: Settings) -> None:
             print(_MARK + json.dumps({"kind": kind, **what}), flush=True)
 
     if rank == 0:
-        import evener.log  # noqa: F401 - the planner's lines
+        import evener.base.log  # noqa: F401 - the planner's lines
     for name in settings.models:
         go = [time.time() < settings.until]
         dist.broadcast_object_list(go, src=0, group=control)
@@ -456,7 +456,7 @@ class Kept:
 
 def at_rate(settings: Settings, kept: Kept, timeout: float) -> list[str]:
     """Train `settings.models` in one lab; returns the models of which no row came."""
-    from evener.lab import Lab, Spec
+    from evener.tools.lab import Lab, Spec
 
     left, begun = list(settings.models), [""]
 

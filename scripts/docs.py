@@ -16,10 +16,10 @@ from pathlib import Path
 import check_docs
 import click
 
-from evener import settings
-from evener.analyze import findings
-from evener.bench.train import columns
+from evener.base import settings
 from evener.cli import evener
+from evener.tools.analyze import findings
+from evener.tools.bench.train import columns
 
 REFERENCE = Path("docs/reference")
 
@@ -30,10 +30,10 @@ FACES: dict[str, tuple[str, list[str] | None]] = {
     "zero": ("evener.zero", None),
     "pipeline": ("evener.pipeline", None),
     "moe": ("evener.moe", None),
-    "lab": ("evener.lab", None),
+    "lab": ("evener.tools.lab", None),
     "forms": ("evener.comm.wires", None),
     "horovod": ("evener.horovod.torch", None),
-    "fabric": ("evener.fabric", None),
+    "fabric": ("evener.tools.fabric", None),
 }
 # Another project's interface: its own documentation explains it, here is what there is of it.
 BRIEF = {"horovod"}

@@ -216,7 +216,7 @@ def with_pictures() -> None:
 
 def run(root: Path, only: list[str], timeout: float) -> Iterator[Outcome]:
     """Run the examples below `root`, one after the other."""
-    from evener.lab import Lab
+    from evener.tools.lab import Lab
 
     chosen = [e for e in EXAMPLES if not only or any(text in e.path for text in only)]
     with tempfile.TemporaryDirectory(prefix="upstream-horovod-") as scratch:
@@ -229,7 +229,7 @@ def run(root: Path, only: list[str], timeout: float) -> Iterator[Outcome]:
 
 
 def _one(lab: Any, root: Path, scratch: Path, example: Example, timeout: float) -> Outcome:
-    from evener.launch.door import ALIAS
+    from evener.tools.launch.horovod_path import ALIAS
 
     missing = [name for name in example.needs if importlib.util.find_spec(name) is None]
     if missing:

@@ -220,7 +220,7 @@ class Pairs:
     """Starts pairs and says what became of them."""
 
     def __init__(self, root: Path, gpu: bool, timeout: float, fresh: bool, scratch: Path) -> None:
-        from evener.launch.door import ALIAS
+        from evener.tools.launch.horovod_path import ALIAS
 
         self._root, self._gpu, self._timeout, self._fresh = root, gpu, timeout, fresh
         self._alias, self._scratch = str(ALIAS), scratch

@@ -233,7 +233,7 @@ def pair(
     root: Path, file: str, only: Sequence[str], timeout: float, done: Collection[str]
 ) -> Outcome:
     """Run pytest on both ranks until a test fails."""
-    from evener.launch.door import ALIAS
+    from evener.tools.launch.horovod_path import ALIAS
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

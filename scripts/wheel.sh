@@ -31,7 +31,7 @@ if [ -n "$EVENER_BUILD" ]; then
 fi
 env -i PATH=/usr/bin:/bin HOME="$clean" "$clean/venv/bin/python" - <<'PY'
 import torch
-from evener import _kernels
+from evener.base import kernels as _kernels
 
 gradient = torch.tensor([1.0, -5.0, 3.0, 0.5])
 residual, values, indices = torch.zeros(4), torch.zeros(2), torch.zeros(2, dtype=torch.int32)

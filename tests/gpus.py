@@ -15,7 +15,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evener.lab.environment import mps
+from evener.tools.lab.environment import mps
 
 
 def of(rank: int) -> int:

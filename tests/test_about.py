@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from evener import __version__, about
+from evener import __version__
 from evener.cli import evener
 from evener.net import PluginError
+from evener.tools import about
 
 
 def test_version_names_build_and_plugin() -> None:

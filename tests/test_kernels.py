@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evener import _kernels
+from evener.base import kernels as _kernels
 
 
 def reference(gradient: torch.Tensor, residual: torch.Tensor, k: int) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evener import _optimizers
-from evener._optimizers import Run
+from evener.base import optimizers as _optimizers
+from evener.base.optimizers import Run
 
 SIZES = [0, 1, 15, 16, 17, 255, 257, 1000, 70001]
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from evener import settings
+from evener.base import settings
+from evener.base.settings import SettingError
+from evener.base.units import has_unit, parse_rate, parse_size
 from evener.errors import UsageError
-from evener.settings import SettingError
-from evener.units import has_unit, parse_rate, parse_size
 
 
 def test_defaults_are_lightccs() -> None:

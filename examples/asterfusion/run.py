@@ -21,10 +21,10 @@ from typing import Any
 
 import click
 
-from evener.analyze import collect, document, page, picture, run_checks, terminal
-from evener.bench.collectives.output import number
-from evener.fabric import parse_map
-from evener.lab import Lab, LabUnavailableError, Spec
+from evener.tools.analyze import collect, document, page, picture, run_checks, terminal
+from evener.tools.bench.collectives.output import number
+from evener.tools.fabric import parse_map
+from evener.tools.lab import Lab, LabUnavailableError, Spec
 
 HERE = Path(__file__).parent
 CHANNELS = GPUS = 4

@@ -1,9 +1,8 @@
 """Evener: fast distributed training on ordinary networks and ordinary memory.
 
-Importing this package starts nothing and imports no torch: each pillar is imported by its own name
-(`evener.ddp`, `evener.lab`, ...). It does one thing, which must be done before NCCL is loaded: it
-sets NCCL_NET_PLUGIN to Evener's plug-in where that pays (EVENER_NET), unless the user chose a
-network.
+Importing this package starts nothing and imports no torch: you import each pillar by its own name
+(`evener.ddp`, `evener.zero`, ...). It does one thing, which must be done before NCCL is loaded: it
+sets NCCL_NET_PLUGIN to Evener's plug-in where that pays (EVENER_NET), unless you chose a network.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -8,20 +8,29 @@ import sys
 
 import click
 
-from evener import settings
-from evener._click import LazyGroup, run
-from evener.launch.secret import shown
+from evener.base import settings
+from evener.base.click import LazyGroup, run
 from evener.net import plugin
+from evener.tools.launch.secret import shown
 
 VERBS: dict[str, tuple[str, str]] = {
-    "launch": ("evener.launch.command:launch", "Start a job on one host or many."),
+    "launch": ("evener.tools.launch.command:launch", "Start a job on one host or many."),
     "horovodrun": ("evener.horovod.runner.launch:horovodrun", "`launch` with Horovod's options."),
     "net": ("evener.net.command:net", "Turn the NCCL plug-in on and off, see what it does."),
-    "stats": ("evener.stats.command:stats", "What a running job's pillars do, from its records."),
-    "bench": ("evener.bench.command:bench", "Measure training and its parts, side by side."),
-    "doctor": ("evener.doctor.command:doctor", "Check this machine and its network."),
-    "analyze": ("evener.analyze.command:analyze", "Read logs and benchmarks, say what to change."),
-    "place": ("evener.place.command:place", "Order hosts and ranks by the map of the fabric."),
+    "stats": (
+        "evener.tools.stats.command:stats",
+        "What a running job does, from its records.",
+    ),
+    "bench": ("evener.tools.bench.command:bench", "Measure training and its parts, side by side."),
+    "doctor": ("evener.tools.doctor.command:doctor", "Check this machine and its network."),
+    "analyze": (
+        "evener.tools.analyze.command:analyze",
+        "Read logs, say what to change.",
+    ),
+    "place": (
+        "evener.tools.place.command:place",
+        "Order hosts and ranks by the fabric's map.",
+    ),
     "embedding": (
         "evener.embedding.command:embedding",
         "Answer lookups from snapshots and deltas, see what tables hold.",
@@ -30,18 +39,24 @@ VERBS: dict[str, tuple[str, str]] = {
         "evener.compile.command:compile_group",
         "Compilation by shape buckets: what was compiled, what it cost and saved.",
     ),
-    "lab": ("evener.lab.command:lab", "Simulated clusters: hosts, NICs, rates, paths and faults."),
+    "lab": (
+        "evener.tools.lab.command:lab",
+        "Simulate clusters: hosts, rates, paths, faults.",
+    ),
     "plan": (
-        "evener.plan.command:plan",
+        "evener.tools.plan.command:plan",
         "What a network will cost, what would be sent how: before renting it.",
     ),
-    "zero": ("evener.plan.memory:zero_group", "What the memory engine recorded of its steps."),
+    "zero": (
+        "evener.tools.plan.memory:zero_group",
+        "What the memory engine recorded.",
+    ),
     "pipeline": (
-        "evener.plan.pipeline:pipeline_group",
+        "evener.tools.plan.pipeline:pipeline_group",
         "Cut a model into the stages of a pipeline, see what to expect of it.",
     ),
     "plan-memory": (
-        "evener.plan.memory:plan_memory",
+        "evener.tools.plan.memory:plan_memory",
         "Does a model fit, where will it live, how fast is a step.",
     ),
 }
@@ -49,7 +64,7 @@ VERBS: dict[str, tuple[str, str]] = {
 
 def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from evener import about  # not at the top: --help and completion do without it
+        from evener.tools import about  # not at the top: --help and completion do without it
 
         click.echo(about.describe())
         ctx.exit()

@@ -5,8 +5,8 @@ All lines of those tests are written after the formats; the hosts are made up.
 
 from pathlib import Path
 
-from evener.analyze import Picture, collect, document, page, picture, run_checks
-from evener.analyze.findings import Finding
+from evener.tools.analyze import Picture, collect, document, page, picture, run_checks
+from evener.tools.analyze.findings import Finding
 
 HEAD = (
     "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 4194304 step: 2(factor) warmup iters: 5 "

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 from nccl_logs import Job, job
 
-from evener.analyze.command import analyze
 from evener.errors import UsageError
+from evener.tools.analyze.command import analyze
 
 
 def run(*arguments: object) -> object:

@@ -7,9 +7,9 @@ from click.testing import CliRunner
 from foreign import found, read
 from nccl_logs import Job, job
 
-from evener.analyze import run_checks
-from evener.analyze.command import analyze
-from evener.analyze.report.verdict import verdict
+from evener.tools.analyze import run_checks
+from evener.tools.analyze.command import analyze
+from evener.tools.analyze.report.verdict import verdict
 
 # --- the run failed or hung ---
 

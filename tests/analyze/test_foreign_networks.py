@@ -7,9 +7,9 @@ import pytest
 from foreign import HEAD, ROWS, TABLE, found, read
 from nccl_logs import Job, job
 
-from evener.analyze import run_checks
-from evener.analyze.findings import catalogue
-from evener.analyze.report.verdict import verdict
+from evener.tools.analyze import run_checks
+from evener.tools.analyze.findings import catalogue
+from evener.tools.analyze.report.verdict import verdict
 
 # --- sockets although a card is there ---
 

@@ -6,8 +6,8 @@ import pytest
 from foreign import HEAD, MEAN, ROWS, TABLE, TAIL, found, prefixed, read
 from nccl_logs import Job, job
 
-from evener.analyze import document, run_checks
-from evener.analyze.report.verdict import facts, verdict
+from evener.tools.analyze import document, run_checks
+from evener.tools.analyze.report.verdict import facts, verdict
 
 # --- 2. prefixes ---
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_logs import VERSIONS, Job, job, published_case
 
-from evener.analyze import collect, document, page, picture, run_checks
-from evener.analyze.parse import (
+from evener.tools.analyze import collect, document, page, picture, run_checks
+from evener.tools.analyze.parse import (
     failures,
     hops,
     init,
@@ -21,7 +21,7 @@ from evener.analyze.parse import (
     topology,
     tuning,
 )
-from evener.analyze.parse import trees as tree_lines
+from evener.tools.analyze.parse import trees as tree_lines
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from nccl_logs import VERSIONS, Job, job, published_case
 from tests.pages import needs_browser, nothing_is_clipped
 
-from evener.analyze import collect, document, page, picture, run_checks
-from evener.analyze.words import without_domain
-from evener.fabric import FabricMap, parse_map, read_map
+from evener.tools.analyze import collect, document, page, picture, run_checks
+from evener.tools.analyze.words import without_domain
+from evener.tools.fabric import FabricMap, parse_map, read_map
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 MAP = Path(__file__).parents[2] / "examples" / "asterfusion" / "map.yaml"

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from nccl_logs import PUBLISHED_PAIRS, published_case
 
-from evener.analyze.command import analyze
+from evener.tools.analyze.command import analyze
 
 ROOT = Path(__file__).parents[2]
 ORIGINAL = ROOT.parent / "shared" / "reference" / "asterfusion.log"

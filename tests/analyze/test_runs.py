@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.analyze import collect, document, page, picture, run_checks
-from evener.analyze.picture import Picture
+from evener.tools.analyze import collect, document, page, picture, run_checks
+from evener.tools.analyze.picture import Picture
 
 RUNS = Path(__file__).with_name("runs")
 NAMES = ("sockets", "evener", "two-nics", "one-host")

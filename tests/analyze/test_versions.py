@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from nccl_logs import VERSIONS, Job, job, rank_lines, ring_line
 
-from evener.analyze import Picture, collect, picture, run_checks
-from evener.analyze.report.verdict import facts
+from evener.tools.analyze import Picture, collect, picture, run_checks
+from evener.tools.analyze.report.verdict import facts
 
 
 def read(tmp_path: Path, *texts: str) -> Picture:
@@ -130,7 +130,7 @@ def test_a_cut_ring_is_completed_by_what_each_rank_says(version: str, tmp_path: 
 
 
 def test_a_cut_number_is_dropped() -> None:
-    from evener.analyze.parse import rings
+    from evener.tools.analyze.parse import rings
 
     line = ring_line(Job("2.28.9", hosts=("a",) * 40, gpus=8), 0).encode()
     read = rings.channel(line)

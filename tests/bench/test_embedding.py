@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from evener.bench.embedding import peers
-from evener.bench.embedding.command import draw, embedding
+from evener.tools.bench.embedding import peers
+from evener.tools.bench.embedding.command import draw, embedding
 
 
 def test_peers_that_are_there_and_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_peers_that_are_there_and_those_that_are_not(monkeypatch: pytest.MonkeyP
 
     some = (*peers.PEERS[:2], peers.Peer("gone", "no_such_module", broken))
     some = (*some, peers.Peer("broken", "torch", broken))
-    monkeypatch.setattr("evener.bench.embedding.command.PEERS", some)
+    monkeypatch.setattr("evener.tools.bench.embedding.command.PEERS", some)
     small = ["--rows", "2000", "--batch", "256", "--seconds", "0"]
     done = CliRunner().invoke(embedding, [*small, "--json"], catch_exceptions=False)
     found = {each["peer"]: each for each in json.loads(done.output)["results"]}

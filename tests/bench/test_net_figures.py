@@ -8,9 +8,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from evener.bench import busy
-from evener.bench.net import command, drive
 from evener.errors import UsageError
+from evener.tools.bench import busy
+from evener.tools.bench.net import command, drive
 
 
 def test_the_run_of_median_bandwidth_counts_with_the_range_of_all() -> None:

@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from evener.bench.train import columns, files, guard, markdown, page, plan, results, stats, table
-from evener.bench.train.results import Results
 from evener.errors import EvenerError, UsageError
+from evener.tools.bench.train import (
+    columns,
+    files,
+    guard,
+    markdown,
+    page,
+    plan,
+    results,
+    stats,
+    table,
+)
+from evener.tools.bench.train.results import Results
 
 UPDATE = guard.encode([1.0, -2.0, 3.0, 0.5])
 NEARLY = guard.encode([1.0, -2.0, 3.0, 0.501])
@@ -351,7 +361,7 @@ def test_columns_are_found_by_name_and_alias() -> None:
 
 
 def test_every_column_is_complete() -> None:
-    from evener.bench.train import wrap
+    from evener.tools.bench.train import wrap
 
     for name, column in columns.COLUMNS.items():
         assert column.name == name

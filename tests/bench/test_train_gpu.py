@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from evener.bench.train import clusters
-from evener.bench.train.results import Results
+from evener.tools.bench.train import clusters
+from evener.tools.bench.train.results import Results
 from tests.bench.test_train_run import evener
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """What the results say of the machine, and what they must never say."""
 
-from evener.bench.train import machine
+from evener.tools.bench.train import machine
 
 
 def test_what_may_change_a_figure_is_kept_and_secrets_are_not() -> None:

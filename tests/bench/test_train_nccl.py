@@ -1,6 +1,6 @@
 """NCCL's log lines in the forms of its versions; the lines here are ours, in those forms."""
 
-from evener.bench.train import nccl
+from evener.tools.bench.train import nccl
 
 NEW = """\
 n0:1:1 [0] NCCL INFO NET/Socket : Using [0]eth0:10.1.0.1<0>

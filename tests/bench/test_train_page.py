@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from evener.bench.train import page
-from evener.bench.train.results import Results
-from evener.bench.train.verdict import verdict
+from evener.tools.bench.train import page
+from evener.tools.bench.train.results import Results
+from evener.tools.bench.train.verdict import verdict
 from tests import pages
 from tests.bench.test_train_figures import FIXED, made
 

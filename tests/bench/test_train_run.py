@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from evener import lab
-from evener.bench.train import clusters, columns, drive, markdown, plan, progress, results
-from evener.bench.train import lab as train_lab
-from evener.bench.train.clusters import Given, Loopback
-from evener.bench.train.columns import Column
-from evener.bench.train.plan import Options
-from evener.bench.train.results import Results, RunResult
 from evener.errors import UsageError
+from evener.tools import lab
+from evener.tools.bench.train import clusters, columns, drive, markdown, plan, progress, results
+from evener.tools.bench.train import lab as train_lab
+from evener.tools.bench.train.clusters import Given, Loopback
+from evener.tools.bench.train.columns import Column
+from evener.tools.bench.train.plan import Options
+from evener.tools.bench.train.results import Results, RunResult
 
 NO_LAB = lab.unavailable()
 QUICK = (
@@ -155,8 +155,8 @@ BROKEN = {
 }
 PATCH = """
 import os, signal, sys, time
-from evener.bench.train import agent, columns, wrap
-from evener.bench.train.columns import Column
+from evener.tools.bench.train import agent, columns, wrap
+from evener.tools.bench.train.columns import Column
 def go_wrong(how):
     def apply(model, optimizer, device, column, options):
         wrapped = wrap.WRAPPERS["ddp"](model, optimizer, device, column, options)
@@ -248,7 +248,7 @@ def test_it_draws_again_from_a_file(tmp_path: Path) -> None:
     assert "| one node: 2 GPUs | **10.0** |" in shown.stdout
     assert page.exists()
     again = subprocess.run(
-        [sys.executable, "-m", "evener.bench.train.markdown", str(path)],
+        [sys.executable, "-m", "evener.tools.bench.train.markdown", str(path)],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert again.stdout == shown.stdout
@@ -300,7 +300,7 @@ def test_an_agent_has_no_thread_that_a_fork_would_lose() -> None:
     code = (
         "import os, sys\n"
         "os.environ['OPENBLAS_NUM_THREADS'] = '1'\n"
-        "from evener.bench.train import agent, columns, plan\n"
+        "from evener.tools.bench.train import agent, columns, plan\n"
         "wanted = columns.parse('ddp,exact,topk')\n"
         "todo = plan.make(plan.Options(), nodes=1, slots=2, rows=['node'], columns=wanted)\n"
         "agent.import_early(todo)\n"
@@ -315,7 +315,7 @@ def test_an_agent_has_no_thread_that_a_fork_would_lose() -> None:
 def test_the_built_in_models_have_the_size_that_is_listed() -> None:
     import torch
 
-    from evener.bench.train import models
+    from evener.tools.bench.train import models
 
     for name, model in models.BUILT_IN.items():
         built = models.build(name)

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from evener.bench.train import coding, models, table
-from evener.bench.train.results import Results
+from evener.tools.bench.train import coding, models, table
+from evener.tools.bench.train.results import Results
 from tests.bench.test_train_figures import FIXED, made
 from tests.bench.test_train_run import evener
 

@@ -26,7 +26,7 @@ def gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def _worlds(tmp_path: Path, count: int) -> list[object]:
     from gpt_worlds import World
 
-    from evener.bench.train.clusters import Loopback
+    from evener.tools.bench.train.clusters import Loopback
 
     made = []
     for index in range(count):

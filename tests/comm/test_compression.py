@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from evener import settings
+from evener.base import settings
 from evener.comm import wires
 from evener.comm.exchange import Exchange
 from evener.comm.options import Options

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evener import interfaces, log
+from evener.base import interfaces, log
 from evener.comm.overlap.step import State
 from evener.ddp import accelerate
 from tests import worlds

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.ddp import accelerate
-from evener.integrations import keep
+from evener.ddp.integrations import keep
 from tests import worlds
 
 

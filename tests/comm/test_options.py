@@ -2,9 +2,9 @@
 
 import pytest
 
+from evener.base.settings import SettingError
 from evener.comm.options import Options
 from evener.errors import UsageError
-from evener.settings import SettingError
 
 
 def test_the_default_is_lossless() -> None:

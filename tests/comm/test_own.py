@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.accelerated import AcceleratedDataParallel, restore
 from evener.comm.planner.choose import LIBRARY, Choice, Decision
 from evener.comm.planner.trial import Way
 from evener.ddp import accelerate
+from evener.ddp.model import AcceleratedDataParallel, restore
 from tests import worlds
 from tests.comm.scripts import heard
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from evener import interfaces
+from evener.base import interfaces
 from evener.comm.world import gloo, meeting
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.rendezvous import RendezvousError

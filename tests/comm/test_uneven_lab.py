@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from evener.lab import Lab, unavailable
+from evener.tools.lab import Lab, unavailable
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 STEPS, BYTES = 4, 4 * 1_000_000

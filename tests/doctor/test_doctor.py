@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from evener.doctor import Line, examine, kernel, nccl, nics, peer
-from evener.doctor.command import doctor
-from evener.doctor.line import exit_status
-from evener.doctor.peer import Server, examine_peer, flows, paths, per_flow_cap, rate
 from evener.net.choice import Machine
+from evener.tools.doctor import Line, examine, kernel, nccl, nics, peer
+from evener.tools.doctor.command import doctor
+from evener.tools.doctor.line import exit_status
+from evener.tools.doctor.peer import Server, examine_peer, flows, paths, per_flow_cap, rate
 
 
 def machine(root: Path, **files: str) -> Path:
@@ -131,7 +131,7 @@ def server() -> object:
 
 
 def test_a_peer_on_loopback(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evener.doctor.peer._SECONDS", 0.05)
+    monkeypatch.setattr("evener.tools.doctor.peer._SECONDS", 0.05)
     assert rate("127.0.0.1", server.port, 2, 0.05) > 0
     found = examine_peer("127.0.0.1", server.port)
     assert [line.name for line in found] == ["flows", "paths"]
@@ -139,7 +139,7 @@ def test_a_peer_on_loopback(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_several_flows_that_gain_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evener.doctor.peer.rate", lambda _host, _port, n: min(n, 4) * 1e9)
+    monkeypatch.setattr("evener.tools.doctor.peer.rate", lambda _host, _port, n: min(n, 4) * 1e9)
     line = next(iter(flows("node-b", 1)))
     assert line.state == "bad"
     assert "one flow gets 1/4.0 of what 4 get" in line.found
@@ -160,7 +160,7 @@ def test_a_cap_a_flow_is_told_from_paths(rates: dict[int, float], cap: float) ->
 
 
 def test_a_cap_is_said_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evener.doctor.peer.rate", lambda _host, _port, n: n * 0.625e9)
+    monkeypatch.setattr("evener.tools.doctor.peer.rate", lambda _host, _port, n: n * 0.625e9)
     assert "each flow gets about 5.00 Gb/s" in next(iter(flows("node-b", 1))).found
 
 

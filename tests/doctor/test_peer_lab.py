@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from evener.lab import Lab, Spec, unavailable
+from evener.tools.lab import Lab, Spec, unavailable
 
 
 @pytest.mark.lab

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.door import agree, enter, models, optimizers
 from evener.errors import UsageError
-from evener.launch.command import launch
+from evener.tools.launch.command import launch
 from tests import worlds
 
 PLAIN = 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab import Lab, unavailable
+from evener.tools.lab import Lab, unavailable
 
 pytestmark = pytest.mark.lab
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab import unavailable
+from evener.tools.lab import unavailable
 
 RUN = Path(__file__).parents[2] / "examples" / "asterfusion" / "run.py"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab import unavailable
+from evener.tools.lab import unavailable
 
 EXAMPLE = Path(__file__).parents[2] / "examples/pretrain_pipeline.py"
 

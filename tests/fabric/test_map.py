@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.fabric import Flow, MapError, load, parse_map, rail_wiring
+from evener.tools.fabric import Flow, MapError, load, parse_map, rail_wiring
 
 MAP = """
 version: 1

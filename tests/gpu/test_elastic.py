@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evener.lab.environment import mps
+from evener.tools.lab.environment import mps
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab import unavailable
+from evener.tools.lab import unavailable
 from tests import gpus
 from tests.net.test_staged_frames import row
 

@@ -101,11 +101,14 @@ def test_words_of_comments(name: str, source: str, line: int, tmp_path: Path) ->
     ("files", "said"),
     [
         ({"comm/a.py": "from evener.errors import E\n"}, None),
-        ({"comm/a.py": "from evener.launch import x\n"}, "pillar comm imports verb launch"),
+        ({"comm/a.py": "from evener.tools.launch import x\n"}, "pillar comm imports verb launch"),
         ({"comm/a.py": "def f():\n    import evener.ddp\n"}, "pillar comm imports door ddp"),
         ({"novel/a.py": ""}, "novel has no level"),
-        ({"horovod/runner/a.py": "from evener.launch import x\n"}, None),
-        ({"horovod/a.py": "from evener.launch import x\n"}, "door horovod imports verb launch"),
+        ({"horovod/runner/a.py": "from evener.tools.launch import x\n"}, None),
+        (
+            {"horovod/a.py": "from evener.tools.launch import x\n"},
+            "door horovod imports verb launch",
+        ),
         (
             {
                 "comm/a.py": "from evener.comm import b\n",

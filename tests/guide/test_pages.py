@@ -17,9 +17,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from evener import lab
 from evener.cli import evener
 from evener.errors import UsageError
+from evener.tools import lab
 from tests.guide.blocks import MARKS, PAGES, ROOT, Block, blocks, commands, evener_words
 
 NO_LAB = lab.unavailable()

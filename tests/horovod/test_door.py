@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.launch import door
+from evener.tools.launch import horovod_path
 
 # In the style of upstream's synthetic benchmark: what such scripts import and print.
 SCRIPT = """
@@ -92,7 +92,7 @@ def test_plain_mpirun_with_lightccs_variables(script: Path) -> None:
         "HOROVOD_MPI_THREADS_DISABLE": "1",
         "HOROVOD_FUSION_THRESHOLD": "0",
         "HOROVOD_CYCLE_TIME": "0",
-        "PYTHONPATH": str(door.ALIAS),
+        "PYTHONPATH": str(horovod_path.ALIAS),
     }
     passed = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     done = subprocess.run(
@@ -108,7 +108,7 @@ def test_plain_mpirun_with_lightccs_variables(script: Path) -> None:
 
 def test_the_distribution_holds_the_same_file() -> None:
     package = Path(__file__).parents[2] / "compat" / "horovod" / "horovod"
-    assert package.resolve() == (door.ALIAS / "horovod").resolve()
+    assert package.resolve() == (horovod_path.ALIAS / "horovod").resolve()
     assert [path.name for path in package.glob("*.py")] == ["__init__.py"]
 
 
@@ -116,10 +116,10 @@ def test_an_installed_horovod_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "horovod":
             return "0.28.1"
-        raise door.importlib.metadata.PackageNotFoundError(name)
+        raise horovod_path.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(door.importlib.metadata, "version", version)
-    path, note = door.put_in_place(f"/a{os.pathsep}/b")
-    assert path.split(os.pathsep) == [str(door.ALIAS), "/a", "/b"]
+    monkeypatch.setattr(horovod_path.importlib.metadata, "version", version)
+    path, note = horovod_path.put_in_place(f"/a{os.pathsep}/b")
+    assert path.split(os.pathsep) == [str(horovod_path.ALIAS), "/a", "/b"]
     assert "installed upstream Horovod 0.28.1 is not used" in note
-    assert "upstream's Horovod 0.28.1" in door.describe()
+    assert "upstream's Horovod 0.28.1" in horovod_path.describe()

@@ -24,10 +24,10 @@ from evener.horovod.torch.elastic.state import (
     get_handler_registry,
     set_handler_registry,
 )
-from evener.launch.discovery import Pool
-from evener.launch.elastic import ElasticJob, Fixed, Limits, Worker
-from evener.launch.output import Output
-from evener.launch.plan import Wishes
+from evener.tools.launch.discovery import Pool
+from evener.tools.launch.elastic import ElasticJob, Fixed, Limits, Worker
+from evener.tools.launch.output import Output
+from evener.tools.launch.plan import Wishes
 from tests import worlds
 
 

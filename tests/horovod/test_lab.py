@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from evener.lab import Lab
-from evener.launch import door
+from evener.tools.lab import Lab
+from evener.tools.launch import horovod_path
 from tests.horovod.test_door import SCRIPT
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -27,7 +27,15 @@ def lab() -> Iterator[Lab]:
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun (package openmpi-bin)")
 def test_plain_mpirun_over_two_hosts(lab: Lab) -> None:
     first = lab.nodes[0]
-    command = ["mpirun", "-np", "4", "-H", "node0:2,node1:2", "-x", f"PYTHONPATH={door.ALIAS}"]
+    command = [
+        "mpirun",
+        "-np",
+        "4",
+        "-H",
+        "node0:2,node1:2",
+        "-x",
+        f"PYTHONPATH={horovod_path.ALIAS}",
+    ]
     command += ["-x", "LIGHT_2D_ALLREDUCE=1", "-x", "LIGHT_INTRA_SIZE=2", "-x", "OMP_NUM_THREADS=1"]
     # The lab's nodes have these from the lab's launcher, a cluster's have not.
     unset = "unset MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME NCCL_HOSTID RANK WORLD_SIZE; "

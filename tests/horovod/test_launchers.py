@@ -16,7 +16,7 @@ from evener.horovod.runner.common.util.settings import Settings
 from evener.horovod.runner.function import RunError
 from evener.horovod.runner.gloo_run import gloo_run
 from evener.horovod.runner.launch import _run
-from evener.launch.discovery import Script
+from evener.tools.launch.discovery import Script
 
 
 class Stream(io.StringIO):

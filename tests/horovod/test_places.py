@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evener.horovod.torch as hvd
-from evener.launch.horovod_env import place, translated
+from evener.tools.launch.horovod_env import place, translated
 from tests import worlds
 
 SHOW = """

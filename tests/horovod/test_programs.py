@@ -19,7 +19,7 @@ import evener.horovod.torch as hvd
 from evener.horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from evener.horovod.state import STATE
 from evener.horovod.torch.optimizer import _DistributedOptimizer
-from evener.launch import door
+from evener.tools.launch import horovod_path
 from tests import worlds
 
 
@@ -126,7 +126,7 @@ def run_script(folder: Path, text: str, size: int = 2, **more: str) -> None:
                 "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "PYTHONPATH": str(door.ALIAS),
+                "PYTHONPATH": str(horovod_path.ALIAS),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "EVENER_TIMEOUT": "30",
                 **more,

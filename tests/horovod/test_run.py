@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from evener import interfaces
+from evener.base import interfaces
 from evener.horovod import run
 from evener.horovod.runner import channel
 from evener.horovod.runner.function import RunError, listening_addresses
-from evener.launch.hosts import Host
+from evener.tools.launch.hosts import Host
 
 
 def work(word: str, times: int = 1) -> Any:

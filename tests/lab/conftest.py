@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evener.lab import unavailable
+from evener.tools.lab import unavailable
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from evener.errors import UsageError
-from evener.lab import Lab, LabError, Spec
-from evener.lab.lab import _free_port
+from evener.tools.lab import Lab, LabError, Spec
+from evener.tools.lab.lab import _free_port
 
 pytestmark = pytest.mark.lab
 PYTHON = sys.executable

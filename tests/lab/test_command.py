@@ -140,5 +140,5 @@ def test_mpirun_fills_the_lab_where_no_hosts_are_named() -> None:
 
 
 def test_nothing_of_torch_is_imported() -> None:
-    code = "import sys, evener.lab.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, evener.tools.lab.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0

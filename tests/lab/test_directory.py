@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from evener.errors import UsageError
-from evener.lab import LabError, directory
+from evener.tools.lab import LabError, directory
 
 # Listens in the name of a lab's keeper and answers as one, as a user given by number.
 _IMPOSTOR = """

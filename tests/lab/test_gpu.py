@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from evener.lab import Lab, Spec
-from evener.lab.environment import gpus
+from evener.tools.lab import Lab, Spec
+from evener.tools.lab.environment import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.lab]
 

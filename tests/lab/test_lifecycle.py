@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab import Lab, LabError, Spec, directory
+from evener.tools.lab import Lab, LabError, Spec, directory
 
 pytestmark = pytest.mark.lab
 
 # Builds a lab, starts something stubborn in it, and says the process ids that hold it.
 _OWNER = """
 import signal, subprocess, sys, time
-from evener.lab import Lab
+from evener.tools.lab import Lab
 with Lab(sys.argv[1]) as lab:
     stubborn = "trap '' TERM INT HUP; while :; do sleep 1; done"
     programs = [n.popen(["sh", "-c", stubborn], start_new_session=True) for n in lab.nodes]
@@ -97,7 +97,9 @@ def test_nothing_is_left_when_the_owner_ends(end: str) -> None:
 def test_nothing_is_left_when_the_keeper_is_killed() -> None:
     owner = start_owner()
     held = holders(owner)
-    keeper = next(pid for pid in held if b"evener.lab.keeper" in _command(pid) and _is_first(pid))
+    keeper = next(
+        pid for pid in held if b"evener.tools.lab.keeper" in _command(pid) and _is_first(pid)
+    )
     os.kill(keeper, signal.SIGKILL)
     assert eventually(lambda: not any(map(alive, held - {owner.pid})))
     owner.kill()
@@ -177,7 +179,7 @@ def _unprivileged() -> list[str]:
     nobody = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups"]
     # Run a second time from within: setpriv itself may start what its user may not.
     script = (
-        "import evener.lab.network, pathlib, subprocess, sys; pathlib.Path.cwd();"
+        "import evener.tools.lab.network, pathlib, subprocess, sys; pathlib.Path.cwd();"
         "subprocess.run([sys.executable, '-c', ''], check=True)"
     )
     if subprocess.run([*nobody, sys.executable, "-c", script], capture_output=True).returncode == 0:
@@ -187,7 +189,7 @@ def _unprivileged() -> list[str]:
 
 _WITHOUT_RIGHTS = """
 import sys
-from evener.lab import Lab, LabUnavailableError
+from evener.tools.lab import Lab, LabUnavailableError
 try:
     lab = Lab("2x1@100mbit,paths=2,cap=50mbit").start()
 except LabUnavailableError as error:

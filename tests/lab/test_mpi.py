@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from evener.lab import Lab, Node
-from evener.lab.sshd import find
+from evener.tools.lab import Lab, Node
+from evener.tools.lab.sshd import find
 
 pytestmark = pytest.mark.lab
 no_mpi = pytest.mark.skipif(

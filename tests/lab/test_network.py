@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from evener.lab import Lab, Spec
+from evener.tools.lab import Lab, Spec
 from tests.lab.traffic import Probe, attempt, send, sink, throughput
 
 pytestmark = pytest.mark.lab

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.base.units import parse_rate, parse_time, show_rate, show_time
 from evener.errors import UsageError
-from evener.lab import Event, Spec, show
-from evener.lab.faults import Action, Target
-from evener.lab.plan import Plan, Shape
-from evener.units import parse_rate, parse_time, show_rate, show_time
+from evener.tools.lab import Event, Spec, show
+from evener.tools.lab.faults import Action, Target
+from evener.tools.lab.plan import Plan, Shape
 
 specs = st.builds(
     Spec,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from evener.lab import Lab, Node
+from evener.tools.lab import Lab, Node
 
 # Answers each connection with the bytes that came and the moments of the first and the last.
 _SINK = """

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import UsageError
-from evener.launch import batch
-from evener.launch.hosts import Host
+from evener.tools.launch import batch
+from evener.tools.launch.hosts import Host
 
 
 @pytest.mark.parametrize(

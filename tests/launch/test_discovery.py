@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from evener.errors import UsageError
-from evener.launch.discovery import Cooldown, DiscoveryError, Pool, Script
-from evener.launch.hosts import Host
+from evener.tools.launch.discovery import Cooldown, DiscoveryError, Pool, Script
+from evener.tools.launch.hosts import Host
 
 
 def script(folder: Path, text: str) -> Script:

@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from evener.errors import UsageError
-from evener.launch import placed
-from evener.launch.command import launch
-from evener.launch.plan import Wishes, mpirun, torchrun
+from evener.tools.launch import placed
+from evener.tools.launch.command import launch
+from evener.tools.launch.plan import Wishes, mpirun, torchrun
 
 
 def fabric(tmp_path: Path, wirings: list[str], cards: str = "mlx5_", gpus: str = "01") -> Path:

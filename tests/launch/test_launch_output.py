@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from evener.launch import output
-from evener.launch.job import _TORCHRUN_TAG, Tagged
-from evener.launch.output import Files, Output, emit, follow
+from evener.tools.launch import output
+from evener.tools.launch.job import _TORCHRUN_TAG, Tagged
+from evener.tools.launch.output import Files, Output, emit, follow
 
 
 def pumped(data: bytes, take: Callable[[str], None]) -> None:

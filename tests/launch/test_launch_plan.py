@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import UsageError
-from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
-from evener.launch.job import (
+from evener.tools.launch.hosts import Host, is_local, parse_hostfile, parse_hosts, place
+from evener.tools.launch.job import (
     _MPIRUN_5_TAG,
     _MPIRUN_TAG,
     Failure,
@@ -17,8 +17,8 @@ from evener.launch.job import (
     mpirun_failure,
     torchrun_failure,
 )
-from evener.launch.plan import Wishes, mpirun, open_mpi_major, shell_line, torchrun
-from evener.launch.secret import is_secret
+from evener.tools.launch.plan import Wishes, mpirun, open_mpi_major, shell_line, torchrun
+from evener.tools.launch.secret import is_secret
 
 
 def test_hosts() -> None:

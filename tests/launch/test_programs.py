@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evener import programs
+from evener.base import programs
 
 BIN = str(Path(sys.executable).parent)
 

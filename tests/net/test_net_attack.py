@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from evener.bench.net.drive import Job, command, merge
-from evener.lab import Lab, Spec, unavailable
 from evener.net import plugin_path
+from evener.tools.bench.net.drive import Job, command, merge
+from evener.tools.lab import Lab, Spec, unavailable
 
 pytestmark = [
     pytest.mark.lab,

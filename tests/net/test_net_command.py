@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from evener import settings
+from evener.base import settings
 from evener.net import adopt, environment, install, plugin_path, stats
 from evener.net.choice import Machine
 from evener.net.command import net

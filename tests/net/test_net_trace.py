@@ -11,15 +11,15 @@ import pytest
 from click.testing import CliRunner
 from tests.pages import needs_browser, nothing_is_clipped
 
-from evener import settings
-from evener.bench.net.drive import Job, command
+from evener.base import settings
 from evener.errors import UsageError
-from evener.lab import Lab, Spec, unavailable
 from evener.net import plugin_path
 from evener.net.command import net
 from evener.net.trace import files, page, read, summed_up
 from evener.net.trace.pcapng import ARRIVED, DECIDED, EVENT, LOST, OPENED, OVER, REPLACED, SILENT
 from evener.net.trace.summary import as_json
+from evener.tools.bench.net.drive import Job, command
+from evener.tools.lab import Lab, Spec, unavailable
 
 SECOND = 1_000_000_000
 

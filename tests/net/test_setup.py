@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from evener.errors import UsageError
-from evener.lab import Lab, Spec, unavailable
 from evener.net import setup
 from evener.net.command import net
+from evener.tools.lab import Lab, Spec, unavailable
 
 
 @pytest.fixture

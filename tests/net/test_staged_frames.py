@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from evener.lab import unavailable
+from evener.tools.lab import unavailable
 
 pytestmark = [
     pytest.mark.lab,

@@ -24,7 +24,7 @@ from evener.pipeline.capture import root_of, written_by
 from evener.pipeline.plan import Plan
 from evener.pipeline.search import Costs, Device, Setting
 from evener.pipeline.simulate import Network
-from evener.plan.pipeline import pipeline_group
+from evener.tools.plan.pipeline import pipeline_group
 from tests import pages
 from tests.pipeline import models
 

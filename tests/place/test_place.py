@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import UsageError
-from evener.fabric import FabricMap, parse_map
-from evener.place import place
-from evener.place.command import place as command
+from evener.tools.fabric import FabricMap, parse_map
+from evener.tools.place import place
+from evener.tools.place.command import place as command
 
 
 def fabric(wirings: list[list[str]], gpus: list[list[int]] | None = None) -> FabricMap:

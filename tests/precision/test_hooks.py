@@ -126,7 +126,7 @@ def test_float16_wants_a_scale() -> None:
 
 def test_transformers_trainer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from evener.integrations.transformers import FollowPrecision
+    from evener.ddp.integrations.transformers import FollowPrecision
 
     class Model(Tower):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
@@ -150,7 +150,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 def test_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
-    from evener.integrations.lightning import FollowPrecision
+    from evener.ddp.integrations.lightning import FollowPrecision
 
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:

@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.net.test_net_command import RECORD as NET
 
-from evener import records
+from evener.base import records
+from evener.base.records import StatsFile
 from evener.cli import evener
 from evener.errors import UsageError
-from evener.records import StatsFile
-from evener.stats import show
+from evener.tools.stats import show
 
 BUCKET = {
     "name": "w", "bytes": 4_000_000, "algorithm": "2d", "compressor": "topk", "carrier": "gloo",

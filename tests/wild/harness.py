@@ -65,8 +65,8 @@ def line(model: Any, *optimizers: Any) -> None:
     kind = os.environ.get("WILD_LINE", "")
     if not kind or HOROVOD:
         return
+    import evener.base.log
     import evener.ddp
-    import evener.log
 
     if kind == "model":
         evener.ddp.accelerate(model)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from evener.door.enter import SITE
-from evener.launch.door import ALIAS
+from evener.tools.launch.horovod_path import ALIAS
 from tests.wild.cases import PLAIN, Case, Door, Program
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 
 VOCABULARY = 50
 

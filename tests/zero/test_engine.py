@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from evener import records, zero
+from evener import zero
+from evener.base import records
 from evener.errors import EvenerError, UsageError
-from evener.stats import show
+from evener.tools.stats import show
 from evener.zero.activations import Offload
 from evener.zero.chunk import Chunk
 from evener.zero.device import SimulatedDevice
@@ -508,7 +509,7 @@ def test_a_step_is_recorded(
     budget: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVENER_STATS_DIR", str(tmp_path))
-    monkeypatch.setattr("evener.records.EVERY", 0.0)
+    monkeypatch.setattr("evener.base.records.EVERY", 0.0)
     engine = start(Model(), **({"evener": {"budget": budget}} if budget else {}))
     for tokens in batches(3):
         engine.backward(loss_of(engine, tokens))

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from evener import _optimizers, zero
+from evener import zero
+from evener.base import optimizers as _optimizers
 from evener.zero import lanes, states
 from evener.zero.rules import RULES, AdamW, Rule
 from evener.zero.states import Noise, States
@@ -155,7 +156,7 @@ def test_stale_updates_only_by_name_and_they_train() -> None:
 
 INTERPRETED = """
 import torch
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 from evener.zero.rules import named, triton_adam
 from evener.zero.states import States, random_key
 from tests.zero.test_lanes import states_of

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from evener import _optimizers, zero
+from evener import zero
+from evener.base import optimizers as _optimizers
 from evener.zero.chunk import Chunk
 from evener.zero.rules import RULES, Rule
 from evener.zero.states import Noise, States

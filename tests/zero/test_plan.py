@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from evener import zero
 from evener.errors import UsageError
-from evener.plan.memory import plan_memory
+from evener.tools.plan.memory import plan_memory
 from evener.zero import budget as budgets
 from evener.zero import shapes
 from evener.zero.budget import Budget

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from evener import zero
 from evener.errors import UsageError
-from evener.plan.memory import zero_group
+from evener.tools.plan.memory import zero_group
 from evener.zero.spans import Span, covered, summary
 from tests import pages
 from tests.zero.models import Model, batches, loss_of

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from evener import _optimizers, zero
+from evener import zero
+from evener.base import optimizers as _optimizers
 from evener.errors import UsageError
 from evener.zero import rules
 from evener.zero.states import Noise, States

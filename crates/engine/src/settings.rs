@@ -1,5 +1,5 @@
 //! The engine's configuration from environment variables. What there is, is declared in
-//! python/evener/settings.py; `settings_generated.rs` is made from it.
+//! python/evener/base/settings.py; `settings_generated.rs` is made from it.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Environment variables, made from python/evener/settings.py by `make docs`.
+//! Environment variables, made from python/evener/base/settings.py by `make docs`.
 
 /// Name, default, and what is allowed, of one environment variable.
 #[derive(Debug, Clone, Copy)]

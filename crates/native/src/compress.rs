@@ -1,4 +1,4 @@
-//! The compressors' kernels for Python. `evener._kernels` is the only caller; it has checked devices,
+//! The compressors' kernels for Python. `evener.base.kernels` is the only caller; it has checked devices,
 //! dtypes and contiguity, and holds the tensors until a call returns. All are addresses of contiguous
 //! CPU memory, and no two that are written overlap.
 

@@ -1,4 +1,4 @@
-//! NCCL's calls in a loop, for `evener.bench.collectives`: what a benchmark repeats inside the time.
+//! NCCL's calls in a loop, for `evener.tools.bench.collectives`: what a benchmark repeats inside the time.
 //!
 //! Python finds the functions in the library that torch loaded and says once what is called with
 //! which arguments; here is only the repetition. From Python each call costs a microsecond or more,

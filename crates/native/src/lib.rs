@@ -2,7 +2,7 @@
 //! wheel serves every CPython from 3.10 on.
 //!
 //! Tensors come in as addresses (`tensor.data_ptr()`) and lengths: the stable ABI of 3.10 has no
-//! buffer protocol, and numpy has no bfloat16. `evener._kernels` is the only caller; it checks
+//! buffer protocol, and numpy has no bfloat16. `evener.base.kernels` is the only caller; it checks
 //! device, dtype and contiguity first. Every function gives up the GIL while it works.
 
 #![allow(
@@ -69,7 +69,7 @@ fn topk_with_feedback(
 ) -> PyResult<()> {
     let span = |address, length| Span { address, length };
     py.detach(|| {
-        // SAFETY: `evener._kernels` passes four distinct live tensors of these dtypes and lengths,
+        // SAFETY: `evener.base.kernels` passes four distinct live tensors of these dtypes and lengths,
         // and holds references to them until this returns.
         unsafe {
             topk::select_with_feedback(

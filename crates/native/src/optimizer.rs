@@ -1,4 +1,4 @@
-//! The fused optimizers for Python. `evener._kernels` is the only caller; it has checked devices,
+//! The fused optimizers for Python. `evener.base.kernels` is the only caller; it has checked devices,
 //! dtypes, contiguity and that no two tensors share memory.
 //!
 //! A tensor is a pair (format, address); formats are "f32", "bf16", "f16" and "none".
@@ -173,7 +173,7 @@ pub fn adam_step(
         scale,
         step: number,
     };
-    // SAFETY: `evener._kernels` passes distinct live tensors and holds them until this returns.
+    // SAFETY: `evener.base.kernels` passes distinct live tensors and holds them until this returns.
     let tensors = unsafe {
         tensors(
             elements,
@@ -215,7 +215,7 @@ pub fn sgd_step(
         scale,
         step: number,
     };
-    // SAFETY: `evener._kernels` passes distinct live tensors and holds them until this returns.
+    // SAFETY: `evener.base.kernels` passes distinct live tensors and holds them until this returns.
     let tensors = unsafe {
         tensors(
             elements,
@@ -253,7 +253,7 @@ pub fn lion_step(
         weight_decay,
         scale,
     };
-    // SAFETY: `evener._kernels` passes distinct live tensors and holds them until this returns.
+    // SAFETY: `evener.base.kernels` passes distinct live tensors and holds them until this returns.
     let tensors = unsafe {
         tensors(
             elements,
@@ -275,7 +275,7 @@ pub fn sum_of_squares(
     threads: usize,
 ) -> PyResult<f64> {
     let pool = pool(threads)?;
-    // SAFETY: `evener._kernels` passes a live tensor and holds it until this returns.
+    // SAFETY: `evener.base.kernels` passes a live tensor and holds it until this returns.
     let gradient = unsafe { read_gradient(elements, (&gradient.0, gradient.1))? };
     Ok(py.detach(|| pool.squares(Isa::detect(), gradient)))
 }

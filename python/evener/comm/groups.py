@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener import settings
+from evener.base import settings
 from evener.comm import transport
 from evener.comm.buckets import padded
 from evener.comm.codecs import sums

@@ -1,8 +1,8 @@
 """What a reduction may do: algorithm, form, sizes.
 
-The default is lossless. Whatever changes the arithmetic is asked for, by an argument of the front
-door or by LightCC's variables (`evener.settings`). A LIGHT_* variable that is set wins over the
-argument: a job can be changed without touching its script, and the log says so.
+The default is lossless. Whatever changes the arithmetic is asked for, by an argument or by
+LightCC's variables (`evener.base.settings`). A LIGHT_* variable that is set wins over the argument:
+a job can be changed without touching its script, and the log says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from evener import settings
+from evener.base import settings
 from evener.comm import forms
 from evener.errors import UsageError
 

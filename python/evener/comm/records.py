@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from evener.base.records import StatsFile
 from evener.comm.exchange import Exchange
 from evener.comm.guard import Verdict
-from evener.records import StatsFile
 
 GUARD_FIELDS = (
     "time",

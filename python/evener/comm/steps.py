@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from evener import settings
+from evener.base import settings
 from evener.comm.overlap import StepOverlap
 from evener.comm.planner.live import Planner
 from evener.comm.planner.sequence import best_sequence
@@ -103,7 +103,7 @@ class Steps:
 
     @_disable_dynamo
     def own_forward_began(self, syncs: bool) -> None:
-        """Before a forward whose gradients DDP's own reducer takes (`evener.own`).
+        """Before a forward whose gradients DDP's own reducer takes (`evener.ddp.torch_reducer`).
 
         `syncs`: its backward will be synchronised. Afterwards it may be Evener's.
         """

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from evener.base.log import logger
 from evener.errors import EvenerError
-from evener.log import logger
 
 _PULSE = 0.25  # seconds between two pulses
 _DEAD = 2.0  # seconds without a pulse

@@ -18,9 +18,9 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+from evener.base.log import info0, logger
 from evener.compile import store
 from evener.compile.policy import Bucket, Buckets, Options, Turn
-from evener.log import info0, logger
 
 # Signatures (other shapes, dtypes, modes) of one function that get buckets; more run plain.
 _SIGNATURES = 16

@@ -14,9 +14,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from evener import settings
+from evener.base import settings
+from evener.base.log import logger
 from evener.errors import UsageError
-from evener.log import logger
 
 VERSION = 1
 

@@ -30,11 +30,11 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager import record as tape_record
 from tensorflow.python.framework import op_def_registry, ops
 
+from evener.base.log import logger
 from evener.compile import store
 from evener.compile.driver import Bucketed, WrongError
 from evener.compile.policy import Options
 from evener.errors import UsageError
-from evener.log import logger
 
 _PLAIN = (bool, int, float, str, type(None))
 _TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}

@@ -89,7 +89,7 @@ def _open(module: Any) -> None:
 def _keep_residuals(module: Any) -> None:
     """Give each Trainer a callback besides those that it has by default. Never raises."""
     try:
-        from evener.integrations.transformers import KeepResiduals
+        from evener.ddp.integrations.transformers import KeepResiduals
 
         if KeepResiduals not in module.DEFAULT_CALLBACKS:
             module.DEFAULT_CALLBACKS.append(KeepResiduals)
@@ -103,7 +103,7 @@ def variables(env: Mapping[str, str], floor: str = "") -> dict[str, str]:
     `floor`: the least exact form that may be sent; "" where nothing may be lost. A variable that is
     set wins. Raises UsageError for a value that cannot be.
     """
-    from evener import settings
+    from evener.base import settings
 
     given = settings.EVENER_DDP.get(env)
     if settings.EVENER_DDP.is_set(env) and given == "off":

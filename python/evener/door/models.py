@@ -28,8 +28,8 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-import evener.log  # noqa: F401 - it prints what is said here
-from evener import settings
+import evener.base.log  # noqa: F401 - it prints what is said here
+from evener.base import settings
 from evener.comm import forms
 from evener.door import optimizers
 from evener.door.agree import agree

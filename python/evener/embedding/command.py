@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from evener import settings
+from evener.base import settings
 from evener.errors import UsageError
 
 

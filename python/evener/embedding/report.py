@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from evener import records
+from evener.base import records
 from evener.embedding import files
 from evener.errors import UsageError
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from evener.log import logger
+from evener.base.log import logger
 
 _TARGET = "evener.horovod"
 

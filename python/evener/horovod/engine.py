@@ -34,15 +34,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from evener import settings
 from evener._native import Answer, Negotiator
+from evener.base import settings
+from evener.base.log import logger
 from evener.comm.world import contact, rendezvous
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.steps import Steps
 from evener.horovod.timeline import Timeline
-from evener.log import logger
 
 # Operations, by the negotiator's numbers; and their names in handles, errors and timelines.
 KINDS = (

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from evener import settings
+from evener.base import settings
 from evener.comm.world import abort, rendezvous
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from evener.log import logger
+from evener.base.log import logger
 
 if TYPE_CHECKING:
     from evener._native import Answer

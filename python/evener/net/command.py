@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from evener import settings
+from evener.base import settings
 from evener.errors import UsageError
 from evener.net import install, setup, show, stats
 from evener.net.plugin import environment, plugin_path

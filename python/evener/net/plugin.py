@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from evener import settings
+from evener.base import settings
 from evener.errors import EvenerError
 from evener.net.choice import Machine, why_not
 
@@ -102,7 +102,7 @@ def at_import() -> None:
     _imported.update({k: v for k, v in os.environ.items() if k not in before})
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
     if _imported and rank == "0":
-        from evener.log import info0
+        from evener.base.log import info0
 
         info0("%s", line)
 

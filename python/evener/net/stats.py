@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evener import records
+from evener.base import records
 
 _STALE = 10.0  # seconds after which a file's process is taken for gone
 

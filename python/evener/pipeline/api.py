@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from evener.base.log import logger
 from evener.comm import forms
 from evener.comm.world.topology import host_identity
 from evener.errors import EvenerError, UsageError
-from evener.log import logger
 from evener.pipeline import links
 from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, Example, capture

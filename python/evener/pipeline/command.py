@@ -1,4 +1,4 @@
-"""What `evener pipeline plan` and `report` do; `evener.plan.pipeline` has their options."""
+"""What `evener pipeline plan` and `report` do; `evener.tools.plan.pipeline` has their options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from evener import units
+from evener.base import units
 from evener.errors import UsageError
 from evener.pipeline import report
 from evener.pipeline.plan import NoFitError, Plan, network

@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from evener.log import logger
+from evener.base.log import logger
 from evener.pipeline.simulate import Link, Network
 
 # Bytes of the short and of the long message: the long one as activations are.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from evener.log import logger
+from evener.base.log import logger
 from evener.pipeline.capture import Captured
 from evener.pipeline.split import Draw, Split, StageModule
 from evener.pipeline.synthetic import Operation

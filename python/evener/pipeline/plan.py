@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener import units
+from evener.base import units
 from evener.errors import EvenerError, UsageError
 from evener.pipeline import profile as profiles
 from evener.pipeline import schedules, search, wire

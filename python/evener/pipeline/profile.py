@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evener.log import logger
+from evener.base.log import logger
 from evener.pipeline import pieces
 from evener.pipeline.capture import Captured, root_of
 from evener.pipeline.synthetic import Operation, differentiable, quiet_random

@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from evener.base.page import opening
 from evener.errors import UsageError
-from evener.page import opening
 from evener.pipeline.plan import Plan
 from evener.pipeline.simulate import Mark
 

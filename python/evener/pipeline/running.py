@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evener.base.log import logger
 from evener.errors import UsageError
-from evener.log import logger
 from evener.pipeline import checkpoint, report, schedules
 from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, Example

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evener.log import info0
+from evener.base.log import info0
+from evener.base.records import StatsFile
 from evener.precision.rules import Event, Facts, Machine, Probe
-from evener.records import StatsFile
 
 _SHOWN = 20  # events, in a report
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from evener.base.units import has_unit, parse_size
 from evener.errors import UsageError
-from evener.units import has_unit, parse_size
 
 KEEP = 0.95
 """Share of the free host memory that `auto` takes: the rest is for the interpreter and files."""

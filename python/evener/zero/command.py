@@ -1,4 +1,4 @@
-"""What `evener plan-memory` and `evener zero report` do; `evener.plan.memory` has their options."""
+"""What `evener plan-memory` and `evener zero report` do. Options: `evener.tools.plan.memory`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from evener.base.units import has_unit, parse_rate
 from evener.errors import UsageError
-from evener.units import has_unit, parse_rate
 from evener.zero import report
 from evener.zero.api import plans
 from evener.zero.config import Config

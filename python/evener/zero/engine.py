@@ -39,8 +39,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from evener.base.records import StatsFile
 from evener.errors import EvenerError
-from evener.records import StatsFile
 from evener.zero.activations import Offload
 from evener.zero.between import Between
 from evener.zero.boundary import Boundary

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 from evener.zero import exits
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import Device, Event

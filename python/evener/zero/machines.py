@@ -12,8 +12,8 @@ import dataclasses
 import difflib
 from dataclasses import dataclass
 
+from evener.base.units import parse_size
 from evener.errors import UsageError
-from evener.units import parse_size
 from evener.zero.planner import Machine
 
 MIB = 1 << 20

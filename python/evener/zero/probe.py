@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 from evener.zero.budget import resident_now
 from evener.zero.chunk import Chunk, Run
 from evener.zero.device import CudaDevice, Device, SimulatedDevice

@@ -16,8 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener.base.page import opening
 from evener.errors import UsageError
-from evener.page import opening
 from evener.zero.spans import Span, summary
 
 if TYPE_CHECKING:

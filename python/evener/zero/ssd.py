@@ -35,7 +35,8 @@ from typing import Any
 
 import torch
 
-from evener import _native, settings
+from evener import _native
+from evener.base import settings
 from evener.errors import EvenerError
 
 logger = logging.getLogger("evener.zero")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 
 
 @dataclass

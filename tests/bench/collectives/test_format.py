@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from evener.analyze import collect, picture
-from evener.bench.collectives import algorithms, command
-from evener.bench.collectives.names import COLLECTIVES, NAMES, plain
-from evener.bench.collectives.options import Options, check, environment
-from evener.bench.collectives.output import Device, Iterations, Report, Side, number
-from evener.bench.collectives.shapes import ALL
-from evener.bench.command import bench
 from evener.errors import UsageError
+from evener.tools.analyze import collect, picture
+from evener.tools.bench.collectives import algorithms, command
+from evener.tools.bench.collectives.names import COLLECTIVES, NAMES, plain
+from evener.tools.bench.collectives.options import Options, check, environment
+from evener.tools.bench.collectives.output import Device, Iterations, Report, Side, number
+from evener.tools.bench.collectives.shapes import ALL
+from evener.tools.bench.command import bench
 
 
 @pytest.mark.parametrize(

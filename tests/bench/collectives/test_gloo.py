@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from tests import worlds
 
-from evener.bench.collectives import algorithms
-from evener.bench.collectives.clock import Clock
-from evener.bench.collectives.gloo import GlooCarrier
-from evener.bench.collectives.names import NAMES
-from evener.bench.collectives.options import Options
-from evener.bench.collectives.output import Report
-from evener.bench.collectives.shapes import ALL
-from evener.bench.collectives.team import Processes, Shared, Team
+from evener.tools.bench.collectives import algorithms
+from evener.tools.bench.collectives.clock import Clock
+from evener.tools.bench.collectives.gloo import GlooCarrier
+from evener.tools.bench.collectives.names import NAMES
+from evener.tools.bench.collectives.options import Options
+from evener.tools.bench.collectives.output import Report
+from evener.tools.bench.collectives.shapes import ALL
+from evener.tools.bench.collectives.team import Processes, Shared, Team
 
 
 def team(rank: int, size: int) -> Team:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from evener.bench.collectives.names import NAMES
-from evener.bench.collectives.options import Options
-from evener.bench.collectives.run import run
+from evener.tools.bench.collectives.names import NAMES
+from evener.tools.bench.collectives.options import Options
+from evener.tools.bench.collectives.run import run
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -25,7 +25,8 @@ pytestmark = [
 ]
 two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 RUN = (
-    "import sys; from evener._click import run; from evener.bench.collectives import command; "
+    "import sys; from evener.base.click import run; "
+    "from evener.tools.bench.collectives import command; "
     "name = sys.argv.pop(1); run(lambda: getattr(command, name)(prog_name=name))"
 )
 

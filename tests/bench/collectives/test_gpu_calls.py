@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from evener.bench.collectives import cuda, nccl, run
-from evener.bench.collectives.options import Options
 from evener.errors import EvenerError
+from evener.tools.bench.collectives import cuda, nccl, run
+from evener.tools.bench.collectives.options import Options
 
 DEVICES = 2
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.bench.collectives.algorithms import names
-from evener.lab import Lab, Spec, unavailable
+from evener.tools.bench.collectives.algorithms import names
+from evener.tools.lab import Lab, Spec, unavailable
 
 
 @pytest.mark.lab

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from evener.bench.collectives import sweep
-from evener.bench.collectives.sweep import BASE, DEFAULTS, Tried, parse, reason, rest, verdict
 from evener.errors import EvenerError, UsageError
+from evener.tools.bench.collectives import sweep
+from evener.tools.bench.collectives.sweep import BASE, DEFAULTS, Tried, parse, reason, rest, verdict
 
 # Stands for `evener bench`: bandwidth depends on a variable, and a value of it fails.
 FAKE = """

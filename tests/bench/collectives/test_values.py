@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.bench.collectives import values
-from evener.bench.collectives.options import OPERATIONS
+from evener.tools.bench.collectives import values
+from evener.tools.bench.collectives.options import OPERATIONS
 
 KINDS = sorted(values.DTYPES)
 

@@ -95,7 +95,7 @@ def lightning_(resume: bool) -> nn.Module:
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     if DOOR:  # the entry point of an installed Evener does this; here it is only on the path
-        from evener.integrations import lightning_callbacks
+        from evener.ddp.integrations import lightning_callbacks
     path = wild.OUT / "half.ckpt"
 
     class Module(lightning.LightningModule):

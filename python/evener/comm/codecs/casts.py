@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from evener import _kernels
+from evener.base import kernels as _kernels
 
 
 def narrow_reference(values: torch.Tensor, scale: float, out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evener import _kernels
+from evener.base import kernels as _kernels
 
 CHUNK = _kernels.CHUNK
 NO_INDEX = _kernels.NO_INDEX

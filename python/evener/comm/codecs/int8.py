@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from evener import _kernels
+from evener.base import kernels as _kernels
 
 BLOCK = _kernels.BLOCK
 _INFINITY = 0x7F800000

@@ -1,8 +1,8 @@
 """Selecting the k largest magnitudes with error feedback, and adding received entries.
 
 Three implementations of one definition: `select_reference` in plain torch (the definition),
-`evener._kernels` in Rust for CPU tensors, `triton_topk` beside it for GPU tensors. All select the
-same entries: order by magnitude of residual + gradient, the lowest index first among equals; what
+`evener.base.kernels` in Rust for CPU tensors, `triton_topk` for GPU tensors. All select the same
+entries: order by magnitude of residual + gradient, the lowest index first among equals; what
 is not finite is sent first and never kept (see crates/kernels/src/topk.rs for why).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from evener import _kernels
+from evener.base import kernels as _kernels
 
 
 def entries(numel: int, ratio: float) -> int:

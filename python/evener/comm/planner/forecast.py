@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from evener import settings
+from evener.base import settings
 from evener.comm import lookups, parts
 from evener.comm.buckets import ALIGN, group_by_size, partitions
 from evener.comm.profile import BucketProfile, StepProfile

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from evener import settings
+from evener.base import settings
 from evener.comm import guard, wires
 from evener.comm.overlap import StepOverlap
 from evener.comm.planner import choose, probe, report

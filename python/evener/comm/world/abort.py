@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener.base.log import logger
 from evener.comm import transport
 from evener.comm.world import world
 from evener.errors import EvenerError
-from evener.log import logger
 
 
 class AbortError(EvenerError):

@@ -17,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from evener import interfaces
+from evener.base import interfaces
+from evener.base.log import logger
 from evener.comm.world import stores
-from evener.log import logger
 
 _TOKEN = "evener/token"
 

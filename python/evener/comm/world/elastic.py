@@ -1,11 +1,11 @@
 """A worker's side of an elastic job, in which processes come and go while the others go on.
 
-`evener launch --min-np ...` (evener.launch.elastic) starts the workers and holds a key-value store;
-EVENER_ELASTIC tells a worker where. Workers live in **generations**: a generation is a fixed set of
-ranks with process groups of its own. A worker that calls init asks for the next one and waits; when
-every living member of the current generation has asked, the launcher forms the next one from them
-and from the newcomers that wait, and tells each its rank. The oldest member is rank 0, so that its
-state is the one that others get.
+`evener launch --min-np ...` (evener.tools.launch.elastic) starts the workers and holds a key-value
+store; EVENER_ELASTIC tells a worker where. Workers live in **generations**: a generation is a fixed
+set of ranks with process groups of its own. A worker that calls init asks for the next one and
+waits; when every living member of the current generation has asked, the launcher forms the next one
+from them and from the newcomers that wait, and tells each its rank. The oldest member is rank 0, so
+that its state is the one that others get.
 
 Keys of the store:
 
@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from evener import settings
+from evener.base import settings
+from evener.base.log import logger
 from evener.comm.world import stores
 from evener.comm.world.contact import Contact, connect
 from evener.comm.world.ranks import Ranks
 from evener.errors import EvenerError
-from evener.log import logger
 
 _POLL = 0.2
 _CONNECT_TIMEOUT = 60.0

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evener import interfaces
+from evener.base import interfaces
 from evener.comm.world.topology import host_identity
 
 logger = logging.getLogger("evener.comm")

@@ -37,12 +37,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from evener import settings
+from evener.base import settings
+from evener.base.log import info0, logger, set_rank
 from evener.comm.world import contact, elastic, gloo, libmpi, pmix, stores
 from evener.comm.world.ranks import Ranks, detect
 from evener.comm.world.topology import host_identity
 from evener.errors import EvenerError
-from evener.log import info0, logger, set_rank
 
 _DEFAULT_PORT = 29500
 # How long to be silent while waiting for ranks that have not come.

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener import settings
+from evener.base import settings
+from evener.base.log import set_rank
 from evener.comm import transport
 from evener.comm.world import abort, elastic, gloo, meeting, stores
 from evener.comm.world.meeting import RendezvousError, addresses_of
 from evener.comm.world.ranks import Ranks, detect
 from evener.comm.world.world import World
-from evener.log import set_rank
 
 __all__ = [
     "RendezvousError",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from evener import settings
+from evener.base import settings
 from evener.comm.options import Algorithm
 
 logger = logging.getLogger("evener.comm")

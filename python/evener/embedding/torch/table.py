@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener import settings
+from evener.base import settings
+from evener.base.records import StatsFile
 from evener.embedding import Options, Store
 from evener.embedding.torch.cache import CachedRows
 from evener.embedding.torch.forms import require
@@ -31,7 +32,6 @@ from evener.embedding.torch.sharded import Sharded
 from evener.embedding.torch.traffic import Traffic
 from evener.embedding.torch.waiting import Waiting
 from evener.errors import UsageError
-from evener.records import StatsFile
 
 _NUMBERS = itertools.count()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from evener import settings
+from evener.base import settings
+from evener.base.log import logger
 from evener.comm.world import elastic
 from evener.comm.world.ranks import Ranks
 from evener.errors import EvenerError
 from evener.horovod.common.exceptions import NotBuiltError, NotInitializedError
-from evener.log import logger
 
 # Seconds for the launcher to say that a member has died.
 _PATIENCE = 3.0

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any
 
+from evener.base.log import info0, logger
 from evener.comm.world import elastic
 from evener.errors import EvenerError
 from evener.horovod.common import current
@@ -31,7 +32,6 @@ from evener.horovod.common.exceptions import (
     HostsUpdatedInterrupt,
     NotInitializedError,
 )
-from evener.log import info0, logger
 
 # Seconds for the launcher to say that the world is broken, before an error counts as the script's.
 _PATIENCE = 3.0

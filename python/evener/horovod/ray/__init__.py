@@ -2,7 +2,7 @@
 
 `RayExecutor` starts a fixed number of workers, or an elastic job where `min_workers` is given;
 `ElasticRayExecutor` is upstream's older interface to the latter. The actors are worker.py's;
-strategy.py places them; job.py makes them the workers of an `evener.launch.elastic` job.
+strategy.py places them; job.py makes them the workers of an `evener.tools.launch.elastic` job.
 """
 
 from __future__ import annotations

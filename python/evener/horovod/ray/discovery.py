@@ -7,8 +7,8 @@ import time
 
 import ray
 
+from evener.base.log import logger
 from evener.horovod.runner.elastic.discovery import HostDiscovery
-from evener.log import logger
 
 
 class NodeDiscovery(HostDiscovery):

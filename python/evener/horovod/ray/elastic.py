@@ -11,8 +11,8 @@ from evener.horovod.ray.discovery import ChangingHosts, NodeDiscovery
 from evener.horovod.ray.job import RayJob
 from evener.horovod.runner.common.util.timeout import Timeout
 from evener.horovod.runner.elastic.settings import ElasticSettings
-from evener.launch.discovery import Cooldown
-from evener.launch.elastic import Limits
+from evener.tools.launch.discovery import Cooldown
+from evener.tools.launch.elastic import Limits
 
 TestDiscovery = ChangingHosts  # upstream's name
 

@@ -1,8 +1,8 @@
 """An elastic job whose workers are Ray actors.
 
-The launcher's own loop (evener.launch.elastic) decides who comes and goes; here an actor takes the
-place of a process under a guard. A worker ends when its function returns or raises, when its node
-is lost, or when it is told to.
+The launcher's own loop (evener.tools.launch.elastic) decides who comes and goes; here an actor
+takes the place of a process under a guard. A worker ends when its function returns or raises, when
+its node is lost, or when it is told to.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from evener.errors import EvenerError
 from evener.horovod.ray.worker import BaseHorovodWorker
 from evener.horovod.runner.elastic import driver
 from evener.horovod.runner.elastic.discovery import HostDiscovery
-from evener.launch.discovery import Cooldown, DiscoveryError, Pool
-from evener.launch.elastic import ElasticJob, Limits, Worker
-from evener.launch.job import JobError
-from evener.launch.output import Output
-from evener.launch.plan import Wishes
+from evener.tools.launch.discovery import Cooldown, DiscoveryError, Pool
+from evener.tools.launch.elastic import ElasticJob, Limits, Worker
+from evener.tools.launch.job import JobError
+from evener.tools.launch.output import Output
+from evener.tools.launch.plan import Wishes
 
 _LEFT = "evener: left"
 

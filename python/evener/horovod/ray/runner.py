@@ -18,7 +18,7 @@ from evener.horovod.ray.elastic_v2 import ElasticAdapter
 from evener.horovod.ray.strategy import Strategy
 from evener.horovod.runner.common.util import secret
 from evener.horovod.runner.common.util.timeout import Timeout
-from evener.launch.horovod_env import variables
+from evener.tools.launch.horovod_env import variables
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from evener.horovod.ray import ray_logger
-from evener.launch import door
+from evener.tools.launch import horovod_path
 
 
 class BaseHorovodWorker:
@@ -23,7 +23,7 @@ class BaseHorovodWorker:
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         # The driver has Evener's Horovod, so its workers have it too.
         if importlib.util.find_spec("horovod") is None:
-            sys.path.insert(0, str(door.ALIAS))
+            sys.path.insert(0, str(horovod_path.ALIAS))
         os.environ["HOROVOD_HOSTNAME"] = self.node_id()
         os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"] = str(world_rank), str(world_size)
 

@@ -20,12 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from evener import interfaces, settings
+from evener.base import interfaces, settings
 from evener.errors import EvenerError
 from evener.horovod.common import pickling
 from evener.horovod.runner import channel
-from evener.launch import batch
-from evener.launch.hosts import Host, is_local, parse_hostfile, parse_hosts
+from evener.tools.launch import batch
+from evener.tools.launch.hosts import Host, is_local, parse_hostfile, parse_hosts
 
 # Programs look for these words.
 FAILED = "Horovod detected that one or more processes exited with non-zero status"

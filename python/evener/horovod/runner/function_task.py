@@ -7,7 +7,7 @@ import sys
 import traceback
 from typing import Any
 
-from evener import settings
+from evener.base import settings
 from evener.comm.world import elastic, ranks
 from evener.errors import EvenerError
 from evener.horovod.common import pickling

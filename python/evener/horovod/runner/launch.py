@@ -25,7 +25,7 @@ from typing import Any
 import click
 import yaml
 
-from evener import _click
+from evener.base import click as _click
 from evener.errors import UsageError
 from evener.horovod import __version__
 from evener.horovod.common.util import (
@@ -37,7 +37,7 @@ from evener.horovod.common.util import (
     nccl_built,
 )
 from evener.horovod.runner.function import FAILED, RunError, call, run
-from evener.launch.command import launch
+from evener.tools.launch.command import launch
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from tensorflow.python.framework import auto_control_deps
 
+from evener.base.log import logger
 from evener.embedding.tensorflow import _library as library
 from evener.horovod.common.exceptions import HorovodInternalError, NotInitializedError
-from evener.log import logger
 
 _ANY_ORDER = frozenset(
     f"Evener{name}"

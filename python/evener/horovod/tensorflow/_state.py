@@ -22,8 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from evener import settings
 from evener._native import Negotiator
+from evener.base import settings
+from evener.base.log import logger
 from evener.comm.world import contact, elastic, meeting, stores
 from evener.comm.world.ranks import Ranks
 from evener.horovod.common import beginning, current
@@ -35,7 +36,6 @@ from evener.horovod.common.exceptions import (
 from evener.horovod.tensorflow import light
 from evener.horovod.tensorflow._library import call
 from evener.horovod.timeline import Timeline
-from evener.log import logger
 
 # Numbers of operations without data: crates/negotiate/src/wire.rs.
 _BARRIER, _ADD_SET, _REMOVE_SET = 6, 8, 9

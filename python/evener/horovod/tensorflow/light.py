@@ -21,12 +21,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from evener import settings
+from evener.base import settings
+from evener.base.log import info0, logger
 from evener.comm.world import meeting, topology
 from evener.horovod.common.reductions import Average, Sum
 from evener.horovod.tensorflow._library import call
 from evener.horovod.tensorflow.compression import Compression
-from evener.log import info0, logger
 
 _SERVED = (
     settings.LIGHT_2D_ALLREDUCE,

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from evener import settings
+from evener.base import settings
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.common.process_sets import (
     ProcessSet,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from evener import settings
+from evener.base import settings
 from evener.horovod.common import pickling
 from evener.horovod.torch.mpi_ops import (
     allgather,

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from evener import settings
+from evener.base import settings
 from evener.horovod import engine as kinds
 from evener.horovod.common import util
 from evener.horovod.common.basics import HorovodBasics

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from evener import settings
+from evener.base import settings
+from evener.base.log import info0
 from evener.comm import forms
 from evener.comm.errors import CommError
 from evener.comm.options import Options
@@ -53,7 +54,6 @@ from evener.horovod.torch.mpi_ops import (
     sparse_allreduce_async,
 )
 from evener.horovod.torch.own_compression import OwnCompression
-from evener.log import info0
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from evener import settings
+from evener.base import settings
 from evener.errors import UsageError
 from evener.net.trace import files, page, read, summed_up
 from evener.net.trace.summary import LONG, Connection, Summary, as_json, percentile

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
+from evener.base.page import opening
 from evener.net.trace import pcapng
 from evener.net.trace.pcapng import Event
 from evener.net.trace.summary import Connection, Summary, percentile
-from evener.page import opening
 
 MOST = 12
 """Connections that are drawn."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 from evener.errors import UsageError
 from evener.zero.rules.base import Rule
 from evener.zero.states import Noise, States, float32, random_key, root

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 from evener.errors import UsageError
 from evener.zero import states as layout
 from evener.zero.states import Noise, States, part

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evener import _optimizers
+from evener.base import optimizers as _optimizers
 from evener.zero.rules.base import Rule
 from evener.zero.states import States
 

@@ -1,4 +1,4 @@
-"""Times of elastic jobs. Upstream's driver itself is not served: evener.launch.elastic is ours."""
+"""Times of elastic jobs. Upstream's driver is not served: evener.tools.launch.elastic is ours."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from evener import interfaces
-from evener.launch.hosts import is_local
+from evener.base import interfaces
+from evener.tools.launch.hosts import is_local
 
 
 def get_local_host_addresses() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from evener.log import info0
+from evener.base.log import info0
 
 _ARGUMENT = "experimental_run_tf_function"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evener.launch import hosts as launch_hosts
-from evener.launch.horovod_env import place
+from evener.tools.launch import hosts as launch_hosts
+from evener.tools.launch.horovod_env import place
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A command that ends with whoever started it.
 
-It runs under the guard of `evener launch` (evener.launch.guard): its descendants are ended when an
-event is set, and when this process is no more.
+It runs under the guard of `evener launch` (evener.tools.launch.guard): its descendants are ended
+when an event is set, and when this process is no more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evener.launch import guard
+from evener.tools.launch import guard
 
 GRACEFUL_TERMINATION_TIME_S = guard.GRACE
 _SIGTERM_STATUS = 143
@@ -80,7 +80,7 @@ def execute(
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
     scratch = f"/tmp/evener-shell-{secrets.token_hex(4)}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "evener.launch.guard", scratch, *words],
+        [sys.executable, "-m", "evener.tools.launch.guard", scratch, *words],
         env=None if env is None else dict(env),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

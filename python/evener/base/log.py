@@ -1,0 +1,94 @@
+"""What Evener prints about itself: one logger, levels from EVENER_LOG, one line a choice.
+
+    from evener.base.log import logger, info0
+    info0("2-D all-reduce off: nodes of %d and %d ranks", 2, 1)
+
+A choice that every rank makes alike is said once: `info0` prints at `info` on rank 0 (or where no
+rank is known yet) and at `debug` on the others. Where the application has set up Python's logging,
+and shows them, the records go there; otherwise they go to stderr. Nothing is read or opened at
+import: a front door calls `begin`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from evener.base import settings
+
+_rank: int | None = None
+_names_checked = False
+
+
+class _Level(logging.Filter):
+    """EVENER_LOG, read when something is logged."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        least: int = getattr(logging, settings.EVENER_LOG.get().upper())
+        return record.levelno >= least
+
+
+class _Stderr(logging.Handler):
+    """Writes `evener 3: text` to stderr, unless the application handles logging itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _make().propagate and any(_shows(h, record) for h in logging.getLogger().handlers):
+            return
+        who = "evener" if _rank is None else f"evener {_rank}"
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        try:
+            # One write a line: lines of several processes then do not run into each other.
+            sys.stderr.write(f"{who}: {level}{record.getMessage()}\n")
+            sys.stderr.flush()
+        except Exception:  # noqa: BLE001 - logging must not end a training job
+            self.handleError(record)
+
+
+def _shows(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether this handler of the application's shows the record to a person."""
+    hides = isinstance(handler, (logging.NullHandler, logging.FileHandler))
+    return not hides and handler.level <= record.levelno
+
+
+def _make() -> logging.Logger:
+    made = logging.getLogger("evener")
+    if not made.handlers:
+        made.setLevel(logging.DEBUG)
+        handler = _Stderr()
+        # On the handler, not the logger: records of `evener.comm` and the like come here too.
+        handler.addFilter(_Level())
+        made.addHandler(handler)
+    return made
+
+
+logger = _make()
+
+
+def begin(rank: int | None = None) -> None:
+    """Speak from EVENER_LOG on, also to the application's handlers; as `rank`, where it is given.
+
+    An application that has set the level of the logger "evener" keeps it.
+    """
+    if rank is not None:
+        set_rank(rank)
+    if logger.level == logging.DEBUG:
+        logger.setLevel(settings.EVENER_LOG.get().upper())
+
+
+def set_rank(rank: int | None) -> None:
+    """The rank that stands in front of every line from now on.
+
+    Rank 0 also warns, once, of variables that nearly have the name of a setting.
+    """
+    global _rank, _names_checked
+    _rank = rank
+    if not rank and not _names_checked:
+        _names_checked = True
+        for name, meant in settings.misspelt(os.environ):
+            logger.warning("%s is not a setting and has no effect; %s is one", name, meant)
+
+
+def info0(message: str, *values: object) -> None:
+    """Log at `info` on rank 0, at `debug` on the others."""
+    logger.log(logging.DEBUG if _rank else logging.INFO, message, *values)

@@ -1,0 +1,31 @@
+"""DistributedDataParallel with less network: one line for a script that wraps its model in DDP.
+
+    model = DistributedDataParallel(model)
+    model = evener.ddp.accelerate(model, optimizer)
+
+`line` is that line, `model` the class that it gives a model, `torch_reducer` DDP's own reducer for
+where that is the fastest. `integrations` holds what frameworks need besides. `evener.door` comes in
+without a line. Names are loaded when they are used: frameworks look at `integrations` at every
+start, and torch should not be imported for that.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.ddp.line import MODES, accelerate
+    from evener.ddp.model import AcceleratedDataParallel, restore
+
+__all__ = ["MODES", "AcceleratedDataParallel", "accelerate", "restore"]
+
+_OF_MODEL = {"AcceleratedDataParallel", "restore"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{'model' if name in _OF_MODEL else 'line'}")
+    value = globals()[name] = getattr(module, name)
+    return value

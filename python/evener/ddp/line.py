@@ -1,0 +1,211 @@
+"""The DDP door: one line for a script that wraps its model in DistributedDataParallel.
+
+    model = DistributedDataParallel(model)
+    model = evener.ddp.accelerate(model, optimizer)
+
+The model stays a DistributedDataParallel (`no_sync`, `module`, `state_dict`, buffer broadcasts work
+as before); only its gradient reduction is replaced by `evener.comm`'s, and the memory of DDP's own
+buckets is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+from evener.base import log
+from evener.base.log import info0
+from evener.comm import forms, wires
+from evener.comm.options import Algorithm, Options
+from evener.comm.overlap import StepOverlap, innermost, refusal, refuse_model
+from evener.comm.planner.live import Planner
+from evener.comm.planner.moments import look_at_moments
+from evener.comm.reducer import Reducer
+from evener.comm.steps import Steps
+from evener.ddp.model import AcceleratedDataParallel, replace_older, restore, wrap
+from evener.errors import UsageError
+
+__all__ = ["MODES", "AcceleratedDataParallel", "accelerate", "restore"]
+
+logger = logging.getLogger("evener.ddp")
+
+MODES = forms.names()
+# Each bucket costs the thread that computes gradients some 0.3 ms on a GPU's host.
+_BUCKET_BYTES = 64 << 20
+
+
+def accelerate(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    mode: str | None = None,
+    floor: str | None = None,
+    wire: str | None = None,
+    algorithm: Algorithm | None = None,
+    ratio: float | None = None,
+    warmup_steps: int | None = None,
+    momentum: float = 0.0,
+    scaler: GradScaler | None = None,
+    bucket_bytes: int | None = None,
+    partition_bytes: int | None = None,
+) -> DistributedDataParallel:
+    """Replace the gradient reduction of a DistributedDataParallel `model`; returns the model.
+
+    Collective: call it on every rank, with equal arguments, before the first backward. A LIGHT_*
+    variable that is set wins over the argument, which wins over the default; the default is
+    lossless.
+
+    `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
+    choose for every bucket the algorithm and the mildest form behind which the network hides: with
+    "exact" lossless ones only, with "auto" down to `floor` ("fp16"; "topk" takes in "topk-chunk").
+    One of `MODES` but "exact" forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio`
+    of largest magnitude) or "topk-chunk" (the same share of every 4,096); from int8 on with error
+    feedback, norms and biases exact; where `optimizer` is given, the planner chooses the order in
+    which buckets leave. None: no planner; `wire` names the form, `algorithm` "2d"
+    (reduce inside the node first), "flat", or "auto": 2-D where there are several nodes with
+    several ranks each; docs/guide/planning.md.
+    `bucket_bytes`: size up to which gradients are fused; default: DDP's `bucket_cap_mb` where that
+    was given, else 64 MiB.
+    `partition_bytes`: what is larger is reduced in parts; default: EVENER_PARTITION_BYTES, and for
+    a forced top-k 0, which is never.
+
+    `optimizer`: the model's, made before. Then its `step()` returns at once, and each bucket is
+    updated when its reduction lands, while the next forward runs (docs/guide/ddp.md); the numbers
+    are the same. Only for optimizers that are known to update each entry on its own; for others,
+    and for models whose use of parameters cannot be noticed, the log says why it is not done.
+
+    For top-k: `warmup_steps`: come down to `ratio` from 25% within this many steps. `momentum`: of
+    an SGD, applied by the reducer before it selects (DGC's momentum correction); `p.grad` is then
+    the velocity, so build the SGD without momentum, which is checked where `optimizer` is given.
+    `scaler`: the GradScaler of FP16 training, whose changes of scale and skipped steps the
+    residuals must follow.
+
+    `model.evener.state_dict()` is what a checkpoint needs to go on with error feedback.
+
+    Raises UsageError for a model that cannot be accelerated, CommError where ranks disagree.
+    """
+    given = model
+    if isinstance(compiled := getattr(model, "_orig_mod", None), DistributedDataParallel):
+        model = compiled  # of torch.compile(DistributedDataParallel(...)), which goes on calling it
+    if isinstance(model, AcceleratedDataParallel):
+        raise UsageError("the model is accelerated already", "call accelerate() once")
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"accelerate() was given a {type(model).__name__}",
+            "wrap the model first: DistributedDataParallel(model)",
+        )
+    _refuse_unsupported(model)
+    log.begin(dist.get_rank())
+    if optimizer is not None:
+        optimizer = innermost(optimizer)
+    options = Options.of_mode(
+        mode,
+        floor,
+        wire,
+        algorithm=algorithm,
+        ratio=ratio,
+        warmup_steps=warmup_steps,
+        momentum=momentum,
+        bucket_bytes=_bucket_bytes(model) if bucket_bytes is None else bucket_bytes,
+        partition_bytes=partition_bytes,
+    )
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    _check_momentum(optimizer, options)
+    named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+    replace_older([parameter for _, parameter in named])
+    may_be_unused = bool(model.find_unused_parameters or model.static_graph)
+    reducer = Reducer(
+        named,
+        options,
+        model.process_group,
+        track_unused=may_be_unused,
+        repeats=bool(model.static_graph),
+    )
+    reducer.unused.needs_all = not may_be_unused
+    if scaler is not None:
+        reducer.follow(scaler)
+    if wires.get(options.wire).feedback or wires.get(options.floor).feedback:
+        info0(
+            "what compression has not sent yet is in model.evener.state_dict(), not in the model's "
+            "own state_dict()"
+        )
+    try:
+        overlap = _overlap(reducer, optimizer, model.module)
+        planner = _planner(reducer, mode, options, overlap)
+        # A layer's part beside the rows is more bytes: to be hidden, compressed, or found worth it.
+        apart = overlap is not None and (planner is not None or options.wire != "exact")
+        reducer.parts.watch(model.module, layers=apart)
+        look_at_moments(reducer, optimizer, planner)
+        if planner is not None and planner.forced is None:
+            reducer.parts.forms = planner.forms
+        wrapped = wrap(model, reducer, Steps(reducer, overlap, planner))
+    except BaseException:
+        reducer.drop()
+        raise
+    return wrapped if given is model else given  # type: ignore[return-value]
+
+
+def _bucket_bytes(model: DistributedDataParallel) -> int:
+    """What was said, or more than DDP's own: here the first and the last buckets are smaller."""
+    given = not getattr(model, "bucket_bytes_cap_default", False)
+    return int(model.bucket_bytes_cap) if given else _BUCKET_BYTES
+
+
+def _planner(
+    reducer: Reducer, mode: str | None, options: Options, overlap: StepOverlap | None
+) -> Planner | None:
+    if options.wire != "exact":
+        if mode in ("exact", "auto") and reducer.communicators.rank == 0:
+            logger.info("mode=%s: no form is chosen, because %s was asked for", mode, options.wire)
+        # What is left to decide is an order, of what crosses a network behind the next forward.
+        crosses = reducer.communicators.route.levels.nodes > 1
+        return Planner(reducer, overlap=True) if overlap is not None and crosses else None
+    return Planner(reducer, overlap=overlap is not None) if mode in ("exact", "auto") else None
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    """Momentum must be applied once."""
+    if optimizer is None or not options.momentum:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") or "betas" in group:
+            raise UsageError(
+                f"momentum={options.momentum:g} is applied by the reducer, and "
+                f"{type(optimizer).__name__} applies its own",
+                "build torch.optim.SGD(momentum=0), or leave accelerate's momentum out",
+            )
+
+
+def _overlap(
+    reducer: Reducer, optimizer: torch.optim.Optimizer | None, module: torch.nn.Module
+) -> StepOverlap | None:
+    if optimizer is None:
+        return None
+    why = refusal(optimizer) or refuse_model(reducer, module)
+    if reducer.communicators.rank == 0:
+        kind = type(optimizer).__name__
+        said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
+        logger.info("overlap across the step: %s", said)
+    return None if why else StepOverlap(reducer, optimizer, module)
+
+
+def _refuse_unsupported(model: DistributedDataParallel) -> None:
+    unsupported = {
+        "mixed_precision": getattr(model, "mixed_precision", None) is not None,
+        "delay_all_reduce_named_params": bool(getattr(model, "_delay_all_reduce_params", None)),
+        "a communication hook": bool(getattr(model, "_comm_hooks", None)),
+        "optimizers in backward": any(
+            hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()
+        ),
+        "the Python reducer of torch.compile": bool(getattr(model, "_use_python_reducer", False)),
+    }
+    for what, present in unsupported.items():
+        if present:
+            raise UsageError(
+                f"this DistributedDataParallel uses {what}, which accelerate() does not support",
+                "build it without, or leave accelerate out",
+            )

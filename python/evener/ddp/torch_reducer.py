@@ -1,0 +1,99 @@
+"""DDP's own reducer, given back to a model for as long as nothing else is faster.
+
+The planner tries DDP's own way and torch's 16-bit communication hooks beside its own choice
+(`evener.comm.planner.ways`). To be as fast as these they are these: torch's C++ reducer with its
+C++ hooks, its buckets and, for a form of 16 bits, torch's own hook function. While it works,
+Evener's hooks and buffers are gone (`Reducer.rest`), so that the model needs the memory and the
+time of plain DDP; the planner goes on watching the step.
+
+The C++ reducer is made anew each time, as in `evener.ddp.restore`: its first step has one bucket,
+and the second begins with the real ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import _register_comm_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from evener.ddp.model import AcceleratedDataParallel
+
+_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+class OwnReducer:
+    """Of one accelerated model: `evener.comm.planner.live.Library`. `on`: its form, or empty."""
+
+    def __init__(self, model: AcceleratedDataParallel) -> None:
+        self._model = weakref.ref(model)
+        self._stand_in: Any = None
+        self._logger: Any = None  # the C++ reducer knows it, and does not keep it
+        self._never = ""
+        self.on = ""
+
+    def takes(self) -> bool:
+        """Whether it takes the gradients now."""
+        return bool(self.on)
+
+    def refusal(self) -> str:
+        """Why DDP's own reducer would not do what Evener does with this model; or nothing."""
+        model = self._model()
+        if model is None or self._never:
+            return self._never or "the model is gone"
+        if model.find_unused_parameters or model.static_graph:
+            return "parameters may be unused, or come several times"
+        if model._evener_shares:
+            return "another DistributedDataParallel has its parameters too"
+        if not model.evener.unused.needs_all:
+            return "a parameter was not used"
+        if model.evener.arrivals.repeats:
+            return "a gradient comes several times in a backward"
+        return ""
+
+    def forms(self) -> tuple[str, ...]:
+        """In which it can send."""
+        return ("exact", *_HOOKS)
+
+    def enter(self, form: str) -> None:
+        """From the step that begins now on gradients are DDP's, in `form`. All ranks alike."""
+        model = self._model()
+        if self.on == form or model is None or self.refusal():
+            return
+        if self.on:
+            self.leave()
+        model.evener.rest()
+        self._stand_in = model.__dict__["reducer"]
+        helper = DistributedDataParallel._ddp_init_helper
+        # Not as a wrapper of its own parameters that the user has made besides.
+        helper = getattr(helper, "__wrapped__", helper)
+        parameters, sparse = model._build_params_for_reducer()
+        names = model._build_debug_param_to_name_mapping(parameters)
+        helper(model, parameters, sparse, names, model.static_graph)
+        # DDP's logger makes the host wait for the device in each of a reducer's first ten steps.
+        self._logger, model.__dict__["logger"] = model.logger, self._stand_in
+        if form in _HOOKS:
+            _register_comm_hook(model.reducer, model.process_group, _HOOKS[form])
+        self.on = form
+
+    def leave(self) -> None:
+        """Evener takes them again, from the step that begins now on."""
+        model = self._model()
+        if self.on and model is not None:
+            self.drop()
+            model.evener.wake()
+
+    def drop(self) -> None:
+        """The C++ reducer goes; who reduces is the caller's matter."""
+        model = self._model()
+        if self.on and model is not None:
+            model.__dict__["reducer"] = model.__dict__["logger"] = self._stand_in
+        self.on, self._stand_in, self._logger = "", None, None
+
+    def never(self, why: str) -> None:
+        """What begins now is nothing for it, for good: `why`."""
+        self.leave()
+        self._never = why

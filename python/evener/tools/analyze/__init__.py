@@ -1,0 +1,16 @@
+"""`evener analyze`: what NCCL logged and a benchmark measured, joined into a verdict.
+
+parse/      bytes to records, one concept a file
+collect     records to a run: which line belongs to which communicator
+model       the run
+picture     what follows from it, with a map of the fabric where there is one
+findings/   what is wrong and what to do
+report/     JSON, text, HTML
+"""
+
+from evener.tools.analyze.collect import collect
+from evener.tools.analyze.findings import Finding, run_checks
+from evener.tools.analyze.picture import Picture, picture
+from evener.tools.analyze.report import document, page, terminal
+
+__all__ = ["Finding", "Picture", "collect", "document", "page", "picture", "run_checks", "terminal"]

@@ -1,0 +1,92 @@
+"""`evener analyze`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--map", "map_file", type=click.Path(path_type=Path), help="Hosts, cards, switches and links."
+)
+@click.option(
+    "--topo",
+    "topo_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="NCCL_TOPO_DUMP_FILE's XML of a host; may be repeated.",
+)
+@click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write the report here.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write JSON here; - prints it."
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print the verdict only.")
+def analyze(
+    files: tuple[Path, ...],
+    map_file: Path | None,
+    topo_files: tuple[Path, ...],
+    html_file: Path | None,
+    json_file: Path | None,
+    quiet: bool,
+) -> None:
+    """Read logs and benchmarks, and say what to change.
+
+    FILES are NCCL_DEBUG=INFO logs (NCCL 2.4 to 2.30 and RCCL, of any number of hosts), output of
+    nccl-tests or `evener bench` (text or JSON), NCCL's topology and graph XML, and `nvidia-smi topo
+    -m`, in any mixture and behind any prefix; each is known by its content.
+
+    \b
+    Exit status: 0 nothing found, 1 something found or the run failed, 2 a file could not be read.
+
+    \b
+    Examples:
+      evener analyze run.log
+      evener analyze node*.log bench.txt --map map.yaml --html report.html
+    """
+    from evener.errors import UsageError
+    from evener.tools.analyze import collect, document, page, picture, run_checks, terminal
+    from evener.tools.analyze.report.verdict import verdict
+    from evener.tools.fabric import read_map
+
+    fabric = read_map(map_file) if map_file else None
+    run = collect([*files, *topo_files])
+    if not (
+        run.nccl_lines or run.ended or run.tables or run.topologies or run.graphs or run.matrices
+    ):
+        raise UsageError(
+            f"{', '.join(map(str, files))}: no line of NCCL, no benchmark, no topology in "
+            f"{run.lines} lines",
+            "give a log made with NCCL_DEBUG=INFO, or the output of nccl-tests",
+        )
+    result = picture(run, fabric)
+    findings = run_checks(result)
+    if html_file:
+        _write(html_file, page(result, findings))
+    if json_file:
+        text = json.dumps(document(result, findings), indent=2, allow_nan=False) + "\n"
+        if str(json_file) == "-":
+            click.echo(text, nl=False)
+        else:
+            _write(json_file, text)
+    if str(json_file) != "-":
+        if quiet:
+            click.echo(verdict(result, findings))
+        else:
+            click.echo(terminal(result, findings), nl=False)
+        if html_file:
+            click.echo(f"report: {html_file}")
+    sys.exit(1 if any(finding.severity != "note" for finding in findings) else 0)
+
+
+def _write(path: Path, text: str) -> None:
+    from evener.errors import UsageError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "name a file that can be written") from None

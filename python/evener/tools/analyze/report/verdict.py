@@ -1,0 +1,124 @@
+"""One sentence, and the facts under it: the same in the terminal and in the page."""
+
+from __future__ import annotations
+
+from evener.tools.analyze.findings import Finding
+from evener.tools.analyze.picture import Bandwidth, Picture
+from evener.tools.analyze.words import count, size
+
+_TABLES = 6
+_ENDS = ("run.failed", "run.hung")
+
+
+def verdict(picture: Picture, findings: list[Finding]) -> str:
+    """What matters most, in one line."""
+    worst = [finding for finding in findings if finding.severity != "note"]
+    if not worst and not _judged(picture):
+        return (
+            "Nothing to judge: no row of a benchmark, no ring and no connection between ranks was "
+            "read."
+        )
+    if not worst:
+        what = "Nothing found that costs bandwidth"
+        return f"{what}; {count(len(findings), 'note')}." if findings else f"{what}."
+    rewire = next((f for f in findings if f.id == "fabric.rewire"), None)
+    link = next((f for f in findings if f.id == "fabric.one-link"), None)
+    found = picture.bandwidth
+    failed = next((f for f in worst if f.id in _ENDS), None)
+    if failed:
+        first = next((f for f in worst if f.id not in _ENDS and f.severity == "problem"), None)
+        if first:
+            return f"The run failed: {first.title}. {count(len(worst), 'finding')} in all."
+    if rewire and found:
+        cause = _capital(link.title) if link else rewire.detail
+        return f"{cause}. To do: {rewire.title}, {found.peak:.3g} today."
+    problems = sum(finding.severity == "problem" for finding in worst)
+    counts = ", ".join(
+        count(number, word)
+        for number, word in ((problems, "problem"), (len(worst) - problems, "warning"))
+        if number
+    )
+    return f"{_capital(worst[0].title)}. {counts} in all."
+
+
+def _capital(title: str) -> str:
+    """A title as a sentence; a host's name at its start stays as it is."""
+    first = title.split(" ", 1)[0]
+    named = any(not c.isalpha() for c in first.rstrip(","))
+    return title if named else title[0].upper() + title[1:]
+
+
+def _figures(found: Bandwidth) -> str:
+    what = found.collective or "collective not named"
+    if found.mixed:
+        return f"{what}: {found.values} values of several runs that are mixed"
+    printed = found.table.average
+    apart = printed is not None and abs(printed - found.mean) > max(0.02, 0.01 * found.mean)
+    said = f" (printed: {printed:.4g}, so rows are missing here)" if apart else ""
+    return (
+        f"{what}: mean {found.mean:.4g} GB/s over {found.values} values{said}, peak "
+        f"{found.peak:.4g} {found.peak_side.replace('_', ' ')} at {size(found.peak_row.size)}"
+    )
+
+
+def _judged(picture: Picture) -> bool:
+    run = picture.run
+    return bool(
+        picture.tables
+        or run.topologies
+        or run.matrices
+        or any(comm.rings or comm.edges or comm.transports for comm in run.communicators)
+    )
+
+
+def facts(picture: Picture) -> list[tuple[str, str]]:
+    """Names and values of the head of a report; what is not known is left out."""
+    run, world, found = picture.run, picture.world, picture.bandwidth
+    rows: list[tuple[str, str]] = []
+    if world is not None and world.members:
+        hosts = world.hosts()
+        shown = ", ".join(h or "(without a name)" for h in hosts[:6])
+        shown += " ..." if len(hosts) > 6 else ""
+        ranks = world.size or len(world.members)
+        text = f"{count(len(hosts), 'host')}, {count(ranks, 'rank')}: {shown}"
+        if world.size > len(world.members):
+            text += f" (no line of {count(world.size - len(world.members), 'rank')})"
+        rows.append(("cluster", text))
+    elif devices := [d for table in run.tables[:1] for d in table.devices.values()]:
+        hosts = sorted(run.tables[0].hosts)
+        shown = ", ".join(hosts[:6]) + (" ..." if len(hosts) > 6 else "")
+        text = f"{count(len(hosts), 'host')}, {count(len(devices), 'rank')}: {shown}"
+        rows.append(("cluster", text))
+    if run.versions:
+        rows.append(("NCCL", ", ".join(sorted(run.versions))))
+    if (several := sum(comm.copies for comm in run.communicators)) > 1:
+        rows.append(("analyzed", f"the largest of {several} communicators"))
+    names = {name for host in run.hosts.values() for name in host.networks}
+    names |= {name for host in run.hosts.values() for name, _ in host.used}
+    if names:
+        rows.append(("network", ", ".join(sorted(names))))
+    if found is not None:
+        text = _figures(found)
+        if picture.line_rate:
+            text += f", line rate {picture.line_rate:.4g}"
+        rows.append(("bandwidth", text))
+    others = [table for table in picture.tables if table is not found]
+    for table in others[:_TABLES]:
+        rows.append(("and", f"{_figures(table)} ({run.cite(table.table.where)})"))
+    if len(others) > _TABLES:
+        rows.append(("and", f"{len(others) - _TABLES} more tables (--json has all)"))
+    if world is not None and world.rings:
+        orders = world.distinct_rings()
+        text = f"{count(len(world.rings), 'channel')}, {count(len(orders), 'distinct ring')}"
+        rows.append(("rings", text + " (" + ", ".join(f"x{len(c)}" for _, c in orders[:8]) + ")"))
+    if picture.pairs:
+        shown = ", ".join(f"{p.source}>{p.destination}" for p in picture.pairs[:12])
+        more = " ..." if len(picture.pairs) > 12 else ""
+        rows.append(("pairs", f"{len(picture.pairs)} between hosts: {shown}{more}"))
+        status, confidence, why = picture.rails()
+        known = "" if confidence == "unknown" else f"{confidence}: "
+        rows.append(("rails", f"{status} ({known}{why})"))
+    if picture.traffic:
+        share = picture.traffic.today.crossing_share
+        rows.append(("fabric", f"{share:.0%} of the traffic between hosts leaves its switch"))
+    return rows

@@ -1,0 +1,120 @@
+"""`evener plan`: its options.
+
+What it does is in `predict`, which imports torch: that takes seconds, and help and tab completion
+do without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from evener.comm import forms
+
+# What TCP over IPv4 carries of a frame of 1500 bytes: 1448 of 1538 on Ethernet.
+_GOODPUT = 0.94
+
+
+class _Form(click.Choice[str]):
+    """A form's name; an unknown one is answered with the nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As click's."""
+        return forms.require(value, "--floor")
+
+
+def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    del ctx, param
+    names = ["vgg16", "resnet50", "vit_b_16", "gpt2", "bert-base"]
+    names += ["vgg-tiny", "mlp-wide", "cnn-small"]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+@click.command()
+@click.option(
+    "--model",
+    shell_complete=_complete_models,
+    help="A classifier of torchvision or a built-in (evener bench train --list-models).",
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(dir_okay=False),
+    help="In place of --model: a file that EVENER_PROFILE=FILE wrote while training.",
+)
+@click.option(
+    "--compute-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Milliseconds of one step on one GPU alone. Default: the profile's; else measured here.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Samples per GPU and step. Default: the model's own, as in evener bench train.",
+)
+@click.option("--nodes", default="2x1", show_default=True, help="NODESxGPUS; several: 2x8,4x8,8x8.")
+@click.option(
+    "--network", default="25gbit", show_default=True, help="Rate of a node's network card."
+)
+@click.option(
+    "--latency-us",
+    type=click.FloatRange(0),
+    default=50.0,
+    show_default=True,
+    help="One message between nodes.",
+)
+@click.option(
+    "--goodput",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=_GOODPUT,
+    show_default=True,
+    help="Share of the rate that reaches the payload.",
+)
+@click.option(
+    "--inside", default="1200gbit", show_default=True, help="Rate of a GPU's link in its node."
+)
+@click.option(
+    "--memory",
+    default="16tbit",
+    show_default=True,
+    help="Rate of the GPU's memory: what encoding and decoding are bound by.",
+)
+@click.option(
+    "--floor",
+    type=_Form([form.name for form in forms.listed()]),
+    default="int8",
+    show_default=True,
+    help="Harshest form that mode auto may choose.",
+)
+@click.option(
+    "--topk-ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Share of the entries that top-k sends.",
+)
+@click.option(
+    "--bucket-mb",
+    type=click.IntRange(0),
+    default=25,
+    show_default=True,
+    help="MiB up to which gradients are fused.",
+)
+@click.option(
+    "--overlap/--no-overlap",
+    default=True,
+    show_default=True,
+    help="Details for training with overlap across the step, or without.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def plan(**given: Any) -> None:
+    """What would be chosen for each bucket, and the step to expect, on a network not rented yet.
+
+    The model's shapes (or the profile of a run) are played through the planner's cost model, in
+    virtual time: rings between nodes and inside them, forms by the bytes that they send. A
+    prediction: `accelerate(mode="auto")` probes the real network and logs both.
+    """
+    from evener.tools.plan import predict
+
+    predict.run(given)
