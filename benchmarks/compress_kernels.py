@@ -33,6 +33,7 @@ from evener import __version__
 from evener.base.units import parse_size
 from evener.comm import wires
 from evener.comm.codecs import casts, chunks, int4, int8, topk
+from evener.comm.codecs.payload import Payload
 from evener.comm.options import Options
 from evener.comm.state import Matrix, ShardState
 
@@ -96,9 +97,9 @@ def kernels(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int],
     yield "torch.topk", lambda i: torch.topk(gradients[i % 3].abs(), k), 4 * n + 12 * k
 
     per_chunk = chunks.entries(RATIO)
-    size = -(-chunks.Payload.size(n, per_chunk) // 16) * 16
+    size = -(-Payload.size(n, per_chunk) // 16) * 16
     received = torch.empty(PEERS, size, dtype=torch.uint8, device=device)
-    payload = chunks.Payload.of(received[0], n, per_chunk)
+    payload = Payload.of(received[0], n, per_chunk)
     residual = torch.zeros(n, device=device)
     yield (
         "top-k in chunks",
@@ -208,8 +209,8 @@ def variants(n: int, device: torch.device) -> Iterator[tuple[str, Callable[[int]
     triton_topk.TAKE = kept
 
     per_chunk = chunks.entries(RATIO)
-    size = -(-chunks.Payload.size(n, per_chunk) // 16) * 16
-    payload = chunks.Payload.of(torch.empty(size, dtype=torch.uint8, device=device), n, per_chunk)
+    size = -(-Payload.size(n, per_chunk) // 16) * 16
+    payload = Payload.of(torch.empty(size, dtype=torch.uint8, device=device), n, per_chunk)
     residual.zero_()
     selected = triton_chunks.SELECT
     for shape in (selected, (4, 4, 168), (8, 4, 64), (8, 4, 80), (8, 4, 0)):

@@ -1,8 +1,14 @@
-"""Check that imports go one way: cli > verbs > doors > pillars > base > native, and in no circle.
+"""Check how the rooms of `evener` use each other: one way, by their faces, and in no circle.
 
-docs/architecture.md says which package is what. What is not so yet is in KNOWN, each with what
-would mend it; a line there that no import needs any more is an error too, so the list only shrinks.
-Imports under TYPE_CHECKING count for circles no more than they do when Python runs.
+A **room** is a package or module directly under `evener`. Each package of `tools` is one too, and
+so are the two parts of `horovod` that start jobs. docs/architecture.md says what each is for.
+Checked for every import, also one inside a function (TYPE_CHECKING apart):
+
+- levels: cli > tools > doors > pillars > base > native. A room imports the levels below its own.
+  Rooms of one level import each other only where USES says so, and USES has no circle.
+- faces: from outside a room you import what its `__init__.py` lists in `__all__`, names or modules.
+  Modules of `base` are faces themselves.
+- circles: no two files import each other, by whatever way round.
 
     python scripts/check_imports.py
 """
@@ -11,56 +17,54 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path("python/evener")
 
-# Each package and module of `evener` has a level. A package may import all levels below its own,
-# and packages of its own level only where USES says so; base modules may import each other.
 LEVELS = [
-    ("cli", {"cli", "about", "__main__"}),
+    ("main", {"__main__"}),
+    ("cli", {"cli"}),
     (
-        "verb",
+        "tool",
         {
-            "launch", "bench", "lab", "analyze", "doctor", "place", "plan", "stats",
+            "tools.launch", "tools.bench", "tools.lab", "tools.analyze", "tools.doctor",
+            "tools.place", "tools.plan", "tools.stats", "tools.fabric", "tools.about",
             "horovod.runner",  # `horovodrun`: inside horovod, where upstream has it
             "horovod.ray",  # starts jobs too, on a Ray cluster
         },
     ),
-    ("door", {"ddp", "fsdp", "horovod", "door", "accelerated", "own", "integrations"}),
-    (
-        "pillar",
-        {"comm", "zero", "net", "fabric", "embedding", "pipeline", "moe", "precision", "compile"},
-    ),
-    (
-        "base",
-        {
-            "settings", "errors", "log", "interfaces", "units", "records", "programs", "ssh",
-            "page", "_click", "_kernels", "_optimizers",
-        },
-    ),
+    ("door", {"ddp", "fsdp", "horovod", "door"}),
+    ("pillar", {"comm", "zero", "net", "embedding", "pipeline", "moe", "precision", "compile"}),
+    ("base", {"base", "errors"}),
     ("native", {"_native"}),
 ]  # fmt: skip
 
-# Packages that stand on others of their level: said here, so that it is chosen.
+# Rooms that stand on others of their level: said here, so that it is chosen.
 USES = {
-    ("bench", "lab"),  # a bench may run in a lab
     ("embedding", "comm"),  # a table over ranks: groups, hosts
-    ("zero", "comm"),  # which ranks share a host
-    ("pipeline", "comm"),  # what every rank hears of: comm.watch
-    ("moe", "comm"),  # the same, and which ranks share a host
-    ("plan", "bench"),  # the models and the clock of the bench
-    ("launch", "place"),  # --map
-    ("lab", "launch"),  # --horovod: the door's folder, and the variables of each rank
-    ("horovod.runner", "launch"),  # horovodrun is launch with other options
-    ("horovod.ray", "launch"),  # an elastic job there is launch's, with other workers
-    ("horovod.ray", "horovod.runner"),  # upstream's settings and host discovery
-    ("ddp", "accelerated"),  # the class that accelerate() gives a model
-    ("accelerated", "own"),  # DDP's own reducer, where it is the fastest
+    ("zero", "comm"),  # which ranks share a host; forms between nodes
+    ("pipeline", "comm"),  # what every rank hears of; gradients between replicas
+    ("moe", "comm"),  # which ranks share a host
     ("door", "ddp"),  # the door calls accelerate()
-    ("door", "integrations"),  # it adds the callbacks
-    ("integrations", "accelerated"),  # whose residuals they keep
+    ("tools.analyze", "tools.fabric"),  # the map of the fabric
+    ("tools.place", "tools.fabric"),
+    ("tools.launch", "tools.place"),  # --map
+    ("tools.launch", "tools.fabric"),
+    ("tools.lab", "tools.launch"),  # --horovod: the folder of its package, each rank's variables
+    ("tools.bench", "tools.lab"),  # a bench may run in a lab
+    ("tools.plan", "tools.bench"),  # the models and the clock of the bench
+    ("horovod.runner", "tools.launch"),  # horovodrun is launch with other options
+    ("horovod.ray", "tools.launch"),  # an elastic job there is launch's, with other workers
+    ("horovod.ray", "horovod.runner"),  # upstream's settings and host discovery
+}
+
+# Modules that may be entered although no `__all__` names them: `import *` must not load them.
+OPEN = {
+    "evener.zero.command",  # what `evener plan-memory` does; tools.plan has its options
+    "evener.pipeline.command",
+    "evener.embedding.tensorflow._library",  # where TensorFlow's operations lie
 }
 
 KNOWN = {
@@ -68,9 +72,18 @@ KNOWN = {
 }
 
 
-def level(package: str) -> int | None:
+def level(room: str) -> int | None:
     """0 is the top; None for what belongs to no level (evener itself)."""
-    return next((at for at, (_, names) in enumerate(LEVELS) if package in names), None)
+    return next((at for at, (_, rooms) in enumerate(LEVELS) if room in rooms), None)
+
+
+def room_of(module: str) -> str:
+    """`evener.comm.wires.base` > `comm`; `evener` > ``. The longest name with a level counts."""
+    parts = module.split(".")[1:]
+    for length in range(len(parts), 1, -1):
+        if level(".".join(parts[:length])) is not None:
+            return ".".join(parts[:length])
+    return parts[0] if parts else ""
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
@@ -82,107 +95,158 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def runs(tree: ast.AST, *, top: bool) -> Iterator[ast.stmt]:
-    """The import statements of a module; with `top` only those that run when it is imported."""
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports of a module, wherever they stand, but those for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        elif not (top and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-            yield from runs(node, top=top)
+        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            yield from _statements(node)
 
 
-def imports(path: Path, known: dict[str, Path], *, top: bool) -> Iterator[tuple[int, str]]:
-    """(line, module) of what a file imports of evener."""
-    for node in runs(ast.parse(path.read_text(encoding="utf-8")), top=top):
+def imports(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of what a file imports of evener; name: "" for the module itself."""
+    for node in _statements(_tree(path)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found = [(alias.name, "") for alias in node.names]
         else:
-            assert isinstance(node, ast.ImportFrom)
             base = node.module or ""
-            names = [
-                inner if (inner := f"{base}.{alias.name}") in known else base
+            found = [
+                (inner, "") if (inner := f"{base}.{alias.name}") in known else (base, alias.name)
                 for alias in node.names
             ]
-        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "evener")
-
-
-def package_of(module: str) -> str:
-    """`evener.comm.wires.base` > `comm`; `evener` > ``. The longest name with a level counts."""
-    parts = module.split(".")[1:]
-    for length in range(len(parts), 1, -1):
-        if level(".".join(parts[:length])) is not None:
-            return ".".join(parts[:length])
-    return parts[0] if parts else ""
+        yield from ((node.lineno, *each) for each in found if each[0].split(".")[0] == "evener")
 
 
 def without_level(known: dict[str, Path]) -> Iterator[str]:
-    """Packages that nobody has given a level."""
-    packages = {package_of(module): path for module, path in sorted(known.items())}
-    for package, path in packages.items():
-        if package and level(package) is None:
-            yield f"{path}: {package} has no level: add it to LEVELS in scripts/check_imports.py"
+    """Rooms that nobody has given a level."""
+    rooms = {room_of(module): path for module, path in sorted(known.items())}
+    for room, path in rooms.items():
+        if room and room != "tools" and level(room) is None:
+            yield f"{path}: {room} has no level: add it to LEVELS in scripts/check_imports.py"
 
 
 def directions(known: dict[str, Path]) -> Iterator[str]:
     """Imports that go up, or across without being named in USES."""
     met = set()
     for module, path in sorted(known.items()):
-        for line, target in imports(path, known, top=False):
-            ours, theirs = package_of(module), package_of(target)
-            if ours == theirs or level(ours) is None or level(theirs) is None:
-                continue
+        for line, target, _ in imports(path, known):
+            ours, theirs = room_of(module), room_of(target)
             here, there = level(ours), level(theirs)
-            assert here is not None and there is not None
-            across = here == there and LEVELS[here][0] in ("verb", "door")
-            if there > here or (here == there and not across) or (ours, theirs) in USES:
+            if ours == theirs or here is None or there is None:
                 continue
             met.add((ours, theirs))
-            if (ours, theirs) not in KNOWN:
+            down = there > here or LEVELS[here][0] == "base"
+            if not (down or (ours, theirs) in USES or (ours, theirs) in KNOWN):
                 what = f"{LEVELS[here][0]} {ours} imports {LEVELS[there][0]} {theirs}"
                 yield f"{path}:{line}: {what}: move what both need down, or pass it in"
-    for ours, theirs in sorted(set(KNOWN) - met):
-        yield f"{ours} does not import {theirs} any more: take it out of KNOWN"
+    for name, pairs in (("USES", USES), ("KNOWN", KNOWN)):
+        for ours, theirs in sorted(set(pairs) - met):
+            yield f"{ours} does not import {theirs} any more: take it out of {name}"
+    rooms = {ours: {b for a, b in USES if a == ours} for ours, _ in USES}
+    yield from (f"rooms use each other in a circle: {knot}" for knot in _knots(rooms))
+
+
+def faces(known: dict[str, Path]) -> Iterator[str]:
+    """Imports of what a room does not list in its `__all__`."""
+    for module, path in sorted(known.items()):
+        for line, target, name in imports(path, known):
+            ours, theirs = room_of(module), room_of(target)
+            if theirs in ("", "base", "errors", "_native", ours) or ours.startswith(f"{theirs}."):
+                continue
+            if target in OPEN:
+                continue
+            inner = target.removeprefix(f"evener.{theirs}").split(".")[1:]
+            inner += [name] if name else []
+            package = f"evener.{theirs}"
+            for part in inner:
+                if known[package].name != "__init__.py":
+                    break  # a name of a module that may be entered
+                if part not in _listed(known[package]):
+                    yield (
+                        f"{path}:{line}: {module} enters {theirs} past its face: "
+                        f"{part} is not in __all__ of {package}"
+                    )
+                    break
+                package = f"{package}.{part}"
+                if package not in known:
+                    break
+
+
+@cache
+def _listed(path: Path) -> frozenset[str]:
+    """`__all__` of a package; the parts of it that are plain lists of strings."""
+    for node in _tree(path).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
+            strings = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
+            return frozenset(text for text in strings if isinstance(text, str))
+    return frozenset()
 
 
 def circles(known: dict[str, Path]) -> Iterator[str]:
-    """Modules that import each other when they are imported: one circle of each knot."""
+    """Files that import each other, directly or by way of others."""
     graph = {
-        module: {t for _, t in imports(path, known, top=True) if t in known and t != module}
+        module: {t for _, t, _ in imports(path, known) if t in known and t != module}
         for module, path in known.items()
     }
-    # Importing a module imports its packages first; a package's face that imports its own modules
-    # is how packages are made, so only circles of files that are no face are looked for.
-    faces = {module for module, path in known.items() if path.name == "__init__.py"}
-    state: dict[str, int] = {}
-    trail: list[str] = []
+    yield from (f"modules import each other in a circle: {knot}" for knot in _knots(graph))
 
-    def visit(module: str) -> Iterator[str]:
-        state[module] = 1
-        trail.append(module)
-        for target in sorted(graph[module] - faces):
-            if state.get(target) == 1:
-                yield " > ".join([*trail[trail.index(target) :], target])
-            elif target not in state:
+
+def _knots(graph: dict[str, set[str]]) -> Iterator[str]:
+    """One circle through each set of nodes that reach each other (Tarjan, 1972)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(node: str) -> Iterator[list[str]]:
+        number[node] = low[node] = len(number)
+        stack.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in number:
                 yield from visit(target)
-        trail.pop()
-        state[module] = 2
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], number[target])
+        if low[node] == number[node]:
+            knot = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(knot) > 1:
+                yield knot
 
-    for module in sorted(set(graph) - faces):
-        if module not in state:
-            for circle in visit(module):
-                yield f"modules import each other in a circle: {circle}"
+    for node in sorted(graph):
+        if node not in number:
+            for knot in visit(node):
+                yield " > ".join(_round(graph, set(knot)))
+
+
+def _round(graph: dict[str, set[str]], knot: set[str]) -> Iterable[str]:
+    """A shortest way from the first of a knot back to itself."""
+    start = min(knot)
+    ways = [[start]]
+    seen = set()
+    while ways:
+        way = ways.pop(0)
+        for target in sorted(graph[way[-1]] & knot):
+            if target == start:
+                return [*way, start]
+            if target not in seen:
+                seen.add(target)
+                ways.append([*way, target])
+    return sorted(knot)
 
 
 def main() -> int:
+    sys.setrecursionlimit(10_000)
     known = modules()
-    problems = [*without_level(known), *directions(known), *circles(known)]
+    problems = [*without_level(known), *directions(known), *faces(known), *circles(known)]
     for problem in problems:
         print(problem, file=sys.stderr)
-    if "--known" in sys.argv:
-        for (ours, theirs), mend in sorted(KNOWN.items()):
-            print(f"{ours} imports {theirs}: {mend}")
     return 1 if problems else 0
 
 

@@ -124,7 +124,7 @@ def test_names_that_are_nearly_settings_are_warned_of() -> None:
     assert "LIGHT_TOPK_ALLREDUCE is one" in done.stderr
     given = ("-np", "1", "-x", "EVENER_TIMOUT=5", "--dry-run", sys.executable)
     assert "-x EVENER_TIMOUT" in evener("launch", *given).stderr
-    code = "from evener import log; log.set_rank(0); log.set_rank(0)"
+    code = "from evener.base import log; log.set_rank(0); log.set_rank(0)"
     env = {**os.environ, "EVENER_TIMOUT": "5"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stderr.count("EVENER_TIMEOUT is one") == 1

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from evener.comm.codecs import chunks
+from evener.comm.codecs.payload import Payload
 from tests.comm.cases import CASES, bits
 
 
-def empty(n: int, k: int, device: str) -> tuple[torch.Tensor, chunks.Payload]:
-    raw = torch.full((chunks.Payload.size(n, k),), 0x55, dtype=torch.uint8, device=device)
-    return raw, chunks.Payload.of(raw, n, k)
+def empty(n: int, k: int, device: str) -> tuple[torch.Tensor, Payload]:
+    raw = torch.full((Payload.size(n, k),), 0x55, dtype=torch.uint8, device=device)
+    return raw, Payload.of(raw, n, k)
 
 
 def check(case: str, n: int, k: int, device: str, dtype: torch.dtype = torch.float32) -> None:
@@ -67,7 +68,7 @@ def test_every_chunk_sends_its_own_largest() -> None:
 @pytest.mark.parametrize(("ratio", "k"), [(0.01, 41), (0.001, 4), (1e-9, 1), (1.0, 4096)])
 def test_number_of_entries(ratio: float, k: int) -> None:
     assert chunks.entries(ratio) == k
-    assert chunks.Payload.size(8192, k) == 2 * (4 + 4 * k)
+    assert Payload.size(8192, k) == 2 * (4 + 4 * k)
 
 
 @pytest.mark.gpu

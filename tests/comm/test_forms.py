@@ -30,7 +30,7 @@ def test_what_is_read_without_torch_is_what_the_classes_say() -> None:
     for said in forms.listed():
         form = wires.get(said.name)
         assert (said.title, said.what, said.place) == (form.title, form.what, form.place)
-        assert said.first_update == form.first_update
+        assert (said.first_update, said.late) == (form.first_update, form.late)
 
 
 def test_places_tell_all_forms_apart() -> None:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 INTERPRETED = """
 import torch
 from evener.comm.codecs import chunks, int4, int8, sums, topk
+from evener.comm.codecs.payload import Payload
 from evener.comm.codecs import triton_casts, triton_chunks, triton_int4
 from evener.comm.codecs import triton_int8, triton_sums, triton_topk
 from tests.comm.cases import CASES, bits
@@ -57,12 +58,12 @@ def check_topk(case, n, k, sent, noted=notes, ties=64):
 def check_chunks(case, n, k):
     generator = torch.Generator().manual_seed(n)
     have = torch.randn(n, generator=generator)
-    want, raws = have.clone(), torch.zeros(2, chunks.Payload.size(n, k), dtype=torch.uint8)
+    want, raws = have.clone(), torch.zeros(2, Payload.size(n, k), dtype=torch.uint8)
     total, out = torch.zeros(n), torch.empty(n)
     for raw in raws:
         gradient = CASES[case](n, generator)
-        a = chunks.Payload.of(raw, n, k)
-        b = chunks.Payload.of(torch.zeros_like(raw), n, k)
+        a = Payload.of(raw, n, k)
+        b = Payload.of(torch.zeros_like(raw), n, k)
         triton_chunks.select(gradient, have, a.scales, a.values, a.indices)
         chunks.select_reference(gradient, want, b)
         assert torch.equal(a.indices.int(), b.indices.int()), (case, n, k)

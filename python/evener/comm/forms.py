@@ -23,6 +23,7 @@ _FOLDER = Path(__file__).parent / "wires"
 class Described:
     """`name`, as users write it; `title` and `what`: for tables; `place`: see `Wire.place`.
 
+    `late`: "sparse" or "low-rank" where what a step does not send comes later, else "".
     `first_update`: how far, relative, a training's first updates may be from DDP's.
     """
 
@@ -30,6 +31,7 @@ class Described:
     title: str
     what: str
     place: int
+    late: str
     first_update: float
 
 
@@ -48,6 +50,11 @@ def listed() -> tuple[Described, ...]:
 def names() -> tuple[str, ...]:
     """Of all forms, from the mildest to the harshest."""
     return tuple(form.name for form in listed())
+
+
+def described(name: str) -> Described:
+    """The form of that name, which must be one."""
+    return next(form for form in listed() if form.name == name)
 
 
 def require(name: object, what: str, *, besides: Iterable[str] = ()) -> str:

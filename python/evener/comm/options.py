@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from evener.base import settings
 from evener.comm import forms
+from evener.comm.world.topology import Algorithm
 from evener.errors import UsageError
 
-Algorithm = Literal["auto", "flat", "2d"]
 logger = logging.getLogger("evener.comm")
 
 
@@ -131,9 +131,8 @@ class Options:
         if two_level.is_set(env):
             from_env: Algorithm = "2d" if two_level.get(env) else "flat"
             algorithm = _overruled("algorithm", algorithm, from_env, two_level.name)
-        from evener.comm import wires  # it needs this module
-
-        sparse = wire is not None and wires.get(forms.require(wire, "wire")).sparse
+        late = "" if wire is None else forms.described(forms.require(wire, "wire")).late
+        sparse = late == "sparse"
         if topk.is_set(env):
             if topk.get(env):
                 # Both top-k forms are what the variable asks for.
@@ -148,7 +147,7 @@ class Options:
             warmup_steps = settings.EVENER_TOPK_WARMUP.get(env)
         if partition_bytes is None:
             # Encoding a part takes as many launches as the whole, to send little.
-            whole = wire is not None and bool(wires.get(wire).late)
+            whole = wire is not None and forms.described(wire).late
             partition_bytes = 0 if whole else settings.EVENER_PARTITION_BYTES.get(env)
         return cls(
             algorithm=default_algorithm if algorithm is None else algorithm,

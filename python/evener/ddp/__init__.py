@@ -15,17 +15,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evener.ddp.line import MODES, accelerate
+    from evener.ddp.line import MODES, accelerate, refuse_unsupported
     from evener.ddp.model import AcceleratedDataParallel, restore
 
-__all__ = ["MODES", "AcceleratedDataParallel", "accelerate", "restore"]
+__all__ = [
+    "MODES",
+    "AcceleratedDataParallel",
+    "accelerate",
+    "integrations",
+    "refuse_unsupported",
+    "restore",
+]
 
-_OF_MODEL = {"AcceleratedDataParallel", "restore"}
+_FROM = {
+    "MODES": "line",
+    "AcceleratedDataParallel": "model",
+    "accelerate": "line",
+    "refuse_unsupported": "line",
+    "restore": "model",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{'model' if name in _OF_MODEL else 'line'}")
-    value = globals()[name] = getattr(module, name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
     return value

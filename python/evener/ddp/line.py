@@ -20,16 +20,15 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from evener.base import log
 from evener.base.log import info0
 from evener.comm import forms, wires
-from evener.comm.options import Algorithm, Options
+from evener.comm.options import Options
 from evener.comm.overlap import StepOverlap, innermost, refusal, refuse_model
 from evener.comm.planner.live import Planner
 from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
-from evener.ddp.model import AcceleratedDataParallel, replace_older, restore, wrap
+from evener.comm.world.topology import Algorithm
+from evener.ddp.model import AcceleratedDataParallel, replace_older, wrap
 from evener.errors import UsageError
-
-__all__ = ["MODES", "AcceleratedDataParallel", "accelerate", "restore"]
 
 logger = logging.getLogger("evener.ddp")
 
@@ -98,7 +97,7 @@ def accelerate(
             f"accelerate() was given a {type(model).__name__}",
             "wrap the model first: DistributedDataParallel(model)",
         )
-    _refuse_unsupported(model)
+    refuse_unsupported(model)
     log.begin(dist.get_rank())
     if optimizer is not None:
         optimizer = innermost(optimizer)
@@ -193,7 +192,7 @@ def _overlap(
     return None if why else StepOverlap(reducer, optimizer, module)
 
 
-def _refuse_unsupported(model: DistributedDataParallel) -> None:
+def refuse_unsupported(model: DistributedDataParallel) -> None:
     unsupported = {
         "mixed_precision": getattr(model, "mixed_precision", None) is not None,
         "delay_all_reduce_named_params": bool(getattr(model, "_delay_all_reduce_params", None)),

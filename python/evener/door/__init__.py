@@ -11,3 +11,5 @@ pace        how long steps take, before and after
 This door never raises and never hangs. What cannot be accelerated stays plain DDP, on all ranks
 alike, and one line says why. Nothing here is imported where EVENER_DDP is not set.
 """
+
+__all__ = ["enter"]

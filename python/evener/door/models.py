@@ -255,12 +255,12 @@ class Follower:
 
 def _refusal(model: DistributedDataParallel) -> str:
     """Why this rank would rather leave the model as it is; or nothing."""
-    from evener.ddp import _refuse_unsupported
+    from evener.ddp import refuse_unsupported
 
     if model._join_config.enable:
         return "join() is in use"
     try:
-        _refuse_unsupported(model)
+        refuse_unsupported(model)
     except UsageError as error:
         return error.problem
     for name, parameter in model.module.named_parameters():

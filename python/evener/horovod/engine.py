@@ -40,51 +40,10 @@ from evener.base.log import logger
 from evener.comm.world import contact, rendezvous
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World
+from evener.horovod import kinds
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.steps import Steps
 from evener.horovod.timeline import Timeline
-
-# Operations, by the negotiator's numbers; and their names in handles, errors and timelines.
-KINDS = (
-    "allreduce",
-    "allgather",
-    "broadcast",
-    "adasum",
-    "alltoall",
-    "reducescatter",
-    "barrier",
-    "join",
-    "add_process_set",
-    "remove_process_set",
-)
-(
-    ALLREDUCE,
-    ALLGATHER,
-    BROADCAST,
-    ADASUM,
-    ALLTOALL,
-    REDUCESCATTER,
-    BARRIER,
-    JOIN,
-    ADD_SET,
-    REMOVE_SET,
-) = range(10)
-
-# Element types, by the negotiator's numbers.
-DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.bool,
-    torch.bfloat16,
-)
-DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 # A larger step is not frozen: what agreement costs is nothing beside its data.
 _FROZEN_BYTES = 1 << 20
@@ -321,7 +280,7 @@ class Engine:
             entry.ready = torch.cuda.current_stream(inputs[0].device).record_event()
         labels = entry.labels or itertools.repeat("")
         tensors: list[tuple[int, Sequence[int], str]] = [
-            (DTYPE_NUMBERS[tensor.dtype], tensor.shape, label)
+            (kinds.DTYPE_NUMBERS[tensor.dtype], tensor.shape, label)
             for tensor, label in zip(inputs, labels, strict=False)
         ]
         taken = self._negotiator.submit(
@@ -387,7 +346,7 @@ class Engine:
         try:
             found = self._negotiator.quick(
                 name,
-                DTYPE_NUMBERS[source.dtype],
+                kinds.DTYPE_NUMBERS[source.dtype],
                 source.shape,
                 source.is_cuda,
                 op,
@@ -403,7 +362,9 @@ class Engine:
             if found != 2:
                 self._drive.release()
         if found == 2:  # it is submitted, and goes on as others do
-            entry = Entry(ALLREDUCE, name, [source], [output], op=op, factors=factors, here=True)
+            entry = Entry(
+                kinds.ALLREDUCE, name, [source], [output], op=op, factors=factors, here=True
+            )
             try:
                 number = self._register(entry)
             except BaseException:
@@ -461,7 +422,7 @@ class Engine:
 
     def _announce(self, name: str) -> None:
         """Submit a barrier of this name, for which nobody waits."""
-        self._handles.pop(self.submit(Entry(BARRIER, name)), None)
+        self._handles.pop(self.submit(Entry(kinds.BARRIER, name)), None)
         self._negotiator.flush(False)
 
     def set_of(self, number: int | None) -> Set:
@@ -476,11 +437,12 @@ class Engine:
 
     def add_set(self, ranks: Sequence[int]) -> int:
         """Make a process set, collectively; its number, -1 where there is one of these ranks."""
-        return int(self._agreed(Entry(ADD_SET, "add_process_set", splits=ranks)))
+        return int(self._agreed(Entry(kinds.ADD_SET, "add_process_set", splits=ranks)))
 
     def remove_set(self, number: int) -> bool:
         """Forget a process set, collectively; whether it was there."""
-        return bool(self._agreed(Entry(REMOVE_SET, "remove_process_set", root=number)) == number)
+        entry = Entry(kinds.REMOVE_SET, "remove_process_set", root=number)
+        return bool(self._agreed(entry) == number)
 
     def _agreed(self, entry: Entry) -> Any:
         entry.finish = lambda _outputs, answer: answer.value
@@ -586,9 +548,9 @@ class Engine:
             answers = [answer for answer, _ in pairs]
             entries = [entry for _, entry in pairs]
             self._executor.run(answers, entries)
-            if answers[0].kind == BARRIER and entries[0] is None:
+            if answers[0].kind == kinds.BARRIER and entries[0] is None:
                 self.steps.take(answers[0].name, list(answers[0].splits))
-            if answers[0].kind == JOIN:
+            if answers[0].kind == kinds.JOIN:
                 self.steps.all_joined()
                 # Ranks that joined early made fewer calls; counting starts anew on all of them.
                 with self._lock:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _unflatten_dense_tensors
 
-from evener.horovod import engine as kinds
+from evener.horovod import kinds
 from evener.horovod.adasum import adasum
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
 

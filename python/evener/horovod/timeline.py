@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from evener.base.log import logger
+from evener.horovod import kinds
 
 if TYPE_CHECKING:
     from evener._native import Answer
@@ -79,8 +80,6 @@ class Timeline:
 
     def negotiated(self, events: Sequence[tuple[float, str, int, int, int]]) -> None:
         """Events of the negotiator: (seconds, name, kind, moment, rank)."""
-        from evener.horovod.engine import KINDS
-
         with self._lock:
             for at, name, kind, moment, rank in events:
                 if moment == _CYCLE:
@@ -89,7 +88,7 @@ class Timeline:
                     continue
                 pid = self._pid(name)
                 if moment == _START:
-                    what = f"NEGOTIATE_{KINDS[kind].upper()}"
+                    what = f"NEGOTIATE_{kinds.KINDS[kind].upper()}"
                     self._write(name=what, ph="B", pid=pid, ts=at * 1e6)
                 elif moment == _READY:
                     self._write(name=str(rank), ph="X", dur=0, pid=pid, ts=at * 1e6)
@@ -99,12 +98,11 @@ class Timeline:
 
     def begin(self, answers: Sequence[Answer]) -> None:
         """These are launched together."""
-        from evener.horovod.engine import KINDS
-
         with self._lock:
             self._buckets += 1
             for answer in answers:
-                self._write(name=KINDS[answer.kind].upper(), ph="B", pid=self._pid(answer.name))
+                what = kinds.KINDS[answer.kind].upper()
+                self._write(name=what, ph="B", pid=self._pid(answer.name))
         self.activity(answers, "QUEUE")
 
     def activity(self, answers: Sequence[Answer], what: str) -> None:
@@ -121,13 +119,11 @@ class Timeline:
 
     def end(self, answers: Sequence[Answer]) -> None:
         """They are done."""
-        from evener.horovod.engine import DTYPES
-
         with self._lock:
             for answer in answers:
                 algorithm = self._doing.get(answer.name, "")
                 self._close(answer.name)
-                tensors = [(DTYPES[number], shape) for number, shape, _ in answer.tensors]
+                tensors = [(kinds.DTYPES[number], shape) for number, shape, _ in answer.tensors]
                 size = sum(_elements(shape) * dtype.itemsize for dtype, shape in tensors)
                 args = {
                     "dtype": str(tensors[0][0]) if tensors else "",

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from evener.moe import gate, grouped, permute
 from evener.moe.gate import Activation
-from evener.moe.permute import Positions
+from evener.moe.positions import Positions
 
 
 @dataclass

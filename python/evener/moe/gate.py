@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from evener.moe.permute import Positions
+from evener.moe.positions import Positions
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

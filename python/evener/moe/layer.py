@@ -16,6 +16,7 @@ from torch.nn import functional
 from evener.errors import UsageError
 from evener.moe import core, permute
 from evener.moe.gate import Activation
+from evener.moe.positions import Positions
 from evener.moe.router import Router, Score, load_balancing_loss
 from evener.moe.turns import part
 
@@ -87,7 +88,7 @@ class Experts(nn.Module):
         return core.local(x, weights, at, self.gate_up_proj, self.down_proj, self.activation)
 
     @torch.no_grad()
-    def note(self, at: permute.Positions, experts: torch.Tensor | None = None) -> None:
+    def note(self, at: Positions, experts: torch.Tensor | None = None) -> None:
         """Count the load of a batch; `experts`: the choices, where some may have been dropped."""
         if experts is not None:
             self.dropped = (experts >= 0).sum() - at.ends[-1]

@@ -29,7 +29,7 @@ from evener.errors import UsageError
 from evener.moe import core, permute
 from evener.moe.gate import Activation
 from evener.moe.lane import Lane, Ticket
-from evener.moe.permute import Positions
+from evener.moe.positions import Positions
 from evener.moe.route import Counts, Ranks, Trip, Way, count
 from evener.moe.turns import hand_over, part
 from evener.moe.wire import Wire

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from evener.moe import permute
-from evener.moe.permute import Positions
+from evener.moe.positions import Positions
 
 Way = Literal["two", "flat", "pairs"]
 

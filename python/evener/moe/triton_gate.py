@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.moe.permute import Positions
+from evener.moe.positions import Positions
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.moe.permute import Positions
+from evener.moe.positions import Positions
 
 BLOCK = 128
 

@@ -13,11 +13,10 @@ every chunk, the lowest index first among equals; what is not finite is sent and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from evener.base import kernels as _kernels
+from evener.comm.codecs.payload import Payload
 
 CHUNK = _kernels.CHUNK
 NO_INDEX = _kernels.NO_INDEX
@@ -28,31 +27,6 @@ _SMALLEST, _LARGEST = 27 << 23, 253 << 23  # bits of 2^-100 and 2^126
 def entries(ratio: float) -> int:
     """How many of a chunk's entries are sent: 41 of 4096 for 1%."""
     return min(CHUNK, max(1, round(CHUNK * ratio)))
-
-
-@dataclass(frozen=True)
-class Payload:
-    """Views of one contiguous buffer of bytes; see the module."""
-
-    scales: torch.Tensor
-    values: torch.Tensor
-    indices: torch.Tensor
-
-    @staticmethod
-    def size(n: int, k: int) -> int:
-        """Bytes that a payload of `n` entries takes; a multiple of 4."""
-        return -(-n // CHUNK) * (4 + 4 * k)
-
-    @classmethod
-    def of(cls, raw: torch.Tensor, n: int, k: int) -> Payload:
-        """The views of `raw`, uint8 [size(n, k)], 4-byte aligned."""
-        chunks = -(-n // CHUNK)
-        values, indices = 4 * chunks, (4 + 2 * k) * chunks
-        return cls(
-            raw[:values].view(torch.float32),
-            raw[values:indices].view(torch.float16).view(chunks, k),
-            raw[indices : indices + 2 * k * chunks].view(torch.uint16).view(chunks, k),
-        )
 
 
 def select_reference(gradient: torch.Tensor, residual: torch.Tensor, payload: Payload) -> None:

@@ -23,7 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.comm.codecs.chunks import CHUNK, Payload
+from evener.base.kernels import CHUNK
+from evener.comm.codecs.payload import Payload
 
 # Of a program that selects: warps, entries that a thread loads at once (1 or 4), and the most
 # registers a thread (0: as many as it likes). benchmarks/compress_kernels.py --variants compares.

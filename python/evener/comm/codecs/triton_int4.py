@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.comm.codecs.int4 import BLOCK
-
 ROWS = 8
 
 
@@ -111,6 +109,7 @@ def quantize(
     blocks = scales.numel()
     if not blocks:
         return
+    block = 2 * codes.numel() // blocks  # two codes per byte
     _quantize[(triton.cdiv(blocks, ROWS),)](
         values,
         residual,
@@ -119,7 +118,7 @@ def quantize(
         values.numel(),
         blocks,
         ROWS,
-        BLOCK,
+        block,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -132,7 +131,8 @@ def dequantize_sum(
     n = out.numel()
     if not n:
         return
-    _dequantize_sum[(triton.cdiv(n, ROWS * BLOCK),)](
+    block = 2 * codes.shape[1] // scales.shape[1]
+    _dequantize_sum[(triton.cdiv(n, ROWS * block),)](
         codes,
         scales,
         out,
@@ -142,7 +142,7 @@ def dequantize_sum(
         codes.stride(0),
         scales.stride(0),
         ROWS,
-        BLOCK,
+        block,
         num_warps=4,
         enable_fp_fusion=False,
     )

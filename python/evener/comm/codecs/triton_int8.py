@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from evener.comm.codecs.int8 import BLOCK
+from evener.base.kernels import BLOCK
 
 ROWS = 4
 

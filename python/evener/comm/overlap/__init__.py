@@ -12,4 +12,4 @@ in which order buckets leave, `interpose` the calls of torch before which everyt
 from evener.comm.overlap.optimizers import innermost, refusal
 from evener.comm.overlap.step import StepOverlap, refuse_model
 
-__all__ = ["StepOverlap", "innermost", "refusal", "refuse_model"]
+__all__ = ["StepOverlap", "innermost", "optimizers", "refusal", "refuse_model"]

@@ -10,3 +10,5 @@
 
 The first four are plain arithmetic, without torch but for `probe`.
 """
+
+__all__ = ["choose", "costs", "forecast", "live", "moments"]

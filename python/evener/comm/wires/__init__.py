@@ -30,6 +30,8 @@ __all__ = [
     "Limits",
     "Paper",
     "Wire",
+    "base",
+    "blocks",
     "candidates",
     "choose",
     "get",

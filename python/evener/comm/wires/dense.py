@@ -30,6 +30,7 @@ class ExactWire(Wire):
     title = "exact"
     what = "FP32 sums, nothing is rounded"
     place = 0
+    late = ""
     first_update = 0.02
 
     @classmethod
@@ -155,6 +156,7 @@ class FP16Wire(CastWire):
     title = "FP16"
     what = "FP16 between nodes"
     place = 10
+    late = ""
     first_update = 0.02
     milder, rows_as = "bf16", "fp16"
     cast = torch.float16
@@ -169,6 +171,7 @@ class BF16Wire(CastWire):
     title = "BF16"
     what = "BF16 between nodes"
     place = 11
+    late = ""
     first_update = 0.05
     rows_as = "bf16"
     cast = torch.bfloat16

@@ -17,6 +17,7 @@ class Int4Wire(BlockWire):
     title = "INT4"
     what = "4-bit integers in blocks between nodes, with error feedback"
     place = 30
+    late = ""
     first_update = 0.05
     milder, rows_as = "int8", "int8"
     limits = Limits(residual=1.0, cosine=0.9)

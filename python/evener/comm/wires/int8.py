@@ -17,6 +17,7 @@ class Int8Wire(BlockWire):
     title = "INT8"
     what = "8-bit integers in blocks between nodes, with error feedback"
     place = 20
+    late = ""
     first_update = 0.05
     milder, rows_as = "bf16", "int8"
     limits = Limits(residual=1.0, cosine=0.9)

@@ -131,6 +131,7 @@ class LowRank4Wire(LowRankWire):
     title = "low rank, 4"
     what = "matrices as products of rank 4 between nodes (PowerSGD), with error feedback"
     place = 40
+    late = "low-rank"
     first_update = 0.2
     rank = 4
 
@@ -143,6 +144,7 @@ class LowRank2Wire(LowRankWire):
     title = "low rank, 2"
     what = "matrices as products of rank 2 between nodes (PowerSGD), with error feedback"
     place = 41
+    late = "low-rank"
     first_update = 0.2
     rank = 2
 
@@ -155,5 +157,6 @@ class LowRank1Wire(LowRankWire):
     title = "low rank, 1"
     what = "matrices as products of rank 1 between nodes (PowerSGD), with error feedback"
     place = 42
+    late = "low-rank"
     first_update = 0.2
     rank = 1

@@ -23,6 +23,7 @@ import torch
 
 from evener.comm.buckets import ALIGN, padded
 from evener.comm.codecs import chunks, topk
+from evener.comm.codecs.payload import Payload
 from evener.comm.groups import Route
 from evener.comm.options import Options
 from evener.comm.scratch import Scratch
@@ -183,6 +184,7 @@ class TopKWire(SparseWire):
     title = "top-k"
     what = "only the largest gradients between nodes, with error feedback"
     place = 51
+    late = "sparse"
     first_update = 0.2
 
     @classmethod
@@ -235,6 +237,7 @@ class ChunkTopKWire(SparseWire):
     title = "top-k in chunks"
     what = "the largest of every 4,096 gradients between nodes, with error feedback"
     place = 50
+    late = "sparse"
     first_update = 0.2
 
     @classmethod
@@ -249,12 +252,12 @@ class ChunkTopKWire(SparseWire):
         return chunks.CHUNK
 
     def _size(self, n: int, ratio: float) -> int:
-        return padded(chunks.Payload.size(n, chunks.entries(ratio)), 16)
+        return padded(Payload.size(n, chunks.entries(ratio)), 16)
 
     def _select(
         self, gradient: torch.Tensor, residual: torch.Tensor, raw: torch.Tensor, ratio: float
     ) -> None:
-        sent = chunks.Payload.of(raw, residual.numel(), chunks.entries(ratio))
+        sent = Payload.of(raw, residual.numel(), chunks.entries(ratio))
         chunks.select(gradient, residual, sent)
 
     def _add_up(
@@ -267,7 +270,7 @@ class ChunkTopKWire(SparseWire):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Places that hold nothing point at the chunk's first entry, with value 0: they may be
         # forgotten (momentum), but not twice what is there; what adds adds 0.
-        sent = chunks.Payload.of(raw, n, chunks.entries(ratio))
+        sent = Payload.of(raw, n, chunks.entries(ratio))
         local = sent.indices.view(torch.int16).long()
         starts = torch.arange(len(local), device=local.device).unsqueeze(1) * chunks.CHUNK
         real = local >= 0

@@ -8,3 +8,15 @@ gloo        the interface on which it listens, and its threads at the end
 elastic     ranks that come and go
 abort       what is under way ends when a peer is gone
 """
+
+__all__ = [
+    "abort",
+    "contact",
+    "elastic",
+    "meeting",
+    "ranks",
+    "rendezvous",
+    "stores",
+    "topology",
+    "world",
+]

@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from evener.base import settings
-from evener.comm.options import Algorithm
 
+Algorithm = Literal["auto", "flat", "2d"]
 logger = logging.getLogger("evener.comm")
 
 

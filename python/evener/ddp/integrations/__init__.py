@@ -23,3 +23,6 @@ def lightning_callbacks() -> list[Any]:
     except (EvenerError, ImportError):
         return []
     return [KeepResiduals()]
+
+
+__all__ = ["transformers"]

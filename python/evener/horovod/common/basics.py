@@ -30,12 +30,11 @@ class HorovodBasics:
         STATE.shutdown()
 
     def __getattr__(self, name: str) -> Any:
-        # rank, size, mpi_built ...: those of horovod.torch, which imports this module.
-        from evener.horovod.torch import mpi_ops
-
         if name.startswith("__") or name not in _ASKED:
             raise AttributeError(name)
-        return getattr(mpi_ops, name)
+        from evener.horovod.torch import job  # imports torch
+
+        return getattr(job, name)
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         from evener.horovod.common.process_sets import get_process_set_ids_and_ranks

@@ -112,7 +112,7 @@ def nccl_built(verbose: bool = False) -> int:
     """NCCL's version as a number (2.28.9: 22809), 0 where torch is not used or has none."""
     if "torch" not in sys.modules:
         return 0
-    from evener.horovod.torch.mpi_ops import nccl_built as built
+    from evener.horovod.torch.job import nccl_built as built
 
     del verbose
     return built()

@@ -19,4 +19,4 @@ class _HorovodArgs:
         return None
 
 
-__all__ = ["_HorovodArgs", "run"]
+__all__ = ["_HorovodArgs", "common", "elastic", "run"]

@@ -19,10 +19,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
-from evener.base import settings
-from evener.horovod import engine as kinds
+from evener.horovod import kinds
 from evener.horovod.common import util
 from evener.horovod.common.basics import HorovodBasics
 from evener.horovod.common.exceptions import HorovodInternalError
@@ -34,6 +32,7 @@ from evener.horovod.common.process_sets import (
     remove_process_set,
 )
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
+from evener.horovod.engine import Entry
 from evener.horovod.state import STATE
 from evener.horovod.torch import start
 from evener.horovod.torch.compression import Compression, Compressor
@@ -44,125 +43,32 @@ from evener.horovod.torch.gradients import (
     Broadcast,
     ReduceScatter,
 )
+from evener.horovod.torch.job import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 
 Tensors = Sequence[torch.Tensor]
-
-
-# --- the job -------------------------------------------------------------------------------------
-
-
-def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Find the other ranks and start. Collective; does nothing where it is done already.
-
-    comm: None, the list of all ranks, or an mpi4py communicator, whose processes are then the job;
-    NotBuiltError for a part of the ranks. process_sets: those that exist
-    from the start, a list of ProcessSet, the same on all ranks; or "dynamic". Raises
-    RendezvousError where the ranks do not find each other, SettingError for a bad variable,
-    ValueError for a set that cannot be.
-    """
-    STATE.init(comm, process_sets)
-
-
-def shutdown() -> None:
-    """End what `init` began. `init` may follow again."""
-    STATE.shutdown()
-
-
-def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` was not after it."""
-    return STATE.initialized
-
-
-def rank() -> int:
-    """The place of this process among all, 0 .. size()-1."""
-    return STATE.ranks.rank
-
-
-def size() -> int:
-    """The number of processes."""
-    return STATE.ranks.size
-
-
-def local_rank() -> int:
-    """The place of this process among those of its node."""
-    return cast(int, STATE.ranks.local_rank)
-
-
-def local_size() -> int:
-    """The number of processes on this node."""
-    return cast(int, STATE.ranks.local_size)
-
-
-def cross_rank() -> int:
-    """The place of this process among those of all nodes that have the same local rank."""
-    return cast(int, STATE.ranks.cross_rank)
-
-
-def cross_size() -> int:
-    """The number of processes that have the same local rank."""
-    return cast(int, STATE.ranks.cross_size)
-
-
-def is_homogeneous() -> bool:
-    """Whether all nodes have the same number of processes."""
-    return STATE.engine.homogeneous
-
-
-def mpi_threads_supported() -> bool:
-    """True: nothing here uses MPI, so programs may use it (mpi4py) beside this from any thread.
-
-    False where HOROVOD_MPI_THREADS_DISABLE=1 says that they do not.
-    """
-    _ = STATE.ranks
-    return not settings.HOROVOD_MPI_THREADS_DISABLE.get()
-
-
-def mpi_enabled() -> bool:
-    """False: collectives are NCCL's and Gloo's, also under mpirun."""
-    return False
-
-
-def mpi_built() -> bool:
-    """False: collectives are NCCL's and Gloo's, also under mpirun."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """True."""
-    return True
-
-
-def gloo_built() -> bool:
-    """True: it comes with torch."""
-    return True
-
-
-def nccl_built() -> int:
-    """NCCL's version as a number (2.28.9: 22809), 0 where torch has none."""
-    if not dist.is_nccl_available() or not torch.cuda.is_available():
-        return 0
-    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]
-    return int(major) * 10000 + int(minor) * 100 + int(patch)
-
-
-def ddl_built() -> int:
-    """0: not used."""
-    return 0
-
-
-def ccl_built() -> int:
-    """0: not used."""
-    return 0
-
-
-def cuda_built() -> bool:
-    """Whether torch was built with CUDA."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """Whether torch was built with ROCm."""
-    return torch.version.hip is not None
 
 
 # --- process sets and the timeline ---------------------------------------------------------------
@@ -170,16 +76,6 @@ def rocm_built() -> bool:
 
 # What scripts and tests of upstream's reach.
 _basics = HorovodBasics()
-
-
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Rank 0 writes a timeline into `file_path` from now on (`evener.horovod.timeline`)."""
-    STATE.engine.start_timeline(file_path, mark_cycles)
-
-
-def stop_timeline() -> None:
-    """Complete the timeline's file."""
-    STATE.engine.stop_timeline()
 
 
 # --- all-reduce ----------------------------------------------------------------------------------
@@ -605,7 +501,7 @@ def join(device: int = -1) -> int:
     engine.join_device = device
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # the steps that were begun are done, on all ranks
-    entry = kinds.Entry(
+    entry = Entry(
         kinds.JOIN,
         "join",
         splits=[engine.steps.joins()],
@@ -650,7 +546,29 @@ __all__ = [
     "Product",
     "Sum",
     "add_process_set",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
     "get_process_set_ids_and_ranks",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
     "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
 ]

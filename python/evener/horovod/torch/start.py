@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from evener._native import Answer
-from evener.horovod import engine as kinds
+from evener.horovod import kinds
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum

@@ -28,9 +28,10 @@ _KINDS = ("float", "half", "bfloat16", "double")
 
 def names() -> tuple[list[str], list[str]]:
     """(algorithms, wires) of `evener.comm`."""
-    from evener.comm import forms, options
+    from evener.comm import forms
+    from evener.comm.world.topology import Algorithm
 
-    kinds = [name for name in get_args(options.Algorithm) if name != "auto"]
+    kinds = [name for name in get_args(Algorithm) if name != "auto"]
     return kinds, list(forms.names())
 
 

@@ -14,3 +14,5 @@ combined; a *cell* is one row with one column, run `repeats` times. How the part
 
 Only agent, worker, models and wrap import torch.
 """
+
+__all__ = ["models"]
