@@ -6,52 +6,15 @@
 //! run takes about the time asked for, which the first rank decides from a short trial. *Ring*: as
 //! many all-reduces ([`ring`](crate::ring)) as fit into that time, each timed by itself.
 
-use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::DriveError;
 use crate::net::Net;
 use crate::ring;
+use crate::scenario::{Control, Memory};
+pub use crate::scenario::{Pattern, Scenario};
 use crate::watch::{LIMIT, Watch};
-
-/// What is sent when.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pattern {
-    /// Messages of one size without end.
-    Steady,
-    /// All-reduces, as NCCL's ring of two ranks does them.
-    Ring,
-}
-
-/// What to measure.
-#[derive(Debug, Clone)]
-pub struct Scenario {
-    /// 0 or 1. Rank 0 waits for rank 1 at `control`.
-    pub rank: u32,
-    /// `address:port` of rank 0, for the agreement.
-    pub control: String,
-    /// The plug-in; without one, plain TCP streams.
-    pub plugin: Option<PathBuf>,
-    /// Plain streams a comm each way. A single one is moved by the progress thread, as NCCL's sockets
-    /// do by default; of several, each has threads of its own.
-    pub streams: usize,
-    /// Version of the interface.
-    pub version: u32,
-    /// Comms in each direction.
-    pub comms: usize,
-    /// What is sent when.
-    pub pattern: Pattern,
-    /// Messages in flight on each. A ring has its own.
-    pub depth: usize,
-    /// Bytes of a message, or of an all-reduce; one run each.
-    pub sizes: Vec<usize>,
-    /// About how long a run takes, seconds.
-    pub seconds: f64,
-    /// Whether what arrives is compared with what was sent.
-    pub verify: bool,
-}
 
 /// What was measured with one size.
 #[derive(Debug, Clone, Copy)]
@@ -86,25 +49,6 @@ pub fn fairness(shares: &[f64]) -> f64 {
     }
 }
 
-pub(crate) struct Control(pub TcpStream);
-
-impl Control {
-    pub fn say(&mut self, number: u64) -> std::io::Result<()> {
-        self.0.write_all(&number.to_le_bytes())
-    }
-
-    pub fn hear(&mut self) -> std::io::Result<u64> {
-        let mut bytes = [0; 8];
-        self.0.read_exact(&mut bytes)?;
-        Ok(u64::from_le_bytes(bytes))
-    }
-
-    pub fn meet(&mut self) -> std::io::Result<()> {
-        self.say(0)?;
-        self.hear().map(|_| ())
-    }
-}
-
 fn connect(rank: u32, control: &str) -> std::io::Result<TcpStream> {
     if rank == 0 {
         return Ok(TcpListener::bind(control)?.accept()?.0);
@@ -128,7 +72,14 @@ pub fn run(scenario: &Scenario) -> Result<Vec<Run>, DriveError> {
     socket.set_nodelay(true)?;
     let mut control = Control(socket);
     let mut net = Net::open(scenario, &mut control)?;
-    let mut memory = Memory::new(scenario);
+    let (most, depth) = match scenario.pattern {
+        Pattern::Steady => {
+            let most = scenario.sizes.iter().copied().max();
+            (most.unwrap_or(0).max(1), scenario.depth)
+        }
+        Pattern::Ring => (ring::SLICE, ring::DEPTH),
+    };
+    let mut memory = Memory::new(scenario.comms, depth, most);
     let mut runs = Vec::new();
     for size in &scenario.sizes {
         let run = match scenario.pattern {
@@ -264,68 +215,6 @@ fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// Buffers: for each comm and place in flight, one to send and one to receive.
-pub(crate) struct Memory {
-    bytes: Vec<u8>,
-    stride: usize,
-    depth: usize,
-    comms: usize,
-    turn: u8,
-}
-
-impl Memory {
-    fn new(scenario: &Scenario) -> Memory {
-        let (most, depth) = match scenario.pattern {
-            Pattern::Steady => {
-                let most = scenario.sizes.iter().copied().max();
-                (most.unwrap_or(0).max(1), scenario.depth)
-            }
-            Pattern::Ring => (ring::SLICE, ring::DEPTH),
-        };
-        let stride = most.next_multiple_of(4096);
-        let count = scenario.comms * depth * 2;
-        Memory {
-            bytes: vec![0; stride * count],
-            stride,
-            depth,
-            comms: scenario.comms,
-            turn: 0,
-        }
-    }
-
-    pub fn at(&mut self, sending: bool, comm: usize, number: usize) -> *mut u8 {
-        let place = (usize::from(sending) * self.comms + comm) * self.depth + number % self.depth;
-        self.bytes[place * self.stride..].as_mut_ptr()
-    }
-
-    fn pattern(&self, comm: usize, number: usize) -> u8 {
-        (number * 7 + comm * 31 + 1) as u8 ^ self.turn
-    }
-
-    pub fn write(&mut self, comm: usize, number: usize, size: usize) {
-        let byte = self.pattern(comm, number);
-        let place = (self.comms + comm) * self.depth + number % self.depth;
-        let at = place * self.stride;
-        for (index, cell) in self.bytes[at..at + size].iter_mut().enumerate() {
-            *cell = byte.wrapping_add((index >> 6) as u8);
-        }
-    }
-
-    pub fn check(&self, comm: usize, number: usize, size: usize) -> Result<(), DriveError> {
-        let byte = self.pattern(comm, number);
-        let at = (comm * self.depth + number % self.depth) * self.stride;
-        let good = self.bytes[at..at + size]
-            .iter()
-            .enumerate()
-            .all(|(index, cell)| *cell == byte.wrapping_add((index >> 6) as u8));
-        if good {
-            Ok(())
-        } else {
-            Err(DriveError::Content(number as u64))
-        }
-    }
-}
-
 /// One direction of one comm in a run.
 #[derive(Default)]
 struct Progress {
@@ -342,7 +231,7 @@ fn measure(
     size: usize,
     count: usize,
 ) -> Result<(f64, f64, f64), DriveError> {
-    memory.turn = memory.turn.wrapping_add(1);
+    memory.turn();
     let mut sides: Vec<[Progress; 2]> = Vec::new();
     sides.resize_with(scenario.comms, Default::default);
     let began = Instant::now();
@@ -413,7 +302,7 @@ fn latency(
     const FIRST: usize = 5;
     let most = if size >= 1 << 20 { 20 } else { 100 };
     control.meet()?;
-    memory.turn = memory.turn.wrapping_add(1);
+    memory.turn();
     let mut sides: [Progress; 2] = Default::default();
     let mut samples = Vec::new();
     let began = Instant::now();

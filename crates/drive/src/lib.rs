@@ -7,6 +7,7 @@
 pub mod bench;
 mod net;
 mod ring;
+mod scenario;
 mod stream;
 mod team;
 mod watch;

@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Instant;
 
-use crate::bench::{Control, Scenario};
+use crate::scenario::{Control, Scenario};
 use crate::stream::Stream;
 use crate::team::Team;
 use crate::watch::Watch;

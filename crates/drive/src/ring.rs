@@ -13,8 +13,8 @@
 use std::time::{Duration, Instant};
 
 use crate::DriveError;
-use crate::bench::{Memory, Scenario};
 use crate::net::Net;
+use crate::scenario::{Memory, Scenario};
 use crate::watch::Watch;
 
 /// Half of a channel's buffer of eight steps is a chunk.

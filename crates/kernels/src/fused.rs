@@ -158,3 +158,37 @@ pub(crate) fn run(tensors: &mut Tensors<'_>, noise: Noise, update: impl Element)
     }
     gradient.len() * BLOCK
 }
+
+impl Tensors<'_> {
+    /// Replaces each element's weight and moments by what `update` makes of (weight, gradient,
+    /// first, second); a moment that is absent is read as what it was in scratch memory and lost.
+    #[inline(always)]
+    pub(crate) fn each(&mut self, noise: Noise, update: impl Element) {
+        let mut stage = [[0f32; BLOCK]; 4];
+        let mut random = [0u32; BLOCK];
+        let [weights, gradient, first, second] = &mut stage;
+        let rounded = matches!(self.first, Moment::Bf16(_))
+            || matches!(self.second, Moment::Bf16(_))
+            || matches!(self.master, Master::Bf16(_));
+        let length = self.len();
+        let mut at = run(self, noise, update);
+        while at < length {
+            let n = BLOCK.min(length - at);
+            let g = self.gradient.load(at, &mut gradient[..n]);
+            let m = self.first.load(at, &mut first[..n]);
+            let v = self.second.load(at, &mut second[..n]);
+            let w = self.master.load(at, &mut weights[..n]);
+            for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
+                (*w, *m, *v) = update(*w, *g, *m, *v);
+            }
+            self.output.store(at, w);
+            if rounded {
+                noise.fill(at, &mut random[..n]);
+            }
+            self.first.store(at, &first[..n], &random[..n], 0);
+            self.second.store(at, &second[..n], &random[..n], 16);
+            self.master.store(at, &weights[..n], &random[..n]);
+            at += n;
+        }
+    }
+}

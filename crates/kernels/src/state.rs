@@ -4,9 +4,8 @@
 //! The usual formats have loops without that stop, in `fused`.
 
 use crate::formats::{
-    BLOCK, counter_hash, from_bf16, from_f16, join, mix, split, to_bf16, to_bf16_stochastic, to_f16,
+    counter_hash, from_bf16, from_f16, join, mix, split, to_bf16, to_bf16_stochastic, to_f16,
 };
-use crate::fused::{self, Element};
 
 /// Why a call was refused. Nothing has been written when it is returned.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -139,7 +138,7 @@ impl Noise {
     }
 
     #[inline(always)]
-    fn fill(self, at: usize, random: &mut [u32]) {
+    pub(crate) fn fill(self, at: usize, random: &mut [u32]) {
         for (i, bits) in (at as u32..).zip(random) {
             *bits = self.bits(i);
         }
@@ -267,38 +266,6 @@ impl<'a> Tensors<'a> {
             },
         )
     }
-
-    /// Replaces each element's weight and moments by what `update` makes of (weight, gradient,
-    /// first, second); a moment that is absent is read as what it was in scratch memory and lost.
-    #[inline(always)]
-    pub(crate) fn each(&mut self, noise: Noise, update: impl Element) {
-        let mut stage = [[0f32; BLOCK]; 4];
-        let mut random = [0u32; BLOCK];
-        let [weights, gradient, first, second] = &mut stage;
-        let rounded = matches!(self.first, Moment::Bf16(_))
-            || matches!(self.second, Moment::Bf16(_))
-            || matches!(self.master, Master::Bf16(_));
-        let length = self.len();
-        let mut at = fused::run(self, noise, update);
-        while at < length {
-            let n = BLOCK.min(length - at);
-            let g = self.gradient.load(at, &mut gradient[..n]);
-            let m = self.first.load(at, &mut first[..n]);
-            let v = self.second.load(at, &mut second[..n]);
-            let w = self.master.load(at, &mut weights[..n]);
-            for (((w, g), m), v) in w.iter_mut().zip(g).zip(m).zip(v) {
-                (*w, *m, *v) = update(*w, *g, *m, *v);
-            }
-            self.output.store(at, w);
-            if rounded {
-                noise.fill(at, &mut random[..n]);
-            }
-            self.first.store(at, &first[..n], &random[..n], 0);
-            self.second.store(at, &second[..n], &random[..n], 16);
-            self.master.store(at, &weights[..n], &random[..n]);
-            at += n;
-        }
-    }
 }
 
 impl<'a> Moment<'a> {
@@ -317,7 +284,7 @@ impl<'a> Moment<'a> {
     }
 
     #[inline(always)]
-    fn load<'b>(&'b mut self, at: usize, stage: &'b mut [f32]) -> &'b mut [f32] {
+    pub(crate) fn load<'b>(&'b mut self, at: usize, stage: &'b mut [f32]) -> &'b mut [f32] {
         match self {
             Moment::F32(x) => &mut x[at..at + stage.len()],
             Moment::Bf16(x) => {
@@ -329,7 +296,7 @@ impl<'a> Moment<'a> {
     }
 
     #[inline(always)]
-    fn store(&mut self, at: usize, stage: &[f32], random: &[u32], shift: u32) {
+    pub(crate) fn store(&mut self, at: usize, stage: &[f32], random: &[u32], shift: u32) {
         if let Moment::Bf16(x) = self {
             let x = &mut x[at..at + stage.len()];
             for ((to, from), random) in x.iter_mut().zip(stage).zip(random) {
@@ -341,7 +308,7 @@ impl<'a> Moment<'a> {
 
 impl Gradient<'_> {
     #[inline(always)]
-    fn load<'b>(&'b self, at: usize, stage: &'b mut [f32]) -> &'b [f32] {
+    pub(crate) fn load<'b>(&'b self, at: usize, stage: &'b mut [f32]) -> &'b [f32] {
         match self {
             Gradient::F32(x) => &x[at..at + stage.len()],
             Gradient::Bf16(x) => {
@@ -358,7 +325,7 @@ impl Gradient<'_> {
 
 impl Master<'_> {
     #[inline(always)]
-    fn load<'b>(&'b mut self, at: usize, stage: &'b mut [f32]) -> &'b mut [f32] {
+    pub(crate) fn load<'b>(&'b mut self, at: usize, stage: &'b mut [f32]) -> &'b mut [f32] {
         let end = at + stage.len();
         match self {
             Master::F32(x) => &mut x[at..end],
@@ -377,7 +344,7 @@ impl Master<'_> {
     }
 
     #[inline(always)]
-    fn store(&mut self, at: usize, stage: &[f32], random: &[u32]) {
+    pub(crate) fn store(&mut self, at: usize, stage: &[f32], random: &[u32]) {
         let end = at + stage.len();
         match self {
             Master::F32(_) => {}
@@ -399,7 +366,7 @@ impl Master<'_> {
 
 impl Output<'_> {
     #[inline(always)]
-    fn store(&mut self, at: usize, weights: &[f32]) {
+    pub(crate) fn store(&mut self, at: usize, weights: &[f32]) {
         match self {
             Output::Absent => {}
             Output::Bf16(x) => narrow(weights, &mut x[at..at + weights.len()], to_bf16),

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use evener_engine::comm::Comm;
 use evener_engine::hello::HANDLE;
@@ -21,6 +21,7 @@ use evener_engine::link::OVERSIZE;
 use evener_engine::{Engine, Error, Level, Listener, Memory, Slot, Status};
 
 use crate::devices::{self, Device};
+use crate::lock::lock;
 use crate::log;
 use evener_nccl_abi::{
     INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, Logger, NcclResult, PTR_HOST, REMOTE_ERROR,
@@ -29,11 +30,6 @@ use evener_nccl_abi::{
 
 /// What NCCL calls us: `NCCL_NET=Evener`.
 pub const NAME: &CStr = c"Evener";
-
-/// The lock, also where a thread has died that held it.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 #[derive(Default)]
 struct State {

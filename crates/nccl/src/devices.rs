@@ -13,7 +13,7 @@ use evener_engine::nics::Nic;
 use evener_engine::settings::{Devices, Process, Settings};
 use evener_engine::{Engine, Level};
 
-use crate::core::lock;
+use crate::lock::lock;
 use crate::log;
 
 /// Mb/s: NICs that carry less than this together are one device.

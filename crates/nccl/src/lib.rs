@@ -12,6 +12,7 @@
 
 pub mod core;
 pub mod devices;
+mod lock;
 pub mod log;
 
 use std::ffi::{c_int, c_void};

@@ -39,14 +39,17 @@
 mod answers;
 pub mod check;
 pub mod coordinator;
+mod error;
 mod fusion;
 pub mod gate;
 pub mod gather;
 mod history;
 pub mod link;
+mod lobby;
 pub mod meet;
 mod stream;
 mod sys;
+mod threads;
 pub mod wire;
 pub mod worker;
 

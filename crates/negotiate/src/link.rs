@@ -8,16 +8,17 @@
 //! that does not read them for the whole timeout is lost.
 //! How a connection begins, and what separates messages on it, is in [`crate::stream`].
 
-pub(crate) mod lobby;
 mod pump;
 
 use self::pump::{clock_loop, read_loop};
 use crate::coordinator::{Coordinator, Event, Policy};
+pub use crate::error::LinkError;
 use crate::gate::Gate;
 use crate::gather;
 use crate::meet;
 use crate::stream::{frames, invalid, listen, whole};
 use crate::sys;
+use crate::threads::spawn;
 use crate::wire::{Down, Request, Up};
 use crate::worker::{Action, Worker};
 use std::collections::HashMap;
@@ -27,23 +28,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
-use thiserror::Error;
 
 /// So long a caller that waits reads the connections itself, the first part without giving its core
 /// to others. Beyond it the wait is for a rank that is late, and a change of threads does not matter.
 const EAGER: Duration = Duration::from_micros(300);
 const SPIN: Duration = Duration::from_micros(50);
-
-/// The ranks could not be connected.
-#[derive(Debug, Error)]
-pub enum LinkError {
-    /// A socket said so.
-    #[error("{0}")]
-    Io(#[from] io::Error),
-    /// Nobody came.
-    #[error("rank {0} did not connect in {1} s")]
-    Missing(String, f64),
-}
 
 struct Core {
     worker: Worker,
@@ -532,12 +521,4 @@ fn wait<'a>(
         Ok((core, _)) => core,
         Err(poisoned) => poisoned.into_inner().0,
     }
-}
-
-fn spawn(what: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    thread::Builder::new()
-        .name(format!("negotiate-{what}"))
-        .stack_size(256 << 10)
-        .spawn(run)
-        .map(drop)
 }

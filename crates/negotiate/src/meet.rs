@@ -1,7 +1,7 @@
 //! How ranks that know each other's addresses and a secret get connections between them.
 
-use crate::link::LinkError;
-use crate::link::lobby::{Lobby, STRANGERS};
+use crate::error::LinkError;
+use crate::lobby::{Lobby, STRANGERS};
 use crate::stream;
 use std::collections::HashMap;
 use std::io;

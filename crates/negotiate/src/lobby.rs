@@ -6,8 +6,8 @@
 //! that is shown out all the same tries again. A rank that has been answered believes that it is
 //! taken, so either it is answered or it is shown out: whoever is first decides.
 
-use super::spawn;
 use crate::stream::{answer, hear};
+use crate::threads::spawn;
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, TcpStream};
