@@ -3,8 +3,11 @@
     python benchmarks/net_gpu_checks.py versions   # NCCL takes each interface that it knows
     python benchmarks/net_gpu_checks.py comms      # 50 communicators made and destroyed
     python benchmarks/net_gpu_checks.py faults     # black hole, flapping, resets, lost carrier
+    python benchmarks/net_gpu_checks.py protocols  # LL, LL128, Simple, NCCL's choice, word for word
+    python benchmarks/net_gpu_checks.py protocols --engines udp,sockets --networks "four paths"
 
-Every sum is compared with what it must be. What `faults` does and measures, net_faults.py says.
+Every sum is compared with what it must be. What `faults` and `protocols` do and measure,
+net_faults.py and net_protocols.py say.
 Results in --json.
 """
 
@@ -18,6 +21,7 @@ import time
 from pathlib import Path
 
 import net_faults
+import net_protocols
 from net_elf import hide
 from net_gpu import machine
 
@@ -200,7 +204,7 @@ def comms(count: int) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("versions", "comms", "faults"))
+    parser.add_argument("what", choices=("versions", "comms", "faults", "protocols"))
     parser.add_argument("--count", type=int, default=50, help="communicators")
     parser.add_argument("--scenarios", help=", ".join(net_faults.SCENARIOS))
     parser.add_argument(
@@ -209,11 +213,25 @@ def main() -> int:
     parser.add_argument(
         "--stats", type=Path, default=Path("net-faults-stats"), help="what the engines write"
     )
-    parser.add_argument("--table", type=Path, metavar="JSON", help="show what faults has written")
+    parser.add_argument(
+        "--table", type=Path, metavar="JSON", help="show what faults or protocols has written"
+    )
+    limits = parser.add_argument_group("protocols")
+    limits.add_argument("--engines", help=", ".join(net_protocols.ENGINES))
+    limits.add_argument("--networks", help=", ".join(net_protocols.NETWORKS))
+    limits.add_argument("--protocols", help=", ".join(net_protocols.PROTOCOLS))
+    limits.add_argument("--sizes", default=net_protocols.SIZES, help="bytes of an all-reduce")
+    limits.add_argument("--seconds", type=float, default=0.4, help="of a size")
+    limits.add_argument("--calls", type=int, default=10, help="of a size, at least")
+    limits.add_argument("--budget", type=float, default=450, help="seconds of all")
+    limits.add_argument("--plugin", type=Path, help="another library, to compare with")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.table:
-        print(net_faults.table(json.loads(options.table.read_text())["found"]))
+        if options.what == "protocols":
+            print(net_protocols.show(options.table))
+        else:
+            print(net_faults.table(json.loads(options.table.read_text())["found"]))
         return 0
     began = time.time()
     match options.what:
@@ -221,6 +239,21 @@ def main() -> int:
             found = versions()
         case "comms":
             found = comms(options.count)
+        case "protocols":
+            choose = net_protocols.choose
+            found = net_protocols.protocols(
+                choose(options.engines, net_protocols.ENGINES, "engine"),
+                choose(options.networks, tuple(net_protocols.NETWORKS), "network"),
+                (
+                    choose(options.protocols, net_protocols.PROTOCOLS, "protocol"),
+                    [int(size) for size in options.sizes.split(",")],
+                    options.seconds,
+                    options.calls,
+                ),
+                lambda variables: environment(options.plugin, variables),
+                SOCKETS,
+                options.budget,
+            )
         case _:
             names = (options.scenarios or ",".join(net_faults.SCENARIOS)).split(",")
             before, during, after = map(float, options.times.split(","))
@@ -235,7 +268,7 @@ def main() -> int:
         "found": found,
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return 0 if options.what != "protocols" or net_protocols.is_right(found) else 1
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-//! One TCP connection of a worker: frames in, frames out, payload straight from and to the caller's
-//! memory. It knows nothing of messages; the worker tells it where bytes belong.
+//! One TCP connection of a worker: frames in, frames out, payload straight from the caller's memory and,
+//! by way of a worker's, into it. It knows nothing of messages; the worker tells it where bytes belong.
 //!
 //! What is queued to be written names memory that is pinned ([`link`](crate::link)); when it is
 //! written, its messages are in [`Conn::done`] until the worker has unpinned them.
@@ -273,7 +273,7 @@ impl Conn {
             // SAFETY: `place` is pinned, or an eager slot and the caller has the lock. Staging is ours.
             #[allow(unsafe_code, reason = "the one place where staged bytes are placed")]
             unsafe {
-                sys::copy(from, place);
+                sys::publish(from, place);
             }
         }
         self.start += count;
@@ -285,16 +285,19 @@ impl Conn {
         self.end - self.start
     }
 
-    /// Reads: first to `place`, then to the staging buffer, which must hold less than a header.
+    /// Reads: first to `place`, for bytes of the arriving chunk; then, if it has room for all of them, to the
+    /// staging buffer, which must hold less than a header.
     pub fn fill(&mut self, place: Option<Memory>) -> io::Result<usize> {
         self.staging.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
         let mut room = Memory::of(&mut self.staging[self.end..]);
-        if place.is_some() {
-            room.length = room.length.min(BEHIND);
-        }
         let direct = place.map_or(0, |place| place.length);
+        if place.is_some() {
+            let missing = self.arriving.map_or(0, |chunk| chunk.length - chunk.got);
+            let all = direct >= missing as usize;
+            room.length = if all { room.length.min(BEHIND) } else { 0 };
+        }
         let pieces = [place.unwrap_or(room), room];
         let pieces = if place.is_some() {
             &pieces[..]

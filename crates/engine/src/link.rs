@@ -469,7 +469,7 @@ impl Link {
                         // finishes it meanwhile; the lane has checked that the message fits.
                         #[allow(unsafe_code, reason = "an eager message is delivered")]
                         unsafe {
-                            sys::copy(Memory::read_only(bytes), memory);
+                            sys::publish(Memory::read_only(bytes), memory);
                         }
                     }
                     self.finish(Side::Receive, comm, message, length);

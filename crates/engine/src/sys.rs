@@ -1,8 +1,9 @@
 //! The system calls that neither std nor socket2 has, each behind a safe function where that is
-//! possible. Raw memory is touched by [`receive`], [`send`] and [`copy`] alone.
+//! possible. Raw memory is touched by [`receive`], [`send`], [`copy`] and [`publish`] alone.
 //!
 //! - `sockets`: bytes in and out, a socket's options, what the kernel knows of a connection.
 //! - `epoll`: which sockets are ready, and what wakes a thread that waits for that.
+//! - `publish`: copies into memory that others read meanwhile.
 //! - `interfaces`: the machine's addresses, and when a link goes up or down.
 //! - Here: memory, and what concerns a thread or the process.
 
@@ -10,10 +11,12 @@
 
 mod epoll;
 mod interfaces;
+mod publish;
 mod sockets;
 
 pub use self::epoll::{Epoll, Ready, Waker};
 pub use self::interfaces::{Interface, LinkWatch, interfaces};
+pub use self::publish::publish;
 pub use self::sockets::{
     Notice, PIECES, TcpInfo, allow_zero_copy, congestion, disconnect, notice, receive, send,
     send_more, send_zero_copy, set_congestion, set_late_port, set_paced, set_reset_on_close,
@@ -92,7 +95,8 @@ impl Memory {
 // SAFETY: an address and a length. Whoever reads or writes through it says why he may.
 unsafe impl Send for Memory {}
 
-/// Copies as many bytes as the shorter of the two has.
+/// Copies as many bytes as the shorter of the two has, in any order: not into a posted buffer, see
+/// [`publish`].
 ///
 /// # Safety
 /// `from` may be read and `to` written; they do not overlap.

@@ -89,6 +89,7 @@ pub struct Worker {
     /// Which comms share a bit of the bell.
     bits: Vec<Vec<(Arc<Peer>, Side, u64)>>,
     next_bit: usize,
+    /// Where payload is read before it is placed, or because nobody wants it.
     scratch: Vec<u8>,
     load: Load,
     /// It was told to stop: when it does at the latest.

@@ -161,11 +161,14 @@ struct Ends {
 }
 
 const RUN: u32 = 300;
+/// Payload of a frame: whole lines of 128 bytes, at an MTU of 1500.
+const UNIT: usize = 1408;
 
 impl Ends {
     fn new(engine: &Engine, comm: &Comm) -> Ends {
         let frames = engine.frames().unwrap();
         let unit = frames.unit();
+        assert_eq!(usize::from(unit), UNIT);
         let lease = frames.lease(RUN, RUN).unwrap();
         assert!(engine.frame(comm, Framed { frames, unit }));
         Ends {
@@ -211,7 +214,7 @@ fn through_frames(a: &Engine, b: &Engine, rounds: usize, mut fault: impl FnMut(u
     let (send, receive) = pair(a, b);
     let (mut from, mut to) = (Ends::new(a, &send), Ends::new(b, &receive));
     for round in 0..rounds {
-        for length in [1, 1424, 1425, 65_536, 300 * 1424, 0, 400_000] {
+        for length in [1, UNIT, UNIT + 1, 65_536, 300 * UNIT, 0, 400_000] {
             let bytes: Vec<u8> = (0..length)
                 .map(|at: usize| (at * 31 + length + round * 7) as u8)
                 .collect();
@@ -252,7 +255,10 @@ fn payload_stays_in_frames_from_end_to_end() {
     };
     through_frames(&one, &other, 12, |_| {});
     through_frames(&other, &one, 12, |_| {});
-    let payload: u64 = [1, 1424, 1425, 65_536, 300 * 1424, 400_000].iter().sum();
+    let payload: usize = [1, UNIT, UNIT + 1, 65_536, 300 * UNIT, 400_000]
+        .iter()
+        .sum();
+    let payload = payload as u64;
     for engine in [&one, &other] {
         engine.stop();
         let [[out, back], copied] = engine.bare();
@@ -286,7 +292,7 @@ fn what_came_of_a_comm_that_ends_is_given_back() {
     for _ in 0..30 {
         let (send, receive) = pair(&one, &other);
         let (mut from, mut to) = (Ends::new(&one, &send), Ends::new(&other, &receive));
-        let (out, into) = (from.memory(0, 300 * 1424), to.memory(1, 300 * 1424));
+        let (out, into) = (from.memory(0, 300 * UNIT), to.memory(1, 300 * UNIT));
         // SAFETY: frames and table live until both comms are released.
         until(|| unsafe { other.post(&receive, into) }.unwrap());
         // SAFETY: as above.
@@ -297,7 +303,7 @@ fn what_came_of_a_comm_that_ends_is_given_back() {
         if let Some(at) = to.table.iter().find(|at| **at != 0) {
             // It had come whole, and is the caller's.
             assert!(to.table.iter().all(|at| *at != 0), "{at}");
-            to.gather(300 * 1424);
+            to.gather(300 * UNIT);
         }
     }
     // There are still as many as ever.

@@ -12,8 +12,9 @@
 //! 2. The sender's message and the credit meet. Whichever path has room *pulls* the next chunk
 //!    ([`Lane::transmit`]); nothing is dealt out in advance, so a slow path holds up one chunk. How
 //!    much a path may have on its way, its window, follows from how long its chunks wait ([`Lane::fill`]).
-//! 3. A chunk names message, offset and length, and is read straight into the posted buffer, in any
-//!    order over any path ([`Lane::place`]). Intervals ([`ranges`]) say when all of it is there.
+//! 3. A chunk names message, offset and length, and goes into the posted buffer, in any order over any
+//!    path ([`Lane::place`]). NCCL reads what is there already, so chunks end where [`line`]s do.
+//!    Intervals ([`ranges`]) say when all of it is there.
 //! 4. The receiver acknowledges the message; only then is the send complete. The kernel's word that
 //!    bytes were sent says nothing about the peer.
 //!
@@ -39,7 +40,9 @@
 pub mod accord;
 pub mod ahead;
 pub mod dial;
+pub mod faults;
 pub mod lane;
+pub mod line;
 pub mod packet;
 pub mod path;
 pub mod ranges;

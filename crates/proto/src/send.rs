@@ -7,13 +7,12 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+use crate::line::{self, LINE};
 use crate::path::{PathId, SLOW};
 use crate::wire::{MAX_CHUNK, WHOLE};
 
 /// Messages of one comm and lane that may be unfinished at a time.
 pub const WINDOW: u64 = 64;
-/// Splits are multiples of this, so that a line of LL128 never crosses one.
-const ALIGN: u64 = 128;
 
 /// Bytes `offset..offset + length` of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,16 +108,16 @@ impl Outgoing {
             piece
         } else {
             let left = self.total - self.next;
-            let limit = (u64::from(limit) / ALIGN * ALIGN).max(ALIGN);
+            let limit = u64::from(limit.max(LINE as u32));
             let length = if self.total <= WHOLE || left <= limit {
                 left
             } else if left < 2 * limit {
                 // Not a crumb at the end.
-                left.div_ceil(2).next_multiple_of(ALIGN)
+                line::half(left)
             } else {
-                limit
+                line::cut(limit, left)
             };
-            let length = length.min(left).min(u64::from(MAX_CHUNK)) as u32;
+            let length = length.min(u64::from(MAX_CHUNK)) as u32;
             let piece = Piece {
                 offset: self.next,
                 length,
@@ -326,7 +325,7 @@ mod tests {
         let pieces: Vec<Piece> = std::iter::from_fn(next).collect();
         for (one, next) in pieces.iter().zip(&pieces[1..]) {
             assert_eq!(one.offset + u64::from(one.length), next.offset);
-            assert_eq!(next.offset % ALIGN, 0);
+            assert_eq!(next.offset % LINE, 0);
         }
         pieces.iter().map(|piece| piece.length).collect()
     }
@@ -343,7 +342,7 @@ mod tests {
                         let bytes = *length as usize + HEADER;
                         assert!(bytes.div_ceil(packet) <= packets as usize, "{length}");
                     }
-                    assert!(u64::from(*length) >= total.min(u64::from(PACKET) / 2 - ALIGN));
+                    assert!(u64::from(*length) >= total.min(u64::from(PACKET) / 2 - LINE));
                 }
             }
         }

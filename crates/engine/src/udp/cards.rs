@@ -15,6 +15,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Instant;
 
+use evener_proto::line::LINE;
 use evener_proto::packet::Arrival;
 use evener_proto::packet::format::BARE;
 use evener_xdp::port::{Sent, frame_size};
@@ -38,7 +39,7 @@ const TRIES: usize = 64;
 /// Places of each ring, where callers have frames.
 const PLACES: u32 = 4096;
 /// Payload of a frame is a multiple of it.
-const ALIGNED: usize = 16;
+const ALIGNED: usize = LINE as usize;
 /// Packets that are read at once.
 const MOST: usize = 256;
 /// Packets that are queued before they are sent. In copy mode the call that sends moves each packet itself,

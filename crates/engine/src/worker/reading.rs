@@ -1,8 +1,13 @@
-//! What comes in: headers to the staging buffer, payload straight to where it belongs.
+//! What comes in: headers to the staging buffer, payload to where it belongs.
+//!
+//! NCCL reads a posted buffer while it fills, and the kernel copies in any order. So payload for one is
+//! read into memory of the worker's own, which stays in its processor's cache, and put in place from
+//! there ([`publish`](crate::sys::publish)).
 
 use std::sync::Arc;
 use std::time::Instant;
 
+use evener_proto::faults::{self, Fault};
 use evener_proto::{Frame, Side};
 
 use super::{Worker, enter};
@@ -10,7 +15,7 @@ use crate::conn::{Arriving, Conn};
 use crate::link::{Effect, Link, Target};
 use crate::lock::lock;
 use crate::peer::Peer;
-use crate::sys::Memory;
+use crate::sys::{self, Memory};
 
 /// A connection reads at most this much before others have their turn.
 const READ_TURN: usize = 2 << 20;
@@ -83,12 +88,12 @@ impl Worker {
                 Some(Target::Eager(memory)) => conn.fill(Some(memory)),
                 Some(Target::Nowhere) => {
                     drop(link);
-                    conn.fill(Some(self.nowhere(conn)))
+                    conn.fill(Some(self.own_memory(conn)))
                 }
                 Some(Target::Pinned(memory)) => {
                     drop(link);
                     pinned = conn.arriving.map(|chunk| (chunk.comm, chunk.message));
-                    conn.fill(Some(memory))
+                    self.read_into(conn, memory)
                 }
             };
             match result {
@@ -113,7 +118,24 @@ impl Worker {
         result
     }
 
-    fn nowhere(&mut self, conn: &Conn) -> Memory {
+    /// Reads bytes of the arriving chunk into a posted buffer, which is pinned.
+    fn read_into(&mut self, conn: &mut Conn, memory: Memory) -> std::io::Result<usize> {
+        if faults::is(Fault::ByKernel) {
+            return conn.fill(Some(memory));
+        }
+        let mut own = self.own_memory(conn);
+        let got = conn.fill(Some(own))?;
+        own.length = own.length.min(got);
+        // SAFETY: the buffer is pinned, and the other is this worker's.
+        #[allow(unsafe_code, reason = "bytes that were read are placed")]
+        unsafe {
+            sys::publish(own, memory);
+        }
+        Ok(got)
+    }
+
+    /// Memory of the worker's own for what is missing of the arriving chunk, or as much as there is.
+    fn own_memory(&mut self, conn: &Conn) -> Memory {
         let rest = conn.arriving.map_or(0, |chunk| chunk.length - chunk.got);
         let mut scratch = Memory::of(&mut self.scratch);
         scratch.length = scratch.length.min(rest as usize);

@@ -1,7 +1,7 @@
 //! Messages that go out: which bytes are next, which were lost, which have arrived.
 //!
 //! A message waits for its credit. Then chunks are cut from it when a path has room, as large as the
-//! packet takes; nothing is dealt out in advance. What is lost comes back as a range of bytes and is
+//! packet takes but between [`line`]s; nothing is dealt out in advance. What is lost comes back as a range of bytes and is
 //! cut anew, so a packet is never sent again as it was. A message is complete when packets that held
 //! all of its bytes were acknowledged: the receiver places bytes before it acknowledges.
 //!
@@ -21,6 +21,7 @@ use rustc_hash::FxHashMap;
 
 use super::format::CHUNK;
 use super::numbered::Numbered;
+use crate::line;
 use crate::ranges::Ranges;
 
 /// A message of a channel.
@@ -51,7 +52,7 @@ pub struct Span {
 #[derive(Debug)]
 struct Message {
     total: u64,
-    /// Bytes of its pieces; 0: it is cut as packets have room.
+    /// Bytes of its pieces; 0: it is cut as packets have room, between lines.
     unit: u64,
     /// Bytes before it were sent at least once.
     cursor: u64,
@@ -140,7 +141,7 @@ impl Outgoing {
         self.channel(channel).is_some_and(|channel| channel.closed)
     }
 
-    /// A message of `total` bytes, in pieces of `unit` (0: cut anywhere). In a channel that is forgotten it gets
+    /// A message of `total` bytes, in pieces of `unit` (0: cut between any lines). In a channel that is forgotten it gets
     /// a number, and never goes.
     pub fn send(&mut self, channel: u32, total: u64, unit: u16) -> (u64, Met) {
         let place = self.place(channel);
@@ -250,7 +251,7 @@ impl Outgoing {
     }
 
     /// The next bytes for a packet with so much room, their frame's header included. `None`: nothing is left,
-    /// or a bare packet is next.
+    /// or no line of what is next fits, or a bare packet is next.
     pub fn pull(&mut self, room: usize) -> Option<Span> {
         let most = room.checked_sub(CHUNK + 1)? as u64 + 1;
         self.cut(most.min(u64::from(u16::MAX)), false)
@@ -389,32 +390,45 @@ impl Message {
         !self.ended
     }
 
-    /// Lost bytes first, then new ones.
+    /// Lost bytes first, then new ones. `None`: not even one line fits, or nothing is left.
     fn pull(&mut self, most: u64) -> Option<(u64, u64)> {
         while let Some((start, end)) = self.lost.pop() {
             if self.arrived.contains(start, end) {
                 continue;
             }
-            let cut = end.min(start + most);
+            let cut = start + self.cut(most, end - start);
             if cut < end {
                 self.lost.push((cut, end));
             }
-            return Some((start, cut));
+            return (cut > start).then_some((start, cut));
         }
         if self.ended {
             return None;
         }
         let start = self.cursor;
-        self.cursor = self.total.min(start + most);
+        self.cursor += self.cut(most, self.total - start);
         self.ended = self.cursor == self.total;
-        Some((start, self.cursor))
+        (self.ended || self.cursor > start).then_some((start, self.cursor))
+    }
+
+    /// Bytes of a piece. Those of bare packets have a size of their own.
+    fn cut(&self, most: u64, left: u64) -> u64 {
+        if self.unit > 0 {
+            most.min(left)
+        } else {
+            line::cut(most, left)
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::line::LINE;
     use proptest::prelude::*;
+
+    /// What a packet with room for 1000 bytes takes of a long message.
+    const PIECE: usize = (1000 - CHUNK) / LINE as usize * LINE as usize;
 
     #[test]
     fn credit_and_message_meet_in_any_order() {
@@ -453,7 +467,7 @@ mod tests {
         out.send(1, 1 << 20, 0);
         let turn: Vec<u32> = (0..100).map(|_| out.pull(1000).unwrap().channel).collect();
         let first = turn.iter().position(|channel| *channel == 1).unwrap();
-        assert_eq!(first, (TURN as usize).div_ceil(1000 - CHUNK));
+        assert_eq!(first, (TURN as usize).div_ceil(PIECE));
         assert_eq!(turn[2 * first], 0);
         out.send(2, 2000, 0);
         let turn: Vec<u32> = (0..4).map(|_| out.pull(1000).unwrap().channel).collect();
@@ -469,7 +483,7 @@ mod tests {
         }
         let all: Vec<Span> = std::iter::from_fn(|| out.pull(1000)).collect();
         assert!(all.is_sorted_by_key(|span| (span.message, span.offset)));
-        assert_eq!(all.len(), 3 * (1usize << 17).div_ceil(1000 - CHUNK));
+        assert_eq!(all.len(), 3 * (1usize << 17).div_ceil(PIECE));
         // What is lost goes before what is new.
         assert!(!out.has_work());
         out.credit(0, 3, 1 << 17, 0);
@@ -518,7 +532,7 @@ mod tests {
         #[test]
         fn it_sends_until_all_has_arrived(
             totals in prop::collection::vec(0u64..9000, 1..6),
-            fates in prop::collection::vec(any::<bool>(), 1..400), room in 30usize..1500,
+            fates in prop::collection::vec(any::<bool>(), 1..400), room in CHUNK + LINE as usize..1500,
         ) {
             let (mut out, mut left) = (Outgoing::default(), totals.len());
             for (channel, total) in totals.iter().enumerate() {

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Duration;
 
+use evener_proto::line::LINE;
 use evener_proto::packet::{
     Accepted, Arrival, Config, Connection, Event, JobKey, Own, Place, Span, Stats, accept,
 };
@@ -62,6 +63,8 @@ pub struct Host {
     /// What came, if it is kept: a buffer and how often each byte was written.
     pub memory: Option<HashMap<(u32, u64), Vec<u8>>>,
     pub wrong: u64,
+    /// Pieces that it cut within a line.
+    pub torn: u64,
     started_flows: bool,
     pub recorded: Vec<Vec<u8>>,
     pub record: bool,
@@ -120,6 +123,7 @@ impl Host {
             longest_gap: Duration::ZERO,
             memory: None,
             wrong: 0,
+            torn: 0,
             started_flows: false,
             recorded: Vec::new(),
             record: false,
@@ -314,7 +318,11 @@ impl End for Host {
         connection.on_time(now);
         let mut buffer = [0; 9000];
         let fills = self.memory.is_some();
+        let torn = &mut self.torn;
         let mut read = |span: &Span, to: &mut [u8]| {
+            let end = span.offset + to.len() as u64;
+            let whole = span.last || end.is_multiple_of(LINE);
+            *torn += u64::from(!whole || !span.offset.is_multiple_of(LINE));
             if fills {
                 for (at, to) in to.iter_mut().enumerate() {
                     *to = byte(span.channel, span.message, span.offset + at as u64);

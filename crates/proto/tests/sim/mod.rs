@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
+use evener_proto::line::LINE;
 use evener_proto::path::Report;
 use evener_proto::wire::HEADER;
 use evener_proto::{Event, Frame, Lane, LaneConfig, PathId, PathState, Place, Side};
@@ -57,6 +58,8 @@ pub struct World {
     pub redial: Option<Duration>,
     redials: Vec<(Duration, Duration, f64)>,
     pub chunk_bytes: u64,
+    /// Chunks that began or ended within a line of a posted buffer.
+    pub torn: u64,
     /// The ends know what each path has delivered, as from a kernel.
     pub reports: bool,
 }
@@ -85,6 +88,7 @@ impl World {
             redial: None,
             redials: Vec::new(),
             chunk_bytes: 0,
+            torn: 0,
             reports: false,
         };
         for _ in 0..paths {
@@ -252,6 +256,7 @@ impl World {
             message,
             offset,
             length,
+            total,
             ..
         } = frame
         else {
@@ -265,6 +270,9 @@ impl World {
             Place::Buffer => {
                 let buffer = self.buffers.get_mut(&(end, comm, message)).unwrap();
                 assert!(!buffer.done, "written after it was complete");
+                let end = stop as u64;
+                let whole = end == total || end.is_multiple_of(LINE);
+                self.torn += u64::from(!whole || !offset.is_multiple_of(LINE));
                 buffer.bytes[start..stop].copy_from_slice(&bytes);
             }
             Place::Eager(slot) => {

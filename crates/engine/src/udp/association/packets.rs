@@ -146,7 +146,7 @@ impl Association {
                 // has checked that the bytes are inside of it; a packet is no caller's memory.
                 #[allow(unsafe_code, reason = "bytes are placed")]
                 unsafe {
-                    sys::copy(Memory::read_only(place.bytes), to);
+                    sys::publish(Memory::read_only(place.bytes), to);
                 }
             }
         };

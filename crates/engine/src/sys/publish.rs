@@ -1,0 +1,143 @@
+//! Copies into memory that others read meanwhile: NCCL looks at a posted buffer while it fills, and
+//! takes a line's data as soon as its flag is there ([`line`](evener_proto::line)).
+//!
+//! `memcpy` may store the last bytes of a piece before those between, and the string instructions of
+//! x86, which the kernel's copies use as well, store in any order. So each word here is stored by an
+//! instruction of its own, at rising addresses, none of which crosses a multiple of its size:
+//!
+//! - x86 makes stores visible in their order. Whole lines go 16 bytes at a time, in an assembler's
+//!   words, which no compiler reorders or takes for a `memcpy`.
+//! - Others need to be told: every word is stored with release.
+
+#![allow(unsafe_code, reason = "memory that others read is written")]
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use super::Memory;
+use evener_proto::faults::{self, Fault};
+
+/// Bytes of a word.
+const WORD: usize = size_of::<u64>();
+
+/// Copies as many bytes as the shorter of the two has. Who sees one of them sees all before it.
+///
+/// # Safety
+/// `from` may be read and `to` written; they do not overlap, and nobody else writes to `to` but the same
+/// bytes in this way.
+pub unsafe fn publish(from: Memory, to: Memory) {
+    if faults::is(Fault::AnyOrder) {
+        // SAFETY: the caller's promise.
+        return unsafe { super::copy(from, to) };
+    }
+    let length = from.length.min(to.length);
+    let (mut place, end) = (0, length);
+    let boundary = |multiple: usize| to.start.align_offset(multiple).min(end);
+    // SAFETY: all that is read and written is inside of `length` bytes of both, see each loop; words are
+    // aligned where they are written.
+    unsafe {
+        let byte = |at: usize| {
+            let cell = AtomicU8::from_ptr(to.start.add(at));
+            cell.store(from.start.add(at).read(), Ordering::Release);
+        };
+        let word = |at: usize| {
+            let value = from.start.add(at).cast::<u64>().read_unaligned();
+            let cell = AtomicU64::from_ptr(to.start.add(at).cast());
+            cell.store(value, Ordering::Release);
+        };
+        while place < boundary(WORD) {
+            byte(place);
+            place += 1;
+        }
+        #[cfg(target_arch = "x86_64")]
+        {
+            while place < boundary(lines::ALIGNED) && place + WORD <= end {
+                word(place);
+                place += WORD;
+            }
+            let whole = (end - place) / lines::LINE;
+            lines::copy(from.start.add(place), to.start.add(place), whole);
+            place += whole * lines::LINE;
+        }
+        while place + WORD <= end {
+            word(place);
+            place += WORD;
+        }
+        while place < end {
+            byte(place);
+            place += 1;
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod lines {
+    use std::arch::asm;
+
+    pub const LINE: usize = evener_proto::line::LINE as usize;
+    /// What a store does not cross a multiple of.
+    pub const ALIGNED: usize = 16;
+
+    /// Copies lines, each from its first byte to its last.
+    ///
+    /// # Safety
+    /// So many lines may be read at `from` and written at `to`, which is a multiple of [`ALIGNED`].
+    pub unsafe fn copy(from: *const u8, to: *mut u8, count: usize) {
+        let (mut from, mut to) = (from, to);
+        for _ in 0..count {
+            // SAFETY: 128 bytes of each, by the caller's promise; nothing but eight registers changes.
+            unsafe {
+                asm!(
+                    "movups {a}, [{from}]",
+                    "movups {b}, [{from} + 16]",
+                    "movups {c}, [{from} + 32]",
+                    "movups {d}, [{from} + 48]",
+                    "movups {e}, [{from} + 64]",
+                    "movups {f}, [{from} + 80]",
+                    "movups {g}, [{from} + 96]",
+                    "movups {h}, [{from} + 112]",
+                    "movaps [{to}], {a}",
+                    "movaps [{to} + 16], {b}",
+                    "movaps [{to} + 32], {c}",
+                    "movaps [{to} + 48], {d}",
+                    "movaps [{to} + 64], {e}",
+                    "movaps [{to} + 80], {f}",
+                    "movaps [{to} + 96], {g}",
+                    "movaps [{to} + 112], {h}",
+                    from = in(reg) from,
+                    to = in(reg) to,
+                    a = out(xmm_reg) _,
+                    b = out(xmm_reg) _,
+                    c = out(xmm_reg) _,
+                    d = out(xmm_reg) _,
+                    e = out(xmm_reg) _,
+                    f = out(xmm_reg) _,
+                    g = out(xmm_reg) _,
+                    h = out(xmm_reg) _,
+                    options(nostack, preserves_flags),
+                );
+                (from, to) = (from.add(LINE), to.add(LINE));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn it_copies_what_is_there_and_nothing_beside(
+            (from, to) in (0usize..40, 0usize..40), length in 0usize..700,
+        ) {
+            let source: Vec<u8> = (0..800).map(|at| (at * 7 + at / 256) as u8).collect();
+            let mut target = vec![0xa5u8; 800];
+            let memory = Memory::of(&mut target[to..to + length]);
+            // SAFETY: two vectors of this test's.
+            unsafe { publish(Memory::read_only(&source[from..]), memory) };
+            prop_assert_eq!(&target[to..to + length], &source[from..from + length]);
+            prop_assert!(target[..to].iter().chain(&target[to + length..]).all(|one| *one == 0xa5));
+        }
+    }
+}
