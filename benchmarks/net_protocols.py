@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evener.lab import Lab, Spec
+from evener.tools.lab import Lab, Spec
 
 PROTOCOLS = ("LL", "LL128", "Simple", "auto")
 ENGINES = ("tcp", "udp", "xdp", "sockets")
