@@ -150,8 +150,17 @@ format: $(STAMPS)/deps ## rustfmt and ruff
 docs: $(STAMPS)/native ## write the pages that are made from the code
 	$(BIN)/python scripts/docs.py
 
-wheel: $(STAMPS)/deps ## dist/*.whl, checked: glibc 2.28, all parts in it, works where there is no cargo
-	scripts/wheel.sh
+# What builds a wheel, in an environment of its own: 0.2 GB, where development takes 5 GB.
+WHEEL := $(CURDIR)/$(STAMPS)/wheel
+$(STAMPS)/wheel-deps: constraints.txt pyproject.toml | preflight
+	@mkdir -p $(STAMPS)
+	@scripts/venv.sh "$(PYTHON)" "$(WHEEL)"
+	@$(WHEEL)/bin/python scripts/requirements.py --only build > $(STAMPS)/wheel.txt
+	@VIRTUAL_ENV=$(WHEEL) $(WHEEL)/bin/uv pip install -r $(STAMPS)/wheel.txt
+	@touch $@
+
+wheel: $(STAMPS)/wheel-deps ## dist/*.whl, checked: glibc 2.28, all parts in it, works where there is no cargo
+	@VIRTUAL_ENV=$(WHEEL) PATH="$(WHEEL)/bin:$$PATH" scripts/wheel.sh
 
 image: wheel ## dist/evener-image.tar: an OCI image with Debian, Open MPI, sshd and the wheel
 	scripts/image.sh

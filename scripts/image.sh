@@ -56,14 +56,10 @@ cp "${wheels[0]}" "$work/wheels/"
 fetch=(python3 -m pip download --quiet --dest "$work/wheels" --only-binary=:all: --python-version 3.11
     --platform "manylinux_2_28_$(uname -m)" --platform "manylinux_2_17_$(uname -m)"
     --platform "manylinux2014_$(uname -m)")
-if [ "$torch" = yes ]; then
-    "${fetch[@]}" -c constraints.txt "${wheels[0]}"
-    install="pip install --quiet --no-index --find-links /wheels evener"
-else
-    mapfile -t needed < <(python3 scripts/oci_archive.py --requires "${wheels[0]}")
-    "${fetch[@]}" -c constraints.txt "${needed[@]}"
-    install="pip install --quiet --no-index --find-links /wheels --no-deps /wheels/*.whl"
-fi
+extra=""
+[ "$torch" = no ] || extra="[torch]"
+"${fetch[@]}" -c constraints.txt "${wheels[0]}$extra"
+install="pip install --quiet --no-index --find-links /wheels evener$extra"
 
 mkdir -p "$(dirname "$output")"
 mmdebstrap --quiet --variant=minbase \

@@ -1,7 +1,6 @@
 """Make an OCI archive (one layer) of a tree in a tar file: what `podman load` and skopeo read.
 
     python scripts/oci_archive.py ROOT.tar IMAGE.tar --name evener:latest
-    python scripts/oci_archive.py --requires WHEEL       # what a wheel needs, without torch
 
 The format is OCI's image layout, version 1.0: blobs named by their SHA-256, and an index.
 """
@@ -13,13 +12,10 @@ import hashlib
 import io
 import json
 import platform
-import re
 import shutil
 import tarfile
 import tempfile
-import zipfile
 import zlib
-from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
@@ -98,28 +94,13 @@ def archive(root: Path, image: Path, name: str) -> None:
         shutil.move(part, image)
 
 
-def requires(wheel: Path) -> list[str]:
-    """What a wheel needs by its metadata, less torch, and less what only extras need."""
-    with zipfile.ZipFile(wheel) as content:
-        name = next(n for n in content.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(content.read(name).decode())
-    wanted = [line for line in metadata.get_all("Requires-Dist") or () if "extra ==" not in line]
-    return [line.split(";")[0].strip() for line in wanted if not re.match(r"torch\b", line)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("root", type=Path)
-    parser.add_argument("image", type=Path, nargs="?")
+    parser.add_argument("image", type=Path)
     parser.add_argument("--name", default="evener:latest")
-    parser.add_argument("--requires", action="store_true")
     arguments = parser.parse_args()
-    if arguments.requires:
-        print("\n".join(requires(arguments.root)))
-    elif arguments.image is None:
-        parser.error("name the image to write")
-    else:
-        archive(arguments.root, arguments.image, arguments.name)
+    archive(arguments.root, arguments.image, arguments.name)
 
 
 if __name__ == "__main__":

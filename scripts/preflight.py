@@ -4,11 +4,22 @@ Runs on whatever `python3` is, so it uses nothing newer than Python 3.6 and noth
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 
 NEEDED_GB = 12
 problems = []
+
+
+def run(*command):
+    """What a command prints, or nothing."""
+    try:
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL).decode()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
 
 if sys.version_info < (3, 10):
     problems.append(
@@ -21,8 +32,18 @@ try:
     ensurepip.version()
 except Exception:
     problems.append("python3 has no ensurepip: install the package python3-venv")
-if not shutil.which("cargo"):
-    problems.append("cargo is missing: install Rust 1.89 or later from https://rustup.rs")
+found = re.search(r"(\d+)\.(\d+)", run("cargo", "--version"))
+with open("Cargo.toml") as cargo:
+    needed = re.search(r'^rust-version = "(\d+)\.(\d+)', cargo.read(), re.M)
+if not found:
+    problems.append(
+        "cargo is missing: install Rust %s.%s or later from https://rustup.rs" % needed.groups()
+    )
+elif [int(part) for part in found.groups()] < [int(part) for part in needed.groups()]:
+    problems.append(
+        "cargo %s.%s is too old, %s.%s or later is needed: rustup update stable, or https://rustup.rs"
+        % (found.groups() + needed.groups())
+    )
 if not (shutil.which("cc") or shutil.which("gcc")):
     problems.append("no C compiler (cc): install the package gcc")
 if not os.path.isdir(".venv"):
