@@ -21,7 +21,7 @@ pub(crate) fn cut(most: u64, left: u64) -> u64 {
     }
 }
 
-/// Half of so many bytes, or up to a line more.
+/// Half of these bytes, or up to a line more.
 pub(crate) fn half(left: u64) -> u64 {
     let half = left.div_ceil(2);
     if faults::is(Fault::AnyCut) {

@@ -80,7 +80,7 @@ mod lines {
     /// Copies lines, each from its first byte to its last.
     ///
     /// # Safety
-    /// So many lines may be read at `from` and written at `to`, which is a multiple of [`ALIGNED`].
+    /// This many lines may be read at `from` and written at `to`, which is a multiple of [`ALIGNED`].
     pub unsafe fn copy(from: *const u8, to: *mut u8, count: usize) {
         let (mut from, mut to) = (from, to);
         for _ in 0..count {
