@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import click
 
 from evener.analyze.findings import Finding
+from evener.analyze.findings.base import FOLLOWS
 from evener.analyze.picture import Picture
 from evener.analyze.report.verdict import facts, verdict
 from evener.analyze.words import count
@@ -30,8 +31,14 @@ def _lines(picture: Picture, findings: list[Finding], width: int) -> Iterator[st
         yield from textwrap.wrap(
             f"{name:<12} {value}", width, subsequent_indent=" " * 13, break_on_hyphens=False
         )
+    failed = any(finding.root > FOLLOWS for finding in findings)
+    apart = False
     for number, finding in enumerate(findings, 1):
         yield ""
+        if failed and not finding.root and not apart:
+            apart = True
+            yield "Also seen, and no reason for it:"
+            yield ""
         mark = click.style(f"{finding.severity}:", fg=_COLOURS[finding.severity], bold=True)
         yield f"{number}. {mark} {finding.title}  [{finding.id}, {finding.confidence}]"
         yield from _wrap(finding.detail, width)

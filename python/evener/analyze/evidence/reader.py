@@ -1,0 +1,67 @@
+"""Each line of text to the readers that may want it, by the words that are in it."""
+
+from __future__ import annotations
+
+from evener.analyze.evidence import inspector, kernel, launcher, ras, state, store, watchdog
+from evener.analyze.evidence.lines import split
+from evener.analyze.evidence.records import Evidence
+from evener.analyze.evidence.traces import HEAD, Traces
+
+_LINE = 8192
+_HEAD = HEAD.encode()
+_WORDS = tuple(
+    dict.fromkeys(
+        [_HEAD]
+        + [
+            word
+            for reader in (watchdog, launcher, store, kernel, state, ras, inspector)
+            for word in reader.WORDS
+        ]
+    )
+)
+
+
+class Reader:
+    """The readers of one file. Make a new one for each file."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self._watchdog = watchdog.Watchdog(evidence)
+        self._traces = Traces(evidence)
+        self._launcher = launcher.Launcher(evidence)
+        self._store = store.Store(evidence)
+        self._kernel = kernel.Kernel(evidence)
+        self._state = state.State(evidence)
+        self._ras = ras.Ras(evidence)
+
+    def line(self, raw: bytes, where: int, host: str = "") -> None:
+        """Take one line of a program, a launcher or the system."""
+        stateful = self._traces.active or self._state.active or self._ras.active
+        if not stateful and not any(word in raw for word in _WORDS):
+            if raw[:7] in (b"During ", b"The abo") or b"The above exception" in raw:
+                self._traces.line(split(raw[:_LINE].decode("utf-8", "replace"), where), "")
+            return
+        timed = raw[:1] == b"{" and any(word in raw for word in inspector.WORDS)
+        if timed and inspector.line(raw, where, self.evidence):
+            return
+        text = raw[:_LINE].decode("utf-8", "replace").replace("\x00", " ").rstrip("\r\n")
+        line = split(text, where)
+        line.host = line.host or host
+        if line.rank >= 0 and len(self.evidence.ranks) < 200_000:
+            self.evidence.ranks.setdefault(line.rank, where)
+        if self._traces.line(line, text) and HEAD not in text and ": " not in line.text:
+            return
+        for part in (watchdog, launcher, store, kernel):
+            if any(word in raw for word in part.WORDS):
+                self._part(part).line(line)
+        self._state.line(line)
+        self._ras.line(line)
+
+    def _part(
+        self, module: object
+    ) -> watchdog.Watchdog | launcher.Launcher | store.Store | kernel.Kernel:
+        if module is watchdog:
+            return self._watchdog
+        if module is launcher:
+            return self._launcher
+        return self._store if module is store else self._kernel
