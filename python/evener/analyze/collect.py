@@ -84,6 +84,9 @@ class Collector:
     def text(self, raw: bytes, where: int, host: str = "") -> None:
         self._reader.line(raw, where, host)
 
+    def block(self, text: bytes) -> None:
+        self._reader.block(text)
+
     def value(self, document: Any, name: str, where: int) -> bool:
         """Take a document of JSON or a pickle; whether it is one of the formats."""
         if recorder.is_dump(document):

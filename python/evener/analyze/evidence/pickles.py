@@ -62,12 +62,6 @@ class _Machine:
         value: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
         return value
 
-    def text(self) -> bytes:
-        end = self.data.index(b"\n", self.at, self.at + 4096)
-        found = self.data[self.at : end]
-        self.at = end + 1
-        return found
-
     def popped(self) -> list[Any]:
         """What stands above the last mark."""
         stack = self.stack
@@ -146,14 +140,6 @@ def _dict(machine: _Machine) -> None:
     machine.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
 
 
-def _int(text: bytes) -> Any:
-    if text in (b"00", b"01"):
-        return text == b"01"
-    if len(text) > 40:
-        raise ValueError("a number of too many digits")
-    return int(text.rstrip(b"L"))
-
-
 def _long(machine: _Machine, form: str) -> int:
     count = machine.number(form)
     if count > 64:
@@ -182,19 +168,12 @@ _STEPS: dict[bytes, Callable[[_Machine], Any]] = {
     b"K": _push(lambda m: m.take(1)[0]),
     b"M": _push(lambda m: m.number("<H")),
     b"J": _push(lambda m: m.number("<i")),
-    b"I": _push(lambda m: _int(m.text())),
-    b"L": _push(lambda m: _int(m.text())),
-    b"F": _push(lambda m: float(m.text())),
     b"G": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
     b"\x8a": _push(lambda m: _long(m, "<B")),
     b"\x8b": _push(lambda m: _long(m, "<i")),
     b"\x8c": _push(lambda m: _string(m.take(m.number("<B")))),
     b"X": _push(lambda m: _string(m.take(m.number("<I")))),
     b"\x8d": _push(lambda m: _string(m.take(m.number("<Q")))),
-    b"V": _push(lambda m: _string(m.text())),
-    b"S": _push(lambda m: _string(m.text().strip(b"'\""))),
-    b"U": _push(lambda m: _string(m.take(m.number("<B")))),
-    b"T": _push(lambda m: _string(m.take(m.number("<i")))),
     b"C": _push(lambda m: m.take(m.number("<B"))),
     b"B": _push(lambda m: m.take(m.number("<I"))),
     b"\x8e": _push(lambda m: m.take(m.number("<Q"))),
@@ -216,9 +195,7 @@ _STEPS: dict[bytes, Callable[[_Machine], Any]] = {
     b"2": lambda m: m.stack.append(m.stack[-1]),
     b"q": lambda m: _put(m, m.take(1)[0]),
     b"r": lambda m: _put(m, m.number("<I")),
-    b"p": lambda m: _put(m, int(m.text())),
     b"\x94": lambda m: _put(m, len(m.memo)),
     b"h": lambda m: m.stack.append(m.memo[m.take(1)[0]]),
     b"j": lambda m: m.stack.append(m.memo[m.number("<I")]),
-    b"g": lambda m: m.stack.append(m.memo[int(m.text())]),
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from evener.analyze.evidence import inspector, kernel, launcher, ras, state, store, watchdog
 from evener.analyze.evidence.lines import split
 from evener.analyze.evidence.records import Evidence
-from evener.analyze.evidence.traces import HEAD, Traces
+from evener.analyze.evidence.traces import CHAINS, HEAD, Traces
 
 _LINE = 8192
 _HEAD = HEAD.encode()
 _WORDS = tuple(
     dict.fromkeys(
-        [_HEAD]
+        [_HEAD, *CHAINS]
         + [
             word
             for reader in (watchdog, launcher, store, kernel, state, ras, inspector)
@@ -33,13 +33,16 @@ class Reader:
         self._kernel = kernel.Kernel(evidence)
         self._state = state.State(evidence)
         self._ras = ras.Ras(evidence)
+        self._words = _WORDS
+
+    def block(self, text: bytes) -> None:
+        """Look which words are in the next lines at all: of a block, most are in none."""
+        self._words = tuple(word for word in _WORDS if word in text)
 
     def line(self, raw: bytes, where: int, host: str = "") -> None:
         """Take one line of a program, a launcher or the system."""
         stateful = self._traces.active or self._state.active or self._ras.active
-        if not stateful and not any(word in raw for word in _WORDS):
-            if raw[:7] in (b"During ", b"The abo") or b"The above exception" in raw:
-                self._traces.line(split(raw[:_LINE].decode("utf-8", "replace"), where), "")
+        if not stateful and not any(word in raw for word in self._words):
             return
         timed = raw[:1] == b"{" and any(word in raw for word in inspector.WORDS)
         if timed and inspector.line(raw, where, self.evidence):

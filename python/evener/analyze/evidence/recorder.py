@@ -74,7 +74,7 @@ def _operation(entry: dict[str, Any]) -> Operation:
     p2p = bool(entry.get("is_p2p"))
     seq = entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id"))
     frames: list[str] = []
-    for frame in entry.get("frames") or ():
+    for frame in _sequence(entry.get("frames")):
         if isinstance(frame, dict) and len(frames) < 100:
             frames.append(f"{frame.get('filename', '?')}:{frame.get('line', '?')}"[:300])
     op = str(entry.get("profiling_name", ""))

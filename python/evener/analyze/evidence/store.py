@@ -33,11 +33,8 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "name",
         re.compile(
-            r"(?:\((?P<host>[\w.-]{1,200}), (?P<port>\d{1,5})\)|host(?:name)? "
-            r"['\"]?(?P<host2>[\w.-]{1,200})['\"]?|(?P<host3>[\w.-]{1,200}):(?P<port3>\d{1,5}))?"
-            r".{0,80}?(?:gai error: ?-?\d+|gaierror|[Nn]ame or service not known|[Tt]emporary "
-            r"failure in name resolution"
-            r"|nodename nor servname|[Cc]ould not resolve|No address associated)"
+            r"gai error: ?-?\d+|gaierror|[Nn]ame or service not known|[Tt]emporary failure in name "
+            r"resolution|nodename nor servname|[Cc]ould not resolve|No address associated"
         ),
     ),
     (
@@ -77,6 +74,11 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
 )
+_PLACES = (
+    re.compile(r"\(([\w.-]{1,200}), (\d{1,5})\)"),
+    re.compile(r"[Hh]ost(?:name)?:? ['\"]?([\w.-]{2,200})['\"]?(?:[: ](\d{2,5})\b)?"),
+    re.compile(r"([A-Za-z][\w.-]{1,200}):(\d{2,5})\b(?!\])"),
+)
 WORDS = (
     b"failed to bind", b"EADDRINUSE", b"ddress already in use", b"clients joined", b"gai error",
     b"gaierror", b"ervice not known", b"name resolution", b"nor servname", b"not resolve",
@@ -102,8 +104,11 @@ class Store:
             if not found:
                 continue
             groups = found.groupdict()
-            host = groups.get("host") or groups.get("host2") or groups.get("host3") or ""
-            port = groups.get("port") or groups.get("port3") or ""
+            host, port = groups.get("host") or "", groups.get("port") or ""
+            if kind == "name":
+                places = (place.search(text) for place in _PLACES)
+                if place := next((p for p in places if p), None):
+                    host, port = place[1], place[2] or ""
             if kind == "refused" and not host:
                 kind = "timeout" if "timed out" in text else "refused"
             key = (kind, host, port)

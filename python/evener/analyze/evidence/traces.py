@@ -23,6 +23,7 @@ _CHAIN = (
     "During handling of the above exception",
     "The above exception was the direct cause",
 )
+CHAINS = tuple(text.encode() for text in _CHAIN)
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python\d|<frozen |<string>|/torchrun$|^torch/|^importlib"
 )

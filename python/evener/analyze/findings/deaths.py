@@ -56,7 +56,7 @@ def roots(evidence: Evidence) -> list[Raised]:
         for r in own
         if r.rank not in waited or _before(r, waited[r.rank].where, waited[r.rank].time)
     ]
-    return sorted(earlier or own, key=lambda r: (r.time if r.time >= 0 else 1e18, r.where))
+    return sorted(earlier, key=lambda r: (r.time if r.time >= 0 else 1e18, r.where))
 
 
 def _before(raised: Raised, where: int, time: float) -> bool:

@@ -101,13 +101,14 @@ def apart(picture: Picture) -> Iterator[Finding]:
             "Every process answers.",
             root=KILLED,
         )
-    if not evidence.counts:
+    counts = [c for c in evidence.counts if len(c.counts) > 1]
+    if not counts:
         return
-    newest = max(c.snapshot for c in evidence.counts)
-    now = [c for c in evidence.counts if c.snapshot == newest]
+    newest = max(c.snapshot for c in counts)
+    now = [c for c in counts if c.snapshot == newest]
     one = max(now, key=lambda c: max(c.counts) - min(c.counts))
     before = [
-        c for c in evidence.counts
+        c for c in counts
         if c.snapshot < newest and (c.communicator, c.op) == (one.communicator, one.op)
     ]  # fmt: skip
     yield _counts(one, before, max(evidence.snapshots, newest))

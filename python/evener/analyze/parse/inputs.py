@@ -33,7 +33,8 @@ _ODD = bytes(b for b in range(32) if b not in (8, 9, 10, 12, 13, 27))
 # What lies beside logs and is none: never opened in a folder.
 _OTHER = frozenset(
     [".py", ".pyc", ".so", ".o", ".a", ".sh", ".yaml", ".yml", ".toml", ".md", ".rst", ".pt",
-     ".pth", ".bin", ".safetensors", ".onnx", ".npz", ".npy", ".png", ".jpg", ".jpeg", ".gif", ".mp4",
+     ".pth", ".bin", ".safetensors", ".onnx", ".npz", ".npy", ".png", ".jpg", ".jpeg", ".gif",
+     ".mp4",
      ".pdf", ".html", ".css", ".js", ".whl", ".tar", ".tgz", ".parquet", ".arrow", ".h5", ".ckpt",
      ".lock", ".proto", ".cu", ".cc", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".ipynb",
      ".tfevents", ".csv", ".db", ".sqlite", ".model", ".idx"]

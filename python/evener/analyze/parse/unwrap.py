@@ -80,7 +80,11 @@ def document(value: Any) -> list[tuple[list[bytes], str]] | None:
 def _entries(value: Any, depth: int) -> list[Any]:
     if isinstance(value, list):
         if value and isinstance(value[0], list) and len(value[0]) == 2:
-            return [{"line": v[1], "timestamp": v[0]} for v in value if len(v) == 2]
+            return [
+                {"line": v[1], "timestamp": v[0]}
+                for v in value
+                if isinstance(v, list) and len(v) == 2
+            ]
         return [v for v in value if isinstance(v, dict)]
     if isinstance(value, dict) and depth < 4:
         for key in _LISTS:
