@@ -56,7 +56,7 @@ def collect(paths: list[Path]) -> Run:
     collector = Collector()
     for given in expand(paths):
         collector.run.files.append(given.name)
-        collector.opened()
+        collector.opened(str(given.name))
         if not read(given, len(collector.run.files) - 1, collector):
             collector.run.skipped.append(collector.run.files.pop())
     return collector.finish()
@@ -76,10 +76,10 @@ class Collector:
         self._last: dict[Process, Draft] = {}
         self._reader = Reader(self.run.evidence)
 
-    def opened(self) -> None:
+    def opened(self, name: str = "") -> None:
         """A new file begins: no table of the last one goes on in it."""
         self._tables, self._program = {}, ""
-        self._reader = Reader(self.run.evidence)
+        self._reader = Reader(self.run.evidence, name)
 
     def text(self, raw: bytes, where: int, host: str = "") -> None:
         self._reader.line(raw, where, host)

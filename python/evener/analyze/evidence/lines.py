@@ -57,7 +57,7 @@ class Line:
     time: float = -1.0
     """Seconds since the year's start, as the line's own clock has it; -1 where it has none."""
     stream: str = ""
-    """The prefixes without their times: equal for lines of one stream."""
+    """The rank, or the prefixes without their times: equal for lines of one stream."""
 
 
 def split(text: str, where: int) -> Line:
@@ -79,7 +79,7 @@ def split(text: str, where: int) -> Line:
         else:
             break
     line.text = text[position:]
-    line.stream = " ".join(parts)
+    line.stream = f"rank {line.rank}" if line.rank >= 0 else " ".join(parts)
     if (glog := _GLOG.match(line.text)) and line.time < 0:
         day = glog[2]
         line.time = _seconds(int(day[:-2]), int(day[-2:]), glog[3], glog[4], glog[5])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from evener.analyze.evidence import inspector, kernel, launcher, ras, state, store, watchdog
 from evener.analyze.evidence.lines import split
 from evener.analyze.evidence.records import Evidence
@@ -21,11 +23,19 @@ _WORDS = tuple(
 )
 
 
+# A file of one rank by its name: rank_3.log, rank3/stderr, trainer.rank-3.out.
+_FILE = re.compile(
+    r"(?:^|[^a-zA-Z])rank[_-]?(\d{1,6})(?:[._-](?:std|err|out|log|txt|gz|zst)|[./]|$)"
+)
+
+
 class Reader:
     """The readers of one file. Make a new one for each file."""
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: Evidence, name: str = "") -> None:
         self.evidence = evidence
+        found = _FILE.search(name)
+        self._rank = int(found[1]) if found else -1
         self._watchdog = watchdog.Watchdog(evidence)
         self._traces = Traces(evidence)
         self._launcher = launcher.Launcher(evidence)
@@ -50,6 +60,7 @@ class Reader:
         text = raw[:_LINE].decode("utf-8", "replace").replace("\x00", " ").rstrip("\r\n")
         line = split(text, where)
         line.host = line.host or host
+        line.rank = line.rank if line.rank >= 0 else self._rank
         if line.rank >= 0 and len(self.evidence.ranks) < 200_000:
             self.evidence.ranks.setdefault(line.rank, where)
         if self._traces.line(line, text) and HEAD not in text and ": " not in line.text:

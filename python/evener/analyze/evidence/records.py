@@ -139,6 +139,8 @@ class Raised:
     """`file.py:12` of the innermost frame outside of libraries, empty where none was printed."""
     library: str = ""
     """The innermost frame."""
+    task: int = -1
+    """srun's task, which is the rank where each rank is one."""
     stream: str = ""
 
 
@@ -169,6 +171,8 @@ class Meeting:
     text: str
     where: int
     extra: str = ""
+    warning: bool = False
+    """Only a warning: torch tries again, and mostly succeeds."""
 
 
 @dataclass(slots=True)

@@ -79,6 +79,7 @@ _PLACES = (
     re.compile(r"[Hh]ost(?:name)?:? ['\"]?([\w.-]{2,200})['\"]?(?:[: ](\d{2,5})\b)?"),
     re.compile(r"([A-Za-z][\w.-]{1,200}):(\d{2,5})\b(?!\])"),
 )
+_WARNING = re.compile(r"\s*(?:\[rank\d+\]:)?\[?W[\d ]|WARNING|.{0,40}\bWARN\b")
 WORDS = (
     b"failed to bind", b"EADDRINUSE", b"ddress already in use", b"clients joined", b"gai error",
     b"gaierror", b"ervice not known", b"name resolution", b"nor servname", b"not resolve",
@@ -111,12 +112,18 @@ class Store:
                     host, port = place[1], place[2] or ""
             if kind == "refused" and not host:
                 kind = "timeout" if "timed out" in text else "refused"
-            key = (kind, host, port)
+            key = (kind, host, port + "w" * (_WARNING.match(text) is not None))
             if key not in self._seen and len(self._seen) < 1000:
                 self._seen.add(key)
                 self._evidence.add(
                     Meeting(
-                        kind, host, port, text.strip()[:300], line.where, groups.get("extra") or ""
+                        kind,
+                        host,
+                        port,
+                        text.strip()[:300],
+                        line.where,
+                        groups.get("extra") or "",
+                        kind != "port" and _WARNING.match(text) is not None,
                     )
                 )
             return

@@ -116,6 +116,7 @@ class Traces:
             one.line.time if one.line.time >= 0 else line.time,
             one.own,
             one.deepest,
+            one.line.task,
             line.stream,
         )
         self._evidence.add(raised)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from evener.analyze.evidence.records import Evidence, Exit, Raised, Sign
-from evener.analyze.findings.base import CRASHED, KILLED, RAISED, Finding, check
+from evener.analyze.findings.base import CRASHED, KILLED, LIBRARY, RAISED, Finding, check
 from evener.analyze.findings.who import of_process, ranks, world_size
 from evener.analyze.picture import Picture
 from evener.analyze.words import names
@@ -34,6 +34,7 @@ _FOLLOWS = re.compile(
 _CUDA = re.compile(r"CUDA error|CUDA out of memory|cuda runtime error|HIP error|CUBLAS|CUDNN")
 _MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|HIP out of memory")
 _ECC = re.compile(r"uncorrectable ECC|NVLink.*uncorrectable|uncorrectable NVLink|GPU is lost", re.I)
+_NOT_READY = re.compile(r"system not yet initialized|SYSTEM_NOT_READY|error(?: code)?:? 802")
 _LAUNCH = re.compile(
     r"unspecified launch failure|misaligned|illegal (?:memory|instruction)|device-side assert"
 )
@@ -84,6 +85,8 @@ def raised(picture: Picture) -> Iterator[Finding]:
     first = found[0]
     same = by_kind[first.name, re.sub(r"\d+", "#", first.text)[:80]]
     who = sorted({r.rank for r in same if r.rank >= 0})
+    if not who and not evidence.ranks and not any(e.local >= 0 for e in evidence.exits):
+        who = sorted({r.task for r in same if r.task >= 0})
     size = world_size(picture)
     text = f"{first.name.rsplit('.', 1)[-1]}: {first.text}".strip(": ")
     at = f" at {first.line}" if first.line else ""
@@ -110,7 +113,16 @@ def raised(picture: Picture) -> Iterator[Finding]:
         "Mend that line; the errors of the other ranks go with it.",
         "",
     )
-    if _ECC.search(whole):
+    if _NOT_READY.search(whole):
+        id, root = "network.fabric-manager", LIBRARY + 2
+        title = f"{title}: the Fabric Manager does not run, or the GPUs wait for it"
+        do = (
+            "Start nvidia-fabricmanager with the version of the driver; if it fails, reset all "
+            "GPUs "
+            "of the host or reboot."
+        )
+        command = "systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A4 Fabric"
+    elif _ECC.search(whole):
         id, root = "cause.gpu-ecc", KILLED + 5
         do = (
             "Reset that GPU or reboot the node; replace it if the error comes again. The "
@@ -344,12 +356,13 @@ LIBRARY_CRASH = CRASHED + 5
 
 def _system(picture: Picture) -> Iterator[Finding]:
     evidence = picture.run.evidence
+    troubled = bool(evidence.waits or evidence.raised or evidence.exits or picture.run.ended)
     down = [s for s in evidence.signs if s.kind == "link-down"]
     if down:
         host = f"{down[0].host}: " if down[0].host else ""
         yield Finding(
             "host.link-down",
-            "problem",
+            "problem" if troubled else "warning",
             f"{host}a network link went down",
             f"{down[0].text[:200]}. What goes over it waits or fails.",
             "measured",
@@ -357,7 +370,7 @@ def _system(picture: Picture) -> Iterator[Finding]:
             "Look at the cable, the transceiver and the switch's port.",
             "ip -s link; ethtool -S IF; journalctl -k | grep -i link",
             "The link stays up.",
-            root=KILLED,
+            root=KILLED if troubled else 0,
         )
     stuck = [s for s in evidence.signs if s.kind == "hung-task"]
     if stuck:

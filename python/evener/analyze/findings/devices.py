@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from evener.analyze.evidence.kernel import FOLLOWS as CLEAN_UP
 from evener.analyze.evidence.kernel import meaning
 from evener.analyze.evidence.records import Xid
-from evener.analyze.findings.base import DEVICE, RAISED, Finding, check
+from evener.analyze.findings.base import DEVICE, LIBRARY, RAISED, Finding, check
 from evener.analyze.findings.who import of_bus, of_process
 from evener.analyze.picture import Picture
 from evener.analyze.words import names
@@ -38,6 +38,30 @@ def xids(picture: Picture) -> Iterator[Finding]:
     elif real:
         yield _program(picture, real)
     yield from _states(picture)
+    yield from _fabric(picture)
+
+
+def _fabric(picture: Picture) -> Iterator[Finding]:
+    signs = [s for s in picture.run.evidence.signs if s.kind == "fabric"]
+    if not signs:
+        return
+    of = f" (GPU {signs[0].what})" if signs[0].what.count(":") == 1 else ""
+    yield Finding(
+        "network.fabric-manager",
+        "problem",
+        f"the Fabric Manager has not set up NVLink{of}: {signs[0].text[:100]}",
+        "On machines with NVSwitches the GPUs are of use only when the Fabric Manager has "
+        "finished. It "
+        "does not run, failed, or is of another version than the driver.",
+        "measured",
+        tuple(s.where for s in signs[:5]),
+        "Start nvidia-fabricmanager with the version of the driver; if it fails, reset all GPUs "
+        "of the "
+        "host or reboot.",
+        "systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A4 Fabric",
+        "Fabric State: Completed, Status: Success.",
+        root=LIBRARY + 2,
+    )
 
 
 def _place(picture: Picture, xid: Xid) -> str:

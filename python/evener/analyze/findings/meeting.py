@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from evener.analyze.evidence.records import Meeting
@@ -11,6 +12,11 @@ from evener.analyze.picture import Picture
 
 _ORDER = ("port", "name", "timeout", "refused", "short", "closed", "nodes")
 _ROUTE = "113"
+_LINE = (1 << 40) - 1
+_AFTER = 20
+# Another family of addresses, which torch tries first.
+_HARMLESS = ("97 ", "99 ")
+_ABOUT = re.compile(r"Rendezvous|DistStoreError|DistNetworkError|TCPStore|client socket|gai error")
 
 
 @check(
@@ -22,7 +28,22 @@ _ROUTE = "113"
 )
 def met(picture: Picture) -> Iterator[Finding]:
     """Why the rendezvous failed."""
-    found = picture.run.evidence.meetings
+    run = picture.run
+    found = run.evidence.meetings
+    found = [m for m in found if not (m.warning and m.extra.startswith(_HARMLESS))]
+    only = all(m.warning for m in found)
+    if only:
+        # torch warns where it tries again. The run went on where anything came after it.
+        last = max((m.where for m in found), default=0)
+        went_on = (
+            run.communicators or run.tables or run.evidence.waits or run.evidence.dumps
+            or run.evidence.beats or run.lines - (last & _LINE) > _AFTER
+        )  # fmt: skip
+        others = run.evidence.raised or run.evidence.exits or run.ended
+        about = any(_ABOUT.search(f"{r.name} {r.text}") for r in run.evidence.raised)
+        if not about and (went_on or others):
+            return
+    found = [m for m in found if not m.warning] or found
     if not found:
         return
     one = min(found, key=lambda m: (_ORDER.index(m.kind), not m.port))
@@ -32,6 +53,7 @@ def met(picture: Picture) -> Iterator[Finding]:
     worked = bool(picture.run.communicators) or bool(picture.run.evidence.waits)
     real = roots(picture.run.evidence)
     root = CRASHED if worked or (real and one.kind in ("short", "closed")) else MEETING
+    root = 0 if only and not run.evidence.raised else root
     if one.kind == "port":
         yield _port(port or "of the store", one, where, MEETING)
     elif one.kind == "name" or (one.kind in ("timeout", "refused") and _container(host)):
@@ -72,7 +94,7 @@ def _name(host: str, port: str, one: Meeting, where: tuple[int, ...], root: int)
     )
     return Finding(
         "cause.host-name",
-        "problem",
+        "problem" if root else "warning",
         f"the rendezvous' host name{of} does not lead to the "
         f"store{f' (port {port})' if port else ''}",
         f"It says: {one.text[:240]}.{inside} The name does not resolve, or resolves to an address "
@@ -124,7 +146,7 @@ def _silent(host: str, port: str, one: Meeting, where: tuple[int, ...], root: in
     )
     return Finding(
         "cause.rendezvous",
-        "problem",
+        "problem" if root else "warning",
         f"the rendezvous at {place} {how}",
         f"It says: {one.text[:240]}. The node with rank 0 does not run, listens elsewhere, or a "
         "firewall is between.",
