@@ -368,6 +368,6 @@ def test_every_finding_is_in_the_catalogue() -> None:
 
     folder = Path(__file__).parents[2] / "python" / "evener" / "analyze" / "findings"
     text = "".join(path.read_text() for path in folder.glob("*.py"))
-    subjects = "run|correctness|fabric|rails|network|rings|settings|host|bandwidth|coverage"
+    subjects = "cause|run|correctness|fabric|rails|network|rings|settings|host|bandwidth|coverage"
     written = set(re.findall(rf'"((?:{subjects})\.[a-z0-9-]+)"', text))
     assert written == set(catalogue())

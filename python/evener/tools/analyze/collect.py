@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from evener.tools.analyze.evidence import Reader, ras, recorder
+from evener.tools.analyze.evidence.records import Sign
 from evener.tools.analyze.join import Draft, join
 from evener.tools.analyze.model import NetEdge, Process, Run, Table, Warned
-from evener.tools.analyze.parse import read
+from evener.tools.analyze.parse import expand, read
 from evener.tools.analyze.parse.failures import Ended, Step
 from evener.tools.analyze.parse.hops import Hop
 from evener.tools.analyze.parse.init import CommInit, CommLayout
@@ -51,10 +54,11 @@ _MAX_TEXTS = 1000
 def collect(paths: list[Path]) -> Run:
     """Read all files. Raises parse.Unreadable where one cannot be opened."""
     collector = Collector()
-    for number, path in enumerate(paths):
-        collector.run.files.append(path)
-        collector.opened()
-        read(path, number, collector)
+    for given in expand(paths):
+        collector.run.files.append(given.name)
+        collector.opened(str(given.name))
+        if not read(given, len(collector.run.files) - 1, collector):
+            collector.run.skipped.append(collector.run.files.pop())
     return collector.finish()
 
 
@@ -70,10 +74,29 @@ class Collector:
         self._threads: dict[tuple[str, int, int], Draft] = {}
         self._drafts: list[Draft] = []
         self._last: dict[Process, Draft] = {}
+        self._reader = Reader(self.run.evidence)
 
-    def opened(self) -> None:
+    def opened(self, name: str = "") -> None:
         """A new file begins: no table of the last one goes on in it."""
         self._tables, self._program = {}, ""
+        self._reader = Reader(self.run.evidence, name)
+
+    def text(self, raw: bytes, where: int, host: str = "") -> None:
+        self._reader.line(raw, where, host)
+
+    def block(self, text: bytes) -> None:
+        self._reader.block(text)
+
+    def value(self, document: Any, name: str, where: int) -> bool:
+        """Take a document of JSON or a pickle; whether it is one of the formats."""
+        if recorder.is_dump(document):
+            recorder.dump(document, name, where, self.run.evidence)
+        elif ras.is_ras(document):
+            ras.report(document, self.run.evidence, where)
+        else:
+            return False
+        self.run.lines += 1
+        return True
 
     # --- lines of a communicator's set-up ---
 
@@ -233,17 +256,23 @@ class Collector:
         if len(self.run.versions) < _MAX_TEXTS:
             self.run.versions.setdefault(version, where)
 
-    def warning(self, by: Source | None, text: str, where: int) -> None:
+    def warning(self, by: Source | None, text: str, where: int, place: str = "") -> None:
         warning = self.run.warnings.get(text)
         if warning is None:
             if len(self.run.warnings) >= _MAX_TEXTS:
                 return
-            warning = self.run.warnings[text] = Warned(0, where)
+            warning = self.run.warnings[text] = Warned(0, where, place=place)
         warning.times += 1
         if by is not None and by.host:
             self.run.host(by.host)
         if by is not None and len(warning.processes) < _MAX_TEXTS:
             warning.processes.setdefault((by.host, by.pid))
+
+    def fabric(self, by: Source, text: str, where: int) -> None:
+        """A line of multi-node NVLink's set-up."""
+        self.run.host(by.host)
+        if len(self.run.evidence.signs) < _MAX_TEXTS:
+            self.run.evidence.add(Sign("mnnvl", text, where, by.host, by.pid))
 
     def step(self, by: Source, record: Step, where: int) -> None:
         if by.host:

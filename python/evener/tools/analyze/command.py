@@ -56,12 +56,18 @@ def analyze(
     fabric = read_map(map_file) if map_file else None
     run = collect([*files, *topo_files])
     if not (
-        run.nccl_lines or run.ended or run.tables or run.topologies or run.graphs or run.matrices
+        run.nccl_lines
+        or run.ended
+        or run.tables
+        or run.topologies
+        or run.graphs
+        or run.matrices
+        or run.evidence
     ):
         raise UsageError(
-            f"{', '.join(map(str, files))}: no line of NCCL, no benchmark, no topology in "
-            f"{run.lines} lines",
-            "give a log made with NCCL_DEBUG=INFO, or the output of nccl-tests",
+            f"{', '.join(map(str, files))}: {run.lines} lines, and none that this knows",
+            "give logs of the job (NCCL_DEBUG=INFO, torchrun, dmesg), flight recorders' dumps, or "
+            "the output of nccl-tests",
         )
     result = picture(run, fabric)
     findings = run_checks(result)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from evener.tools.analyze.evidence.records import Evidence
 from evener.tools.analyze.parse.failures import Ended, Step
 from evener.tools.analyze.parse.network import Card, Direct, Far, Provider
 from evener.tools.analyze.parse.smi import Matrix
@@ -302,6 +303,8 @@ class Warned:
     times: int
     where: int
     processes: dict[Process, None] = field(default_factory=dict)
+    place: str = ""
+    """The file of NCCL's source that printed it first, as `transport/nvls.cc:244`."""
 
 
 @dataclass
@@ -324,6 +327,10 @@ class Run:
     """Lines `file:line -> result` of each process."""
     ended: list[tuple[Ended, int]] = field(default_factory=list)
     """What programs and launchers said of a failure."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """What watchdogs, recorders, launchers and drivers said of a run that hung or failed."""
+    skipped: list[Path] = field(default_factory=list)
+    """Files of a folder that are no text."""
     lines: int = 0
     nccl_lines: int = 0
     unknown: int = 0

@@ -13,6 +13,11 @@ Severity = Literal["problem", "warning", "note"]
 _ORDER = ("problem", "warning", "note")
 # The order in which they are shown where they are equally severe: causes before symptoms.
 _SUBJECTS = (
+    "devices",
+    "deaths",
+    "hangs",
+    "meeting",
+    "stragglers",
     "run",
     "causes",
     "correctness",
@@ -22,6 +27,7 @@ _SUBJECTS = (
     "rings",
     "settings",
     "host",
+    "tables",
     "bandwidth",
     "share",
     "coverage",
@@ -43,6 +49,16 @@ class Finding:
     do: str = ""
     command: str = ""
     expect: str = ""
+    root: int = 0
+    """How near this is to the reason that the run hung or failed; 0 for what cannot be one."""
+
+
+# What can be a reason, from the root to what only follows from it.
+DEVICE, KILLED, LIBRARY, RAISED, MEETING, CRASHED, NAMED, UNDECIDED, ENDED, FOLLOWS = range(
+    100, 0, -10
+)
+CONTEXT = UNDECIDED + 5
+"""What is wrong around a hang of which no rank is known: a reason, or only beside it."""
 
 
 Check = Callable[[Picture], Iterable[Finding]]
@@ -82,8 +98,15 @@ def markdown() -> str:
 
 
 def run_checks(picture: Picture) -> list[Finding]:
-    """All findings, worst first, otherwise in the order of subjects."""
+    """All findings, worst first, otherwise in the order of subjects.
+
+    Of a run that hung or failed, what can be the reason comes first, from the root on. What costs
+    speed cannot be one, and comes after it.
+    """
     _load()
     found = [finding for one in _CHECKS for finding in one(picture)]
     found = [replace(one, evidence=tuple(dict.fromkeys(one.evidence))) for one in found]
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+    found.sort(key=lambda finding: _ORDER.index(finding.severity))
+    if any(finding.root > FOLLOWS for finding in found):
+        found.sort(key=lambda finding: -finding.root)
+    return found

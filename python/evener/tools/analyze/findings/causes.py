@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from evener.tools.analyze.findings.base import Finding, Severity, check
+from evener.tools.analyze.findings.base import CRASHED, FOLLOWS, LIBRARY, Finding, Severity, check
+from evener.tools.analyze.findings.who import of_process
+from evener.tools.analyze.findings.who import ranks as ranks_of
 from evener.tools.analyze.model import Warned
 from evener.tools.analyze.picture import Confidence, Picture
 from evener.tools.analyze.words import count, names
@@ -33,13 +35,128 @@ class Cause:
     confidence: Confidence = "inferred"
     unless: re.Pattern[str] | None = None
     """Another warning of the run that means that this one has another cause."""
+    place: re.Pattern[str] | None = None
+    """Where in NCCL's source a warning is from, for texts that say nothing themselves."""
+    root: int = LIBRARY
 
 
 def _status(number: int, name: str) -> str:
     return rf"(?:with )?(?:error|status)[ =]*(?:{name}\(|)\s*{number}\b"
 
 
+_PORT = re.compile(
+    r"async (?:error )?event ?: ?(?:port error|port[ _]err|link down|device fatal|local "
+    r"catastrophic)"
+    r"|[Gg]ot async .{0,40}(?:port error|PORT_ERR|DEVICE_FATAL)"
+)
+
 CAUSES = (
+    Cause(
+        "network.nvls",
+        "NVLink SHARP (NVLS) that cannot be set up: mostly the Fabric Manager",
+        re.compile(
+            r"NVLS.{0,80}(?:fail|error|[Mm]ulticast memory)|[Mm]ulticast.{0,60}(?:fail|error)"
+            r"|error in the Fabric Manager"
+        ),
+        "NVLink SHARP (NVLS, multicast) cannot be set up: the Fabric Manager or its state",
+        "NCCL binds multicast memory on the NVSwitches, and CUDA refuses it. The usual cause is "
+        "the "
+        "Fabric Manager: it does not run, is of another version than the driver, or was restarted "
+        "without a reset of the GPUs; in virtual machines and MIG multicast may be missing.",
+        "Go round it now; then restart in order: stop all jobs, reset all GPUs of the host (or "
+        "reboot), start the Fabric Manager, and see that it says `Completed`.",
+        "export NCCL_NVLS_ENABLE=0; systemctl status nvidia-fabricmanager; "
+        "nvidia-smi -q | grep -A4 Fabric; nvidia-smi --gpu-reset",
+        "The run works with NCCL_NVLS_ENABLE=0: then it is multicast. After the reset without it.",
+        place=re.compile(r"nvls(?:_\w+)?\.cc"),
+        root=LIBRARY + 1,
+    ),
+    Cause(
+        "cause.mnnvl",
+        "multi-node NVLink (MNNVL) that cannot be set up, or a crash in its set-up",
+        re.compile(
+            r"MNNVL.{0,80}(?:fail|error|not available|unavailable)|[Ff]abric handle|\b[Ii]mex\b"
+            r"|IMEX"
+            r"|cuMem(?:ImportFrom|ExportTo)ShareableHandle.{0,80}(?:fail|error)|not permitted"
+        ),
+        "multi-node NVLink (MNNVL) cannot be set up between the nodes: IMEX or the fabric",
+        "Memory of a GPU in another node is imported over NVLink, and the driver refuses it. IMEX "
+        "does not run or does not list all nodes, its channel is missing in the container, or the "
+        "nodes are in different domains.",
+        "Go round it now, then see that nvidia-imex runs with the same list of nodes everywhere "
+        "and "
+        "that containers have /dev/nvidia-caps-imex-channels.",
+        "export NCCL_MNNVL_ENABLE=0; nvidia-imex-ctl -N; ls /dev/nvidia-caps-imex-channels; "
+        "nvidia-smi -q | grep -A6 Fabric",
+        "The run works with NCCL_MNNVL_ENABLE=0: then it is IMEX or the fabric.",
+        place=re.compile(r"mnnvl\.cc"),
+        root=LIBRARY + 1,
+    ),
+    Cause(
+        "network.fabric-manager",
+        "GPUs on NVSwitches whose Fabric Manager does not run",
+        re.compile(
+            r"system not yet initialized|Cuda failure(?: 802)? '?(?:802|system not)"
+            r"|SYSTEM_NOT_READY"
+        ),
+        "the GPUs are not ready: the Fabric Manager does not run (CUDA error 802)",
+        "On machines with NVSwitches no CUDA program starts before the Fabric Manager has set up "
+        "NVLink. It does not run, failed, or is of another version than the driver.",
+        "Start it, with the version of the driver; if it fails, reset all GPUs or reboot.",
+        "systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A4 Fabric; "
+        "apt list --installed 2>/dev/null | grep -i fabricmanager",
+        "Fabric State: Completed, Status: Success.",
+        root=LIBRARY + 2,
+    ),
+    Cause(
+        "network.ib-port",
+        "the port of a card that reports errors or goes down: a flapping link",
+        _PORT,
+        "the port of a card went down: a flapping link",
+        "The card itself reports it (async event), so the link between card and switch is at "
+        "fault. "
+        "Packets that the others send there are not acknowledged (error 12), which follows from "
+        "it.",
+        "Look at the cable, the transceiver and the switch's port of that card, and at its "
+        "counters; "
+        "take the host out until it is stable.",
+        "ibqueryerrors; mlxlink -d mlx5_0 -m -c; cat /sys/class/infiniband/*/ports/1/counters/"
+        "link_downed; ibdev2netdev",
+        "link_downed and symbol_error stay as they are.",
+        root=LIBRARY + 2,
+        confidence="measured",
+    ),
+    Cause(
+        "network.ib-qp",
+        "an RDMA queue pair that cannot be set up (ibv_modify_qp)",
+        re.compile(r"ibv_modify_qp failed"),
+        "RDMA: a queue pair cannot be set up (ibv_modify_qp)",
+        "",
+        "See that the GID of that index exists in this container and is of RoCE v2 with the "
+        "address "
+        "of the network that all hosts share.",
+        "show_gids; ip -br addr; ibv_devinfo -v | grep -E 'GID|state'",
+        "Queue pairs on all hosts; ib_write_bw between the two cards works.",
+        root=LIBRARY + 1,
+    ),
+    Cause(
+        "network.efa",
+        "EFA's plug-in that does not start",
+        re.compile(
+            r"NET/OFI.{0,200}(?:[Ff]ail|[Ee]rror|[Uu]nable|[Cc]ouldn't|not found|No eligible"
+            r"|[Oo]nly EFA)"
+            r"|aws-ofi-nccl initialization failed|No eligible providers"
+        ),
+        "EFA: the plug-in aws-ofi-nccl does not work here",
+        "It was loaded and found no usable EFA device, or a transfer failed. The container may "
+        "lack "
+        "/dev/infiniband/uverbs*, the instance or its security group may not allow EFA (the group "
+        "must allow all traffic to itself, in and out), or libfabric is too old.",
+        "See that the provider is there and that two hosts reach one another over it.",
+        "fi_info -p efa -t FI_EP_RDM; ls /dev/infiniband; fi_pingpong -p efa -e rdm PEER",
+        "`Selected provider is efa` on every host.",
+        root=LIBRARY,
+    ),
     Cause(
         "network.ib-timeout",
         "RDMA packets that the other end never acknowledges (error 12, vendor 129)",
@@ -133,6 +250,7 @@ CAUSES = (
         "Name the interface that all hosts share, and open the ports between hosts.",
         "export NCCL_SOCKET_IFNAME=IFACE",
         "Connections between all hosts.",
+        root=CRASHED + 5,
     ),
     Cause(
         "network.no-interface",
@@ -158,6 +276,7 @@ CAUSES = (
         "",
         "warning",
         "measured",
+        root=FOLLOWS,
     ),
     Cause(
         "run.gpu-memory",
@@ -197,10 +316,20 @@ CAUSES = (
 )
 
 
+def follows(text: str, run_texts: dict[str, Warned]) -> bool:
+    """Whether a warning only tells that something else had failed before."""
+    one = cause(text, run_texts)
+    if one is not None:
+        return one.root <= FOLLOWS
+    return re.search(r"retcode \d|Failed to execute operation|Timeout waiting", text) is not None
+
+
 def cause(text: str, run_texts: dict[str, Warned]) -> Cause | None:
     """What a warning means, None where nothing here knows."""
+    known = run_texts.get(text)
+    place = known.place if known else ""
     for one in CAUSES:
-        if one.pattern.search(text):
+        if one.pattern.search(text) or (one.place and one.place.search(place)):
             if one.unless and any(one.unless.search(other) for other in run_texts):
                 continue
             return one
@@ -220,20 +349,88 @@ def known_warnings(picture: Picture) -> Iterator[Finding]:
             kinds[one.id] = one
     for id, warnings in groups.items():
         one = kinds[id]
-        hosts = sorted({host for w in warnings for host, _ in w.processes if host})
-        of = f" on {names(hosts)}" if hosts else ""
+        if id == "network.ib-timeout" and "network.ib-port" in groups:
+            continue  # it follows, and its own advice would mislead
+        who = _who(picture, warnings)
+        of = f" on {who}" if who else ""
         times = count(sum(w.times for w in warnings), "time")
+        title, detail = one.title, one.detail
+        if id == "network.ib-qp":
+            title, detail = _queue_pair(texts[id])
+        elif id in ("network.ib-port", "run.gpu-memory") and who:
+            title = f"{who}: {title}"
         yield Finding(
             id,
             one.severity,
-            one.title,
-            f"NCCL says so {times}{of}, first: {texts[id][:200]}. {one.detail}{_gid(picture, id)}",
+            title,
+            f"NCCL says so {times}{of}, first: {texts[id][:200]}. {detail}{_gid(picture, id)}",
             one.confidence,
             tuple(sorted(w.where for w in warnings)[:5]),
             one.do,
             one.command,
             one.expect,
+            root=one.root if one.severity == "problem" or one.root <= FOLLOWS else 0,
         )
+
+
+def _who(picture: Picture, warnings: list[Warned]) -> str:
+    """The hosts that printed a warning, and the ranks where they are few and known."""
+    processes = {process for w in warnings for process in w.processes if process[0]}
+    hosts = sorted({host for host, _ in processes})
+    if not hosts:
+        return ""
+    numbers = {of_process(picture, host, pid) for host, pid in processes} - {-1}
+    known = len(numbers) == len(processes) and 0 < len(numbers) <= 4
+    return names(hosts) + (f" ({ranks_of(numbers)})" if known else "")
+
+
+_QUEUE_PAIRS = (
+    (
+        r"No such device|\b19\b",
+        "No such device",
+        "The GID that was taken belongs to a network interface that is not in this container or "
+        "network namespace (macvlan, a pod's own network): the card is visible, its interface is "
+        "not. Host networking (--net=host, hostNetwork) or an interface of the card in the "
+        "container (SR-IOV, an RDMA network plug-in) ends it.",
+    ),
+    (
+        r"timed out|\b110\b",
+        "the other card's address does not answer (110)",
+        "The address behind the other end's GID was not resolved: the two RoCE networks do not "
+        "reach "
+        "one another (VLAN, route, firewall), the GID index differs between the hosts, or a "
+        "port is "
+        "down. It is the RDMA network, not TCP.",
+    ),
+    (
+        r"unreachable|\b101\b|No route|\b113\b",
+        "no route to the other card's address (101)",
+        "There is no route between the addresses behind the two GIDs: cards of different "
+        "subnets, or "
+        "a GID of IPv6 link-local on one side. It is the RDMA network, not TCP.",
+    ),
+    (
+        r"Invalid argument|\b22\b",
+        "Invalid argument",
+        "The card refuses a value: mostly a GID index that is empty or differs from the other "
+        "end's, "
+        "or an MTU that the port does not have.",
+    ),
+)
+
+
+def _queue_pair(text: str) -> tuple[str, str]:
+    """Title and meaning of a refused ibv_modify_qp, by its error."""
+    device = re.search(r"\bdev(?:ice)? (\w+(?::\d+)?)", text)
+    of = f" on {device[1]}" if device else ""
+    after = text[text.find("ibv_modify_qp") :]
+    for pattern, short, detail in _QUEUE_PAIRS:
+        if re.search(pattern, after):
+            return f"RDMA: a queue pair cannot be set up{of} (ibv_modify_qp: {short})", detail
+    return (
+        f"RDMA: a queue pair cannot be set up{of} (ibv_modify_qp)",
+        "The card refuses the address or the values of the other end: GID, MTU or port.",
+    )
 
 
 def _gid(picture: Picture, id: str) -> str:

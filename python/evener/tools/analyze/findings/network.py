@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from evener.tools.analyze.findings.base import Finding, check
+from evener.tools.analyze.findings.base import CONTEXT, Finding, check
 from evener.tools.analyze.model import Host
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import count, names, ranges
@@ -48,9 +48,10 @@ def sockets(picture: Picture) -> Iterator[Finding]:
         host = found[0]
         threads, per_thread, where = host.sockets or (1, 1, host.network_where)
         where = where or host.indirect_where
+        instead = any(True for _ in (*sockets_despite_card(picture), *plugin_missing(picture)))
         yield Finding(
             "network.one-stream",
-            "problem",
+            "note" if instead else "problem",
             "one TCP stream per connection",
             f"{_named(found)}: NCCL's sockets with {count(threads, 'thread')} and "
             f"{count(per_thread, 'socket')} per thread. One stream is capped by one core, by "
@@ -205,6 +206,102 @@ def sockets_despite_card(picture: Picture) -> Iterator[Finding]:
         do,
         command,
         "`Using network IB` (or the plug-in's name) on every host.",
+    )
+
+
+@check({"network.plugin-missing": "a network plug-in that is wanted and not found (EFA)"})
+def plugin_missing(picture: Picture) -> Iterator[Finding]:
+    """EFA is there or asked for, and NCCL finds no plug-in for it."""
+    signs = [s for s in picture.run.evidence.signs if s.kind == "efa"]
+    hosts = [
+        h
+        for h in _hosts(picture)
+        if "Socket" in h.networks
+        and not any(_family(n) for n in h.networks)
+        and any(network == "Plugin" for network, _ in h.absent)
+    ]
+    asked = [
+        (value, where)
+        for name in ("NCCL_NET", "NCCL_NET_PLUGIN")
+        for value, where in picture.run.settings.get(name, {}).items()
+        if re.search(r"ofi|aws|libfabric", value, re.IGNORECASE)
+    ]
+    amazon = len(hosts) > 1 and all(re.match(r"ip-\d+-\d+-\d+-\d+", h.name) for h in hosts)
+    if not hosts or not (signs or asked or amazon):
+        return
+    why = "The job asks for EFA" if signs or asked else "The hosts' names are those of AWS"
+    places = [
+        where for h in hosts for (network, _), where in h.absent.items() if network == "Plugin"
+    ]
+    yield Finding(
+        "network.plugin-missing",
+        "problem" if signs or asked else "warning",
+        "EFA is not used: NCCL finds no plug-in for it (aws-ofi-nccl, libnccl-net.so), so "
+        "everything "
+        "between hosts goes over sockets (Ethernet)",
+        f"{why}, and on {_named(hosts)} no libnccl-net.so is on the library path. NCCL then "
+        f"takes TCP "
+        "sockets without an error: many times slower, and slow enough for time-outs.",
+        "measured" if signs or asked else "inferred",
+        (*(s.where for s in signs[:1]), *(w for _, w in asked[:1]), *places[:2]),
+        "Install aws-ofi-nccl in the image, and put its folder on LD_LIBRARY_PATH of every rank "
+        "(srun "
+        "and containers may drop the variable).",
+        "export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib:$LD_LIBRARY_PATH; "
+        "fi_info -p efa",
+        "`Selected provider is efa` and `Using network AWS Libfabric`.",
+        root=CONTEXT,
+    )
+
+
+@check({"network.cards-differ": "a card that one host opens and another does not"})
+def cards_differ(picture: Picture) -> Iterator[Finding]:
+    """A card that cannot be opened on some hosts, and that others use."""
+    failed: dict[str, tuple[str, int]] = {}
+    for text, warning in picture.run.warnings.items():
+        if found := re.search(r"[Uu]nable to open (?:device )?(\w+)", text):
+            for host, _ in warning.processes:
+                failed[host] = (found[1], warning.where)
+    lists = {
+        h.name: {c.name for (n, _), c in h.cards.items() if _family(n) == "ib"}
+        for h in _hosts(picture)
+    }
+    lists = {host: cards for host, cards in lists.items() if cards}
+    everything = set().union(*lists.values()) if lists else set()
+    lacking = {
+        host: sorted(everything - cards) for host, cards in lists.items() if everything - cards
+    }
+    if failed:
+        host, (card, where) = next(iter(failed.items()))
+        users = [h for h, cards in lists.items() if card in cards]
+    elif len({len(cards) for cards in lists.values()}) > 1 and len(lacking) == 1:
+        host, cards = next(iter(lacking.items()))
+        card, where = ", ".join(cards), next(iter(picture.run.host(host).card_lines.values()), 0)
+        users = [h for h in lists if h != host]
+    else:
+        return
+    if not users:
+        return
+    ignored = "NCCL_IGNORE_NET_MISMATCH" in picture.run.settings
+    yield Finding(
+        "network.cards-differ",
+        "problem",
+        f"{host} cannot open {card}, which {names(users)} use{'s' if len(users) == 1 else ''}: "
+        f"what is "
+        "sent to it there waits for ever",
+        f"{host} has {', '.join(sorted(lists.get(host, {'no card'})))}; {users[0]} has "
+        f"{', '.join(sorted(lists[users[0]]))}. Channels are put on cards that the other end "
+        f"does not "
+        "have." + (" NCCL_IGNORE_NET_MISMATCH hides NCCL's own check of it." if ignored else ""),
+        "inferred",
+        (where, *(w for h in users[:2] for w in list(picture.run.host(h).card_lines.values())[:1])),
+        f"Give {host} (its container) every device under /dev/infiniband, or name the cards "
+        f"that all "
+        "hosts have.",
+        f"ibv_devices; ls /dev/infiniband; export "
+        f"NCCL_IB_HCA={next(iter(sorted(set.intersection(*lists.values()))), 'mlx5_0')}",
+        "The same list after `NET/IB : Using` on every host.",
+        root=CONTEXT + 1,
     )
 
 

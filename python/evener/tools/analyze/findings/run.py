@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from evener.tools.analyze.findings.base import Finding, Severity, check
+from evener.tools.analyze.findings.base import ENDED, Finding, Severity, check
+from evener.tools.analyze.findings.causes import follows
 from evener.tools.analyze.model import Process, Run
 from evener.tools.analyze.parse.failures import RESULTS, Ended
 from evener.tools.analyze.picture import Picture
@@ -62,7 +63,6 @@ def failing(run: Run) -> dict[Process, int]:
 @check(
     {
         "run.failed": "a call of NCCL, a rank or the job ended with an error",
-        "run.hung": "a watchdog ended a collective that never finished",
         "run.time-limit": "the job ran into its time limit",
         "run.stalled": "Horovod reports ranks that waited for others",
     }
@@ -73,30 +73,18 @@ def ended(picture: Picture) -> Iterator[Finding]:
     kinds: dict[str, list[tuple[Ended, int]]] = {}
     for record, where in run.ended:
         kinds.setdefault(record.kind, []).append((record, where))
-    hung, said = kinds.get("hung", []), kinds.get("failed", [])
+    said = kinds.get("failed", [])
     yield from _waited(kinds)
     processes = failing(run)
-    if hung:
-        yield Finding(
-            "run.hung",
-            "problem",
-            f"a collective did not end: a watchdog gave up, {count(len(hung), 'time')}",
-            f"{hung[0][0].text.rstrip('.')}. Some rank did not take part, or its network stopped. "
-            "The ranks that waited say so; the one that is missing does not.",
-            "measured",
-            tuple(where for _, where in hung[:5]),
-            "Find the ranks that never reached this collective: they ended, or they called "
-            "another one. Compare the number of the collective (SeqNum) between ranks.",
-            "export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1",
-            "A dump that names the last collective of each rank.",
-        )
     if not processes and not said:
         return
     hosts = sorted({host for host, _ in processes if host})
-    first = min(
-        ((w.where, text) for text, w in run.warnings.items() if set(w.processes) & set(processes)),
-        default=None,
-    )
+    warnings = [
+        (follows(text, run.warnings), w.where, text)
+        for text, w in run.warnings.items()
+        if set(w.processes) & set(processes)
+    ]
+    first = min(warnings)[1:] if warnings and not min(warnings)[0] else None
     codes = sorted(
         {s.code for p in processes for s, _ in run.trails.get(p, []) if s.code in RESULTS}
     )
@@ -124,6 +112,7 @@ def ended(picture: Picture) -> Iterator[Finding]:
         "bandwidth of this run counts.",
         "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV NCCL_DEBUG_FILE=nccl.%h.%p.log",
         "A run that ends with status 0.",
+        root=ENDED,
     )
 
 
@@ -152,7 +141,7 @@ def unfinished(picture: Picture) -> Iterator[Finding]:
     """The log ends in the middle: a hang, or a log that was cut."""
     run = picture.run
     ran = any(table.rows for table in run.tables)
-    if run.ended or ran or failing(run):
+    if run.ended or ran or failing(run) or run.evidence:
         return
     for comm in run.communicators:
         missing = sorted(comm.started - comm.finished)

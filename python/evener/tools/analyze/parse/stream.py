@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
-from evener.errors import UsageError
+from evener.tools.analyze.evidence import pickles
 from evener.tools.analyze.parse import (
     failures,
     hops,
@@ -26,15 +25,19 @@ from evener.tools.analyze.parse import (
     smi,
     table,
     trees,
+    unwrap,
 )
 from evener.tools.analyze.parse import topology as xml
 from evener.tools.analyze.parse import tuning as tuning_lines
+from evener.tools.analyze.parse.inputs import Input, Stream, UnreadableError
 from evener.tools.analyze.parse.prefix import Source, plain, source, stream
 
 MAX_LINE = 1 << 20
 # NCCL formats into 1024 bytes; a longer line is not NCCL's, and could cost an expression that
 # looks back much time.
 MAX_NCCL = 2048
+# Longer lines are not looked at for what programs and launchers say.
+MAX_TEXT = 1 << 16
 _BLOCK = 1 << 20
 _MAX_DOCUMENT = 256 << 20
 _INFO = b"NCCL INFO "
@@ -88,10 +91,6 @@ _DUMPED = re.compile(
 )
 
 
-class UnreadableError(UsageError):
-    """A file that cannot be read, or that is none of the formats."""
-
-
 class Sink(Protocol):
     """Who takes the records. `where` packs the file's number and the line: file << 40 | line."""
 
@@ -105,7 +104,8 @@ class Sink(Protocol):
     def connected(self, by: Source, what: str, where: int) -> None: ...
     def tuning(self, record: tuning_lines.Choice, where: int) -> None: ...
     def version(self, version: str, where: int) -> None: ...
-    def warning(self, by: Source | None, text: str, where: int) -> None: ...
+    def warning(self, by: Source | None, text: str, where: int, place: str = "") -> None: ...
+    def fabric(self, by: Source, text: str, where: int) -> None: ...
     def step(self, by: Source, record: failures.Step, where: int) -> None: ...
     def ended(self, record: failures.Ended, where: int) -> None: ...
     def program(self, collective: str, where: int) -> None: ...
@@ -120,31 +120,67 @@ class Sink(Protocol):
     def topology(self, record: xml.Topology, where: int) -> None: ...
     def graph(self, record: list[xml.GraphChannel], where: int) -> None: ...
     def unknown(self, text: str, where: int) -> None: ...
+    def text(self, raw: bytes, where: int, host: str = "") -> None: ...
+    def block(self, text: bytes) -> None: ...
+    def value(self, document: Any, name: str, where: int) -> bool: ...
     def lines(self, total: int, nccl: int) -> None: ...
 
 
-def read(path: Path, number: int, sink: Sink) -> None:
-    """Read one file into `sink`; `number` is the file's in `where`.
+def read(given: Input, number: int, sink: Sink) -> bool:
+    """Read one file into `sink`; `number` is the file's in `where`. Whether it was read: a file
+    that was found in a folder and is no text is left out.
 
-    Raises UnreadableError where it cannot be opened.
+    Raises UnreadableError where it cannot be opened or is none of the formats.
     """
     try:
-        with path.open("rb") as file:
-            head = file.read(4096).lstrip()
-            if head.startswith((b"{", b"<")):
-                file.seek(0)
-                document = file.read(_MAX_DOCUMENT)
-                if _document(document, number, sink):
-                    return
-            file.seek(0)
+        with Stream(given) as file:
+            if pickles.is_pickle(file.head):
+                return _pickle(file, given, number, sink)
+            if file.binary:
+                if given.found:
+                    return False
+                raise UnreadableError(
+                    f"{given.name}: binary, and no flight recorder's dump",
+                    "give text, or unpack it first",
+                )
+            if file.head.lstrip()[:1] in (b"{", b"<", b"["):
+                document = file.all(_MAX_DOCUMENT)
+                if _document(document, given, number, sink):
+                    return True
             _Log(number, sink).read(_lines(file.read, _BLOCK))
     except OSError as error:
         raise UnreadableError(
-            f"{path}: {error.strerror or error}", "name a file that exists and can be read"
+            f"{given.name}: {error.strerror or error}", "name a file that exists and can be read"
         ) from None
+    return True
 
 
-def _document(text: bytes, number: int, sink: Sink) -> bool:
+def _pickle(file: Stream, given: Input, number: int, sink: Sink) -> bool:
+    data = file.all(_MAX_DOCUMENT + 1)
+    if len(data) > _MAX_DOCUMENT:
+        raise UnreadableError(
+            f"{given.name}: a pickle of more than {_MAX_DOCUMENT >> 20} MiB", "give one rank's dump"
+        )
+    try:
+        value = pickles.loads(data, str(given.name))
+    except pickles.RefusedError:
+        if given.found and "code" not in given.name.name and not _named_as_dump(given):
+            return False
+        raise
+    if sink.value(value, str(given.name), number << 40 | 1):
+        return True
+    if given.found:
+        return False
+    raise UnreadableError(
+        f"{given.name}: a pickle that is no flight recorder's dump", "give a file of PyTorch's"
+    )
+
+
+def _named_as_dump(given: Input) -> bool:
+    return "trace" in given.name.name
+
+
+def _document(text: bytes, given: Input, number: int, sink: Sink) -> bool:
     where = number << 40 | 1
     if text.lstrip().startswith(b"<"):
         found = xml.topology(text)
@@ -160,11 +196,36 @@ def _document(text: bytes, number: int, sink: Sink) -> bool:
         for line in lines:
             sink.bench(line, where)
         return bool(lines)
-    if not results.is_report(document):
+    if results.is_report(document):
+        for record in results.report(document):
+            sink.bench(record, where)
+        return True
+    if sink.value(document, str(given.name), where):
+        return True
+    entries = unwrap.document(document)
+    if entries is None:
         return False
-    for record in results.report(document):
-        sink.bench(record, where)
+    log = _Log(number, sink)
+    places = _places(text, len(entries))
+    for (texts, host), place in zip(entries, places, strict=True):
+        log.host = host
+        log.base = (number << 40) + place - 1
+        log.read(iter([[_flat(one)] for one in texts]), pieces=True)
     return True
+
+
+def _places(text: bytes, count: int) -> list[int]:
+    """The lines in which the entries of a document stand, where that can be told."""
+    lines = [
+        number
+        for number, line in enumerate(text.split(b"\n"), 1)
+        if re.match(rb'\s*[{,]?\s*"(?:log|textPayload|message|MESSAGE|msg|line)"\s*:', line)
+    ]
+    return lines if len(lines) == count else [1] * count
+
+
+def _flat(line: bytes) -> bytes:
+    return plain(line[:MAX_LINE]) if b"\x1b" in line else line[:MAX_LINE]
 
 
 def _lines(read: object, block: int) -> Iterator[list[bytes]]:
@@ -203,21 +264,33 @@ class _Log:
         self.hosts: set[bytes] = set()
         self.old = 0
         self.said = False
+        self.host = ""
+        """The host that a collector names beside a wrapped line."""
 
-    def read(self, blocks: Iterator[list[bytes]]) -> None:
+    def read(self, blocks: Iterator[list[bytes]], pieces: bool = False) -> None:
+        """Read whole lines. `pieces` are all of the same line of the file."""
         sink, prefixes = self.sink, self.prefixes
         parse_hop, sink_hop, sink_local = hops.hop, sink.hop, sink.local
-        where, nccl = self.base, 0
+        total, nccl = self.base, 0
         for lines in blocks:
-            for line in lines:
-                where += 1
+            numbers: Sequence[int] = range(total + 1, total + 1 + len(lines))
+            if pieces:
+                numbers = [self.base + 1] * len(lines)
+            elif any(line[:1] == b"{" for line in lines):
+                lines, numbers = self.unwrapped(lines, numbers)
+            total = max(numbers[-1], total) if numbers else total
+            sink.block(b"\n".join(lines))
+            for line, where in zip(lines, numbers, strict=True):
                 at = line.find(_INFO)
                 if at < 0:
                     if _WARN in line:
                         nccl += 1
                         self.warn(line, where)
-                    elif line and len(line) < 4096:
-                        self.other(line, where)
+                    elif line:
+                        if len(line) < MAX_TEXT:
+                            sink.text(line, where, self.host)
+                        if len(line) < 4096:
+                            self.other(line, where)
                     continue
                 nccl += 1
                 if len(line) > MAX_NCCL:
@@ -245,7 +318,27 @@ class _Log:
                 elif message.find(b": opCount ", 0, 40) > 0:
                     continue  # one line per call of a collective: the many of subsystem COLL
                 self.info(by, message, where)
-        sink.lines(where - self.base, nccl + self.old)
+        sink.lines(total - self.base, nccl + self.old)
+        self.old = 0
+
+    def unwrapped(
+        self, lines: list[bytes], numbers: Sequence[int]
+    ) -> tuple[list[bytes], Sequence[int]]:
+        """The lines that stand in JSON of a log's collector, and in which line each does."""
+        found: list[bytes] = []
+        places: list[int] = []
+        for line, number in zip(lines, numbers, strict=True):
+            inner = unwrap.line(line) if line[:1] == b"{" else None
+            if inner is None:
+                found.append(line)
+                places.append(number)
+                continue
+            texts, host = inner
+            if host:
+                self.host = host
+            found += [_flat(text) for text in texts]
+            places += [number] * len(texts)
+        return found, places
 
     def by(self, prefix: bytes, where: int) -> Source | None:
         """The thread of a new prefix. Takes a parted row's words out of it."""
@@ -320,6 +413,8 @@ class _Log:
         elif word == b"Trees":
             if found := trees.trees(message):
                 return sink.trees(by, found, where)
+        elif word == b"MNNVL":
+            return sink.fabric(by, _show(message), where)
         elif word == b"Connected":
             return sink.connected(by, message[10:].decode("utf-8", "replace"), where)
         elif (
@@ -369,7 +464,7 @@ class _Log:
         by = source(before[: place + 1]) or source(before)
         if by is None and self.prose(line, at):
             return
-        self.sink.warning(by, _show(line[at + 10 :]), where)
+        self.sink.warning(by, _show(line[at + 10 :]), where, _show(before[place + 1 :])[:80])
 
     def lead(self, prefix: bytes) -> bytes:
         """The stream that a prefix belongs to; all beyond a number of them are one."""

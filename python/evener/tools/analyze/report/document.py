@@ -10,6 +10,7 @@ from typing import Any
 
 from evener import __version__
 from evener.tools.analyze.findings import Finding
+from evener.tools.analyze.findings.base import ENDED
 from evener.tools.analyze.model import Pair
 from evener.tools.analyze.picture import Bandwidth, CardUse, Picture, Route
 from evener.tools.fabric import Load
@@ -37,7 +38,7 @@ def document(picture: Picture, findings: list[Finding]) -> dict[str, Any]:
             }
             for found in picture.tables
         ],
-        "failed": any(finding.id in ("run.failed", "run.hung") for finding in findings),
+        "failed": any(finding.root >= ENDED for finding in findings),
         "rings": _rings(picture),
         "pairs": _pairs(picture.pairs, picture.routes),
         "trees": {

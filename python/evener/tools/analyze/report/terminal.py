@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import click
 
 from evener.tools.analyze.findings import Finding
+from evener.tools.analyze.findings.base import FOLLOWS
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.report.verdict import facts, verdict
 from evener.tools.analyze.words import count
@@ -30,8 +31,14 @@ def _lines(picture: Picture, findings: list[Finding], width: int) -> Iterator[st
         yield from textwrap.wrap(
             f"{name:<12} {value}", width, subsequent_indent=" " * 13, break_on_hyphens=False
         )
+    failed = any(finding.root > FOLLOWS for finding in findings)
+    apart = False
     for number, finding in enumerate(findings, 1):
         yield ""
+        if failed and not finding.root and not apart:
+            apart = True
+            yield "Also seen, and no reason for it:"
+            yield ""
         mark = click.style(f"{finding.severity}:", fg=_COLOURS[finding.severity], bold=True)
         yield f"{number}. {mark} {finding.title}  [{finding.id}, {finding.confidence}]"
         yield from _wrap(finding.detail, width)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from evener.tools.analyze.findings import Finding
+from evener.tools.analyze.findings.base import CONTEXT, ENDED, FOLLOWS, UNDECIDED
 from evener.tools.analyze.picture import Bandwidth, Picture
 from evener.tools.analyze.words import count, size
 
 _TABLES = 6
-_ENDS = ("run.failed", "run.hung")
+# Findings that tell of a state and not of an end.
+_NO_END = ("cause.straggler", "cause.counts", "cause.unresponsive")
 
 
 def verdict(picture: Picture, findings: list[Finding]) -> str:
@@ -24,21 +26,52 @@ def verdict(picture: Picture, findings: list[Finding]) -> str:
     rewire = next((f for f in findings if f.id == "fabric.rewire"), None)
     link = next((f for f in findings if f.id == "fabric.one-link"), None)
     found = picture.bandwidth
-    failed = next((f for f in worst if f.id in _ENDS), None)
-    if failed:
-        first = next((f for f in worst if f.id not in _ENDS and f.severity == "problem"), None)
-        if first:
-            return f"The run failed: {first.title}. {count(len(worst), 'finding')} in all."
+    reason = max(findings, key=lambda f: f.root, default=None)
+    if reason is not None and reason.root > FOLLOWS:
+        return f"{_state(findings, reason)}. {_total(worst)}"
     if rewire and found:
         cause = _capital(link.title) if link else rewire.detail
         return f"{cause}. To do: {rewire.title}, {found.peak:.3g} today."
+    return f"{_capital(worst[0].title)}. {_total(worst)}"
+
+
+def _total(worst: list[Finding]) -> str:
     problems = sum(finding.severity == "problem" for finding in worst)
     counts = ", ".join(
         count(number, word)
         for number, word in ((problems, "problem"), (len(worst) - problems, "warning"))
         if number
     )
-    return f"{_capital(worst[0].title)}. {counts} in all."
+    return f"{counts} in all." if counts else "No problem in all."
+
+
+def _state(findings: list[Finding], reason: Finding) -> str:
+    """How the run ended, and the reason."""
+    ids = {finding.id for finding in findings}
+    if reason.id in ("run.failed", *_NO_END):
+        return _capital(reason.title)
+    if CONTEXT <= reason.root < CONTEXT + 5:
+        if not any(f.root in (UNDECIDED, ENDED) for f in findings):
+            return _capital(reason.title)
+        end = "A collective did not end" if ids & {"run.hung", "cause.inside"} else "The run failed"
+        return f"{end} and no rank is named; first to mend: {reason.title}"
+    if reason.id.startswith("cause.") and reason.root == UNDECIDED and reason.id != "run.hung":
+        return _capital(reason.title)
+    if reason.id == "run.hung":
+        return _capital(reason.title)
+    hung = ids & {
+        "run.hung",
+        "cause.missing-rank",
+        "cause.mismatch",
+        "cause.deadlock",
+        "cause.inside",
+    }
+    how = (
+        "hung"
+        if hung and not ids & {"cause.exception", "cause.killed", "cause.gpu-memory"}
+        else "failed"
+    )
+    return f"The run {how}: {reason.title}"
 
 
 def _capital(title: str) -> str:

@@ -1,0 +1,125 @@
+"""Python tracebacks, one stream at a time, behind whatever prefix.
+
+A traceback begins at `Traceback (most recent call last):` and ends at the first line of its stream
+that is not indented and not part of it: `package.Error: text`. What follows `During handling` or
+`direct cause` belongs to the same event: the first exception of such a chain is its cause.
+"""
+
+from __future__ import annotations
+
+import re
+
+from evener.tools.analyze.evidence.lines import Line
+from evener.tools.analyze.evidence.records import Evidence, Raised
+
+HEAD = "Traceback (most recent call last)"
+_FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{0,120}))?')
+_ERROR = re.compile(
+    r"^([A-Za-z_][\w.]{0,160}?(?:Error|Exception|Exit|Interrupt|Warning|Timeout|Abort\w*"
+    r"|\w)): ?(.*)$"
+)
+_BARE = re.compile(r"^([A-Za-z_][\w.]{0,160}(?:Error|Exception|Exit|Interrupt|Timeout))\s*$")
+_CHAIN = (
+    "During handling of the above exception",
+    "The above exception was the direct cause",
+)
+CHAINS = tuple(text.encode() for text in _CHAIN)
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/|/lib/python\d|<frozen |<string>|/torchrun$|^torch/|^importlib"
+)
+_STREAMS = 4096
+_FRAMES = 400
+
+
+class _Open:
+    """A traceback under way in one stream."""
+
+    __slots__ = ("chained", "deepest", "ended", "frames", "line", "own", "where")
+
+    def __init__(self, where: int, line: Line) -> None:
+        self.where, self.line = where, line
+        self.own, self.deepest = "", ""
+        self.frames = 0
+        self.chained = False
+        self.ended = False
+
+
+class Traces:
+    """Tracebacks of all streams of one file."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._open: dict[str, _Open] = {}
+        self._done: dict[str, Raised] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether a traceback is under way, so that every line matters."""
+        return bool(self._open)
+
+    def line(self, line: Line, raw: str) -> bool:
+        """Take a line; whether it belongs to a traceback."""
+        at = raw.find(HEAD)
+        if at >= 0:
+            self._begin(line, raw, at)
+            return True
+        one = self._open.get(line.stream)
+        if one is None:
+            return self._chain(line)
+        text = line.text
+        if frame := _FRAME.match(text):
+            one.frames += 1
+            place = f"{frame[1]}:{frame[2]}"
+            if one.frames <= _FRAMES:
+                one.deepest = place
+                if not _LIBRARY.search(frame[1]):
+                    one.own = place
+            return True
+        if not text.strip() or text.startswith((" ", "\t", "[")):
+            return bool(text.strip())
+        found = _ERROR.match(text) or _BARE.match(text)
+        if not found:
+            return False  # another line that came between
+        del self._open[line.stream]
+        self._end(one, line, found)
+        return True
+
+    def _begin(self, line: Line, raw: str, at: int) -> None:
+        if len(self._open) >= _STREAMS:
+            self._open.pop(next(iter(self._open)))
+        one = _Open(line.where, line)
+        one.chained = line.stream in self._done and self._done[line.stream].where < 0
+        self._open[line.stream] = one
+
+    def _chain(self, line: Line) -> bool:
+        known = self._done.get(line.stream)
+        if known is not None and line.text.startswith(_CHAIN):
+            self._done[line.stream] = known
+            known.stream = "chain"
+            return True
+        return False
+
+    def _end(self, one: _Open, line: Line, found: re.Match[str]) -> None:
+        before = self._done.get(line.stream)
+        if before is not None and before.stream == "chain":
+            before.stream = line.stream  # the first of a chain is what began it
+            # A wrapper of the same event says less; only what is more specific is taken over.
+            return
+        text = found[2] if found.re is _ERROR else ""
+        rank = one.line.rank
+        raised = Raised(
+            rank if rank >= 0 else line.rank,
+            one.line.host or line.host,
+            found[1],
+            text.strip()[:400],
+            line.where,
+            one.line.time if one.line.time >= 0 else line.time,
+            one.own,
+            one.deepest,
+            one.line.task,
+            line.stream,
+        )
+        self._evidence.add(raised)
+        if raised.rank >= 0:
+            self._evidence.ranks.setdefault(raised.rank, line.where)
+        self._done[line.stream] = raised

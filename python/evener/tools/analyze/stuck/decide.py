@@ -1,0 +1,39 @@
+"""The best of all sources: a report that names ranks, recorders, watchdogs, heartbeats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from evener.tools.analyze.evidence.records import Evidence
+from evener.tools.analyze.stuck.culprit import Culprit
+from evener.tools.analyze.stuck.recorders import recorded
+from evener.tools.analyze.stuck.waits import beaten, reported, waited
+
+_UNNAMED = ("undecided", "inside")
+
+
+def decide(evidence: Evidence, world: int) -> Culprit | None:
+    """Who holds the job up, None where nothing says that it is held up."""
+    answers = [
+        answer
+        for answer in (
+            recorded(evidence.dumps),
+            reported(evidence.desyncs, evidence.waits),
+            waited(evidence.waits, world, set(evidence.ranks)),
+            beaten(evidence.beats, world),
+        )
+        if answer is not None
+    ]
+    if not answers:
+        return None
+    best = next((a for a in answers if a.ranks and a.sure), None)
+    best = best or next((a for a in answers if a.ranks), None)
+    best = best or next((a for a in answers if a.kind not in _UNNAMED), answers[0])
+    places = {dump.rank: dump.where for dump in evidence.dumps}
+    if best.source == "flight recorders":
+        shown = [*best.ranks, *best.waiting]
+        best = replace(best, where=tuple(places[r] for r in shown if r in places)[:5])
+    told = next((a for a in answers if a is not best and a.op and a.seq == best.seq), None)
+    if not best.op and told is not None:
+        best = replace(best, op=told.op)
+    return best
