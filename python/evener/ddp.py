@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from evener import log
-from evener.accelerated import AcceleratedDataParallel, replace_older, restore, wrap
+from evener.accelerated import AcceleratedDataParallel, replace_older, restore, taken, wrap
 from evener.comm import forms, wires
 from evener.comm.options import Algorithm, Options
 from evener.comm.overlap import StepOverlap, innermost, refusal, refuse_model
@@ -113,9 +113,8 @@ def accelerate(
         bucket_bytes=_bucket_bytes(model) if bucket_bytes is None else bucket_bytes,
         partition_bytes=partition_bytes,
     )
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
     _check_momentum(optimizer, options)
-    named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+    named = taken(model)
     replace_older([parameter for _, parameter in named])
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
     reducer = Reducer(

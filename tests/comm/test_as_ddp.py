@@ -370,7 +370,118 @@ def made_plain_again(wrap: Wrap, rank: int) -> Result:
     return weights(model.module, losses=losses + train(model, optimizer, rank))
 
 
+def unfrozen_later(wrap: Wrap, rank: int) -> Result:
+    """Frozen between the wrap and the line, and unfrozen in the fourth step: DDP took it."""
+    model = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.module.layers[0].requires_grad_(False)
+    model = wrap(model, optimizer)
+    losses = train(model, optimizer, rank, 3)
+    model.module.layers[0].requires_grad_(True)
+    return weights(model.module, losses=losses + train(model, optimizer, rank))
+
+
+def frozen_at_the_wrap(wrap: Wrap, rank: int) -> Result:
+    """DDP did not take it: what unfreezes it steps it on each rank alone."""
+    module = Layers()
+    module.layers[0].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.layers[0].requires_grad_(True)
+    model = wrap(model, optimizer)
+    losses = train(model, optimizer, rank)
+    if isinstance(model, AcceleratedDataParallel):
+        restore(model)
+    losses += train(model, optimizer, rank)
+    return {k: v for k, v in weights(module, losses=losses).items() if "layers.0" not in k}
+
+
+def halves_in_turns(wrap: Wrap, rank: int) -> Result:
+    """One DDP, of which one half after the other is frozen."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for step in range(8):
+        model.module.a.requires_grad_(step % 2 == 0)
+        model.module.b.requires_grad_(step % 2 == 1)
+        optimizer.zero_grad()
+        model(data(step, rank), True).square().mean().backward()
+        optimizer.step()
+    if isinstance(model, AcceleratedDataParallel):
+        restore(model)
+    return weights(model.module, losses=train_branches(model, optimizer, rank))
+
+
+def train_branches(model: Any, optimizer: Any, rank: int) -> list[float]:
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(data(step, rank), True).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adversaries(wrap: Wrap, rank: int) -> Result:
+    """StyleGAN2's order: the other network is frozen, whole, in each half of a step."""
+    nets, optimizers = [], []
+    for _ in range(2):
+        net = DistributedDataParallel(Layers())
+        optimizers.append(torch.optim.Adam(net.parameters(), lr=1e-2))
+        nets.append(wrap(net, optimizers[-1]))
+    for step in range(8):
+        for turn in (0, 1):
+            nets[turn].requires_grad_(True)
+            nets[1 - turn].requires_grad_(False)
+            optimizers[turn].zero_grad()
+            nets[1](nets[0](data(10 * step + turn, rank))).square().mean().backward()
+            optimizers[turn].step()
+    return {f"{i}.{k}": v for i in (0, 1) for k, v in weights(nets[i].module).items()}
+
+
+def around_the_model(wrap: Wrap, rank: int) -> Result:
+    """Rank 0 alone wants a gradient of one input, and adds a penalty to its own `p.grad`."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    losses = []
+    for step in range(8):
+        losses += train(model, optimizer, rank, 1)
+        if rank == 0 and step % 2:
+            optimizer.zero_grad()
+            model.module(data(50 + step, 0)[:1]).sum().backward()
+        if step % 3:
+            optimizer.zero_grad()
+        model(data(step, rank)).square().mean().backward()  # with what is there
+        if step == 6:  # on all ranks, and no average
+            model.module(data(70, 0)).sum().backward()
+        optimizer.step()
+    return weights(model.module, losses=losses)
+
+
+def a_forward_raises(wrap: Wrap, rank: int) -> Result:
+    """On both ranks, and what follows is a backward of the module's own."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for step in range(6):
+        with pytest.raises(RuntimeError):
+            model(data(step, rank, width=5))
+        optimizer.zero_grad()
+        model.module(data(step, 0)).square().mean().backward()
+        optimizer.step()
+        train(model, optimizer, rank, 1)
+    return weights(model.module)
+
+
 PROGRAMS = (
+    unfrozen_later,
+    frozen_at_the_wrap,
+    halves_in_turns,
+    adversaries,
+    around_the_model,
+    a_forward_raises,
     unused_under_no_sync,
     own_hooks,
     wrapped_again,

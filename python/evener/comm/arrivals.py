@@ -29,6 +29,7 @@ import torch
 from torch.autograd import Variable
 
 from evener.comm.errors import CommError
+from evener.comm.frozen import thawed
 from evener.comm.lanes import Ticket
 
 
@@ -65,7 +66,8 @@ class Owner(Protocol):
 class Arrivals:
     """Those of one reducer.
 
-    Attributes for front doors: `active` (False: gradients accumulate locally, as under `no_sync`),
+    Attributes for front doors: `active` (False: gradients accumulate locally, as under `no_sync`;
+    what a step needs is for the door to say, so that other backward passes stay out of it),
     `passes` (backward passes whose gradients are summed before a bucket leaves; see `set_passes`),
     `holds` (nothing leaves before `flush`: backward is then seen without communication beside it)
     and `on_backward_end` (called by autograd when a backward that brought gradients has ended).
@@ -100,7 +102,9 @@ class Arrivals:
         On the nodes that accumulate, as DDP: they run behind the hooks of the user's own, whenever
         those were registered. A parameter does not hold its node, so we do.
         """
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+        parameters = list(parameters)
+        with thawed(parameters):
+            self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
         self._hooks = [node.register_hook(_Hook(self, i)) for i, node in enumerate(self._nodes)]
 
     def detach(self) -> None:

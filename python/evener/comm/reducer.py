@@ -74,6 +74,7 @@ class Reducer:
     ) -> None:
         """Collective over `group` (default: all ranks).
 
+        All of the parameters are reduced, whether they require gradients now or later.
         `track_unused`: a parameter that no rank used in a step keeps its `p.grad` as it was (None,
         after `zero_grad()`); without it such a parameter gets zeros. `repeats`: a gradient may come
         several times in one backward (checkpointed layers that share it), as often in each step as
@@ -81,7 +82,7 @@ class Reducer:
 
         Raises UsageError for what cannot be reduced, CommError where ranks are missing or disagree.
         """
-        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        named = list(named_parameters)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.device = _device(named)
@@ -427,7 +428,6 @@ class Reducer:
         self.buckets.restore(self._resting)
         self._resting = []
         self.arrivals.hook(self.parameters)
-        self.arrivals.active = True
         self._reset()
 
     # --- what it is doing ---
