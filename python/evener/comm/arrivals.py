@@ -44,6 +44,9 @@ class Phase(Enum):
 class Owner(Protocol):
     """Who is told, in autograd's threads."""
 
+    def begins(self) -> None:
+        """A backward that is to be reduced begins. Also with the first gradient of a step."""
+
     def began(self) -> None:
         """The first gradient of a step has come."""
 
@@ -265,6 +268,8 @@ class Arrivals:
 
     def backward_begins(self) -> None:
         """Have `on_backward_end` called when the backward ends that runs now, in this thread."""
+        if self.active and self.phase is Phase.WAITING:
+            self._owner.begins()
         task = int(torch._C._current_graph_task_id())
         if self.on_backward_end is not None and task not in (-1, self._ends_in):
             self._ends_in = task

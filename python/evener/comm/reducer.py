@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from evener.comm import checkpoint, guard, wires
+from evener.comm import checkpoint, guard, holders, wires
 from evener.comm.agree import require_agreement
 from evener.comm.arrivals import Arrivals, Phase
 from evener.comm.assignment import Assignment
@@ -99,6 +99,11 @@ class Reducer:
         self.finish: Callable[[str], None] = lambda _: None
         # Hooks of Evener's own on each parameter's gradient.
         self.own_hooks = 0
+        # Whether the program keeps gradients, so that it may look at them while this step is on its
+        # way; and those of them that are in no bucket, and are to get this step's result.
+        self.gradients_seen = self._looked = False
+        self._kept: dict[int, torch.Tensor] = {}
+        self._coming: int | None = None  # whose hook this is
         # Whether a front door has left something on its way that a gradient must not be added to.
         self.is_pending: Callable[[], bool] = lambda: False
         self.communicators = Communicators(options, self.device, group)
@@ -186,6 +191,8 @@ class Reducer:
         self.departures.reset()
         self.arrivals.reset()
         self.parts.reset()
+        self.gradients_seen = self._looked = False
+        self._kept = {}
 
     def set_passes(self, passes: int) -> None:
         """From now on a gradient is complete after `passes` backward passes. Between steps only."""
@@ -202,6 +209,43 @@ class Reducer:
         return [self.parameters[index] for index in self.arrivals.order]
 
     # --- gradients arrive: `Arrivals`' owner ---
+
+    def begins(self) -> None:
+        """A backward begins: whoever has kept gradients of earlier steps keeps them as they are.
+
+        With plain DDP a gradient is a tensor of its own. One that was dropped stays what it was,
+        and one that was not is added to, and gets the result.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        kept = self._keep_views()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None or parameter.grad is self.buckets.views[index]:
+                continue
+            if index not in self.sparse and holders.is_kept(parameter, index != self._coming):
+                self._kept[index] = parameter.grad
+        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.parameters)
+        self.gradients_seen = bool(kept or self._kept or hooked)
+
+    def _keep_views(self) -> bool:
+        """Leave to others what they hold of gradients that were dropped; whether they hold any."""
+        found = set(self.buckets.kept())
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                is_gradient = self.parameters[slot.index].grad is self.buckets.views[slot.index]
+                if holders.view_is_kept(self.buckets.views, slot.index, is_gradient):
+                    found.add(bucket.parts[0])
+        for first in found:
+            slots, views = self.buckets[first].slots, self.buckets.views
+            own = [s.index for s in slots if self.parameters[s.index].grad is views[s.index]]
+            if len(own) == len(slots):
+                continue  # all are gradients still, which are added to where they are
+            self.buckets.renew(first, self.parameters)
+            self._kept |= {index: self.parameters[index].grad for index in own}  # type: ignore[misc]
+        return bool(found)
 
     def began(self) -> None:
         """The first gradient of this step has come."""
@@ -224,7 +268,9 @@ class Reducer:
         arrivals, gradient = self.arrivals, self.parameters[index].grad
         sparse = gradient is not None and gradient.layout is not torch.strided
         sparse = sparse and self._is_sparse(index)
+        self._coming = index
         arrivals.begin()
+        self._coming = None
         if index in self.parts.of and self.parts.takes(index):
             return
         # In the first step a gradient may have come by uses that are told apart, so not by count.
@@ -336,9 +382,15 @@ class Reducer:
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
+            keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
+            if (kept := self._kept.get(index)) is not None:
+                if not keeps:
+                    with torch.no_grad():
+                        kept.copy_(self.buckets.views[index])
+                parameter.grad = kept
+                continue
             if parameter.grad is self.buckets.views[index]:
                 continue
-            keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
             if not keeps and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]
 
@@ -418,10 +470,21 @@ class Reducer:
         self.finish("")
         self.arrivals.detach()
         self.arrivals.active = False
-        for parameter, view in zip(self.parameters, self.buckets.views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = view.clone()
+        self._keep_views_apart()
         self._resting = self.buckets.release()
+
+    def _keep_views_apart(self) -> None:
+        """No gradient lies in a bucket any more; who holds one keeps it as it is."""
+        kept = set(self.buckets.kept())
+        for index, parameter in enumerate(self.parameters):
+            views, mine = self.buckets.views, self.buckets.buckets_of[index]
+            is_gradient = parameter.grad is views[index]
+            if mine and holders.view_is_kept(views, index, is_gradient):
+                kept.add(self.buckets[mine[0]].parts[0])
+            elif is_gradient:
+                parameter.grad = views[index].clone()
+        for first in kept:
+            self.buckets.renew(first, self.parameters)
 
     def wake(self) -> None:
         """It is this one's turn again."""
