@@ -103,6 +103,10 @@ class Reducer:
         # way; and those of them that are in no bucket, and are to get this step's result.
         self.gradients_seen = self._looked = False
         self._kept: dict[int, torch.Tensor] = {}
+        # Parameters that no rank used in this step, known when it has ended; their gradients stay
+        # as they were: with those that lie in buckets, copies.
+        self.left_alone: frozenset[int] = frozenset()
+        self._as_it_was: dict[int, torch.Tensor] = {}
         self._coming: int | None = None  # whose hook this is
         # Whether a front door has left something on its way that a gradient must not be added to.
         self.is_pending: Callable[[], bool] = lambda: False
@@ -192,7 +196,8 @@ class Reducer:
         self.arrivals.reset()
         self.parts.reset()
         self.gradients_seen = self._looked = False
-        self._kept = {}
+        self._kept, self._as_it_was = {}, {}
+        self.left_alone = frozenset()
 
     def set_passes(self, passes: int) -> None:
         """From now on a gradient is complete after `passes` backward passes. Between steps only."""
@@ -268,6 +273,7 @@ class Reducer:
         arrivals, gradient = self.arrivals, self.parameters[index].grad
         sparse = gradient is not None and gradient.layout is not torch.strided
         sparse = sparse and self._is_sparse(index)
+        del gradient  # or it is held here
         self._coming = index
         arrivals.begin()
         self._coming = None
@@ -337,18 +343,28 @@ class Reducer:
         with self._failing():
             self.communicators.check()
             self.parts.agree()
+        # Before the last buckets leave: what nobody used is in one of them, and stays out of it.
+        self.left_alone = self._ask_unused()
+        self._leave_alone()
         self.unused.look(self.arrivals.used, self.steps + 1)
         self.arrivals.flush()
+
+    def _leave_alone(self) -> None:
+        """Gradients that stay as they are must not lie where this step's results come in."""
+        for index in self.left_alone:
+            gradient = self.parameters[index].grad
+            if gradient is self.buckets.views[index]:
+                self._kept[index], self._as_it_was[index] = gradient, gradient.clone()
+                self.gradients_seen = True
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
 
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
-        unused = self._ask_unused()
         for index in list(self.arrivals.tickets):
             self.wait(index)
-        self._adopt(unused)
+        self._adopt(self.left_alone)
         self.end_step()
 
     def defer(self) -> None:
@@ -356,7 +372,7 @@ class Reducer:
 
         Then `wait` for each bucket, and `end_step` once all have been waited for.
         """
-        self._adopt(self._ask_unused())
+        self._adopt(self.left_alone)
 
     def wait(self, index: int) -> None:
         """Wait for one bucket that was submitted; as `apply`, on the current stream."""
@@ -384,9 +400,10 @@ class Reducer:
         for index, parameter in enumerate(self.parameters):
             keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
             if (kept := self._kept.get(index)) is not None:
-                if not keeps:
+                result = self._as_it_was.get(index) if keeps else self.buckets.views[index]
+                if result is not None:
                     with torch.no_grad():
-                        kept.copy_(self.buckets.views[index])
+                        kept.copy_(result)
                 parameter.grad = kept
                 continue
             if parameter.grad is self.buckets.views[index]:
