@@ -3,6 +3,7 @@ with the optimizer given to accelerate() and without."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import gc
@@ -370,7 +371,229 @@ def made_plain_again(wrap: Wrap, rank: int) -> Result:
     return weights(model.module, losses=losses + train(model, optimizer, rank))
 
 
+def unfrozen_later(wrap: Wrap, rank: int) -> Result:
+    """Frozen between the wrap and the line, and unfrozen in the fourth step: DDP took it."""
+    model = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.module.layers[0].requires_grad_(False)
+    model = wrap(model, optimizer)
+    losses = train(model, optimizer, rank, 3)
+    model.module.layers[0].requires_grad_(True)
+    return weights(model.module, losses=losses + train(model, optimizer, rank))
+
+
+def frozen_at_the_wrap(wrap: Wrap, rank: int) -> Result:
+    """DDP did not take it: what unfreezes it steps it on each rank alone."""
+    module = Layers()
+    module.layers[0].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.layers[0].requires_grad_(True)
+    model = wrap(model, optimizer)
+    losses = train(model, optimizer, rank)
+    if isinstance(model, AcceleratedDataParallel):
+        restore(model)
+    losses += train(model, optimizer, rank)
+    return {k: v for k, v in weights(module, losses=losses).items() if "layers.0" not in k}
+
+
+def halves_in_turns(wrap: Wrap, rank: int) -> Result:
+    """One DDP, of which one half after the other is frozen."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for step in range(8):
+        model.module.a.requires_grad_(step % 2 == 0)
+        model.module.b.requires_grad_(step % 2 == 1)
+        optimizer.zero_grad()
+        model(data(step, rank), True).square().mean().backward()
+        optimizer.step()
+    if isinstance(model, AcceleratedDataParallel):
+        restore(model)
+    return weights(model.module, losses=train_branches(model, optimizer, rank))
+
+
+def train_branches(model: Any, optimizer: Any, rank: int) -> list[float]:
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(data(step, rank), True).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adversaries(wrap: Wrap, rank: int) -> Result:
+    """StyleGAN2's order: the other network is frozen, whole, in each half of a step."""
+    nets, optimizers = [], []
+    for _ in range(2):
+        net = DistributedDataParallel(Layers())
+        optimizers.append(torch.optim.Adam(net.parameters(), lr=1e-2))
+        nets.append(wrap(net, optimizers[-1]))
+    for step in range(8):
+        for turn in (0, 1):
+            nets[turn].requires_grad_(True)
+            nets[1 - turn].requires_grad_(False)
+            optimizers[turn].zero_grad()
+            nets[1](nets[0](data(10 * step + turn, rank))).square().mean().backward()
+            optimizers[turn].step()
+    return {f"{i}.{k}": v for i in (0, 1) for k, v in weights(nets[i].module).items()}
+
+
+def around_the_model(wrap: Wrap, rank: int) -> Result:
+    """Rank 0 alone wants a gradient of one input, and adds a penalty to its own `p.grad`."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    losses = []
+    for step in range(8):
+        losses += train(model, optimizer, rank, 1)
+        if rank == 0 and step % 2:
+            optimizer.zero_grad()
+            model.module(data(50 + step, 0)[:1]).sum().backward()
+        if step % 3:
+            optimizer.zero_grad()
+        model(data(step, rank)).square().mean().backward()  # with what is there
+        if step == 6:  # on all ranks, and no average
+            model.module(data(70, 0)).sum().backward()
+        optimizer.step()
+    return weights(model.module, losses=losses)
+
+
+def a_forward_raises(wrap: Wrap, rank: int) -> Result:
+    """On both ranks, and what follows is a backward of the module's own."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    for step in range(6):
+        with pytest.raises(RuntimeError):
+            model(data(step, rank, width=5))
+        optimizer.zero_grad()
+        model.module(data(step, 0)).square().mean().backward()
+        optimizer.step()
+        train(model, optimizer, rank, 1)
+    return weights(model.module)
+
+
+def edits_state(wrap: Wrap, rank: int) -> Result:
+    """Moments that are restarted, scaled by references that were kept, and replaced."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    for step in range(14):
+        train(model, optimizer, rank, 1)
+        if step == 6:
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+        elif step == 7:
+            kept = [state["exp_avg_sq"] for state in optimizer.state.values()]
+        elif 8 <= step < 10:
+            torch._foreach_mul_(kept, 0.5)
+        elif step == 11:
+            optimizer.state = collections.defaultdict(dict)
+        elif step == 12:
+            found = copy.deepcopy(optimizer).state_dict()["state"][0]["exp_avg"]
+    return weights(model.module, found=found, moment=optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def keeps_gradients(wrap: Wrap, rank: int) -> Result:
+    """Gradients that are kept: added to in place, dropped and looked at later, as flat views."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    seen, kept, flat = [], [], []
+    for step in range(16):
+        if 6 <= step < 9:
+            torch._foreach_zero_(kept)
+        else:
+            optimizer.zero_grad()
+        if step == 12:
+            with model.no_sync():
+                model(data(40, rank)).square().mean().backward()
+            kept = [p.grad for p in model.parameters()]
+        model(data(step, rank)).square().mean().backward()
+        optimizer.step()
+        if step in (5, 9):
+            kept = [p.grad for p in model.parameters()]
+        elif step == 10:
+            flat = [p.grad.view(-1) for p in model.parameters()]
+        seen += [gradient.double().sum() for gradient in (*kept, *flat)]
+    return weights(model.module, seen=torch.stack(seen))
+
+
+def keeps_weights(wrap: Wrap, rank: int) -> Result:
+    """What lies in the memory of parameters is looked at right after a step."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    kept = [p.data for p in model.parameters()]
+    array = next(model.parameters()).detach().numpy()
+    seen = []
+    for step in range(8):
+        train(model, optimizer, rank, 1)
+        seen += [weight.double().sum() for weight in kept]
+        seen.append(torch.tensor(float(array.sum()), dtype=torch.float64))
+        if step == 5:
+            kept = []
+    return weights(model.module, seen=torch.stack(seen))
+
+
+class Functional(nn.Module):
+    """Weights as arguments of torch.func, beside ordinary use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        own = dict(self.second.named_parameters())
+        y = torch.func.vjp(lambda w: torch.func.functional_call(self.second, w, (y,)), own)[0]
+        return y + torch.func.vmap(lambda row: self.second(row))(x)
+
+
+def functional(wrap: Wrap, rank: int) -> Result:
+    model = DistributedDataParallel(Functional())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = wrap(model, optimizer)
+    seen = []
+    for _ in range(8):
+        train(model, optimizer, rank, 1)
+        own = dict(model.module.first.named_parameters())
+        (_, pull) = torch.func.vjp(
+            lambda w: torch.func.functional_call(model.module.first, w, (data(0, 0),)), own
+        )
+        seen.append(pull(torch.ones(8, 16))[0]["weight"].detach().sum())
+    return weights(model.module, seen=torch.stack(seen))
+
+
+def compiled_forward(wrap: Wrap, rank: int) -> Result:
+    """The method was compiled, and the batch changes its size."""
+    module = Layers()
+    module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = wrap(model, optimizer)
+    for step in range(10):
+        optimizer.zero_grad()
+        model(data(step, rank)[: 8 if step % 4 else 5]).square().mean().backward()
+        optimizer.step()
+    return weights(module)
+
+
 PROGRAMS = (
+    edits_state,
+    keeps_gradients,
+    keeps_weights,
+    functional,
+    compiled_forward,
+    unfrozen_later,
+    frozen_at_the_wrap,
+    halves_in_turns,
+    adversaries,
+    around_the_model,
+    a_forward_raises,
     unused_under_no_sync,
     own_hooks,
     wrapped_again,

@@ -227,8 +227,8 @@ CASES: dict[str, tuple[Act, dict[str, Any], int]] = {
     "untied, later accumulation": (later_accumulation, UNTIED, 0),
     "recomputed": (plain, {"how": "recomputed"}, 5),
     "reentrant": (plain, {"how": "reentrant,extra", "find_unused": False}, 0),
-    "two backwards": (two_backwards, {}, 0),
-    "untied, two backwards": (two_backwards, UNTIED, 0),
+    "two backwards": (two_backwards, {}, 5),
+    "untied, two backwards": (two_backwards, UNTIED, 5),
     "autograd.grad": (asks, {}, 5),
     "double backward": (double, {}, 5),
     "hooks": (hooked, {}, 5),
@@ -242,8 +242,7 @@ def train_all(rank: int, size: int, names: list[str], mode: str) -> dict[str, An
     for name in names:
         act, changes, _ = CASES[name]
         results = []
-        # DDP reduces only what follows a forward.
-        for kind in ("whole" if "two backwards" in name else None, mode):
+        for kind in (None, mode):
             script = Script(rank, kind, **changes)
             act(script)
             results.append(script.result())
@@ -260,8 +259,10 @@ def train_all(rank: int, size: int, names: list[str], mode: str) -> dict[str, An
         rows = script.sent
         behind = next((i for i, most in enumerate(reversed(rows)) if not most), len(rows))
         behind = min(behind, Script.steps - 1)  # the first step is whole
-        # max_norm changes on each rank the rows that it looks up.
-        found[name] = (apart, len(set(everyone)) == 1 or name == "max_norm", behind)
+        # max_norm changes on each rank the rows that it looks up; a second backward is not reduced,
+        # as with DDP.
+        own = name == "max_norm" or "two backwards" in name
+        found[name] = (apart, len(set(everyone)) == 1 or own, behind)
         script.model.evener_steps.finish("")
         script.model.evener.close()
     return found

@@ -29,6 +29,7 @@ import torch
 from torch.autograd import Variable
 
 from evener.comm.errors import CommError
+from evener.comm.frozen import thawed
 from evener.comm.lanes import Ticket
 
 
@@ -42,6 +43,9 @@ class Phase(Enum):
 
 class Owner(Protocol):
     """Who is told, in autograd's threads."""
+
+    def begins(self) -> None:
+        """A backward that is to be reduced begins. Also with the first gradient of a step."""
 
     def began(self) -> None:
         """The first gradient of a step has come."""
@@ -65,7 +69,8 @@ class Owner(Protocol):
 class Arrivals:
     """Those of one reducer.
 
-    Attributes for front doors: `active` (False: gradients accumulate locally, as under `no_sync`),
+    Attributes for front doors: `active` (False: gradients accumulate locally, as under `no_sync`;
+    what a step needs is for the door to say, so that other backward passes stay out of it),
     `passes` (backward passes whose gradients are summed before a bucket leaves; see `set_passes`),
     `holds` (nothing leaves before `flush`: backward is then seen without communication beside it)
     and `on_backward_end` (called by autograd when a backward that brought gradients has ended).
@@ -100,7 +105,9 @@ class Arrivals:
         On the nodes that accumulate, as DDP: they run behind the hooks of the user's own, whenever
         those were registered. A parameter does not hold its node, so we do.
         """
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+        parameters = list(parameters)
+        with thawed(parameters):
+            self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
         self._hooks = [node.register_hook(_Hook(self, i)) for i, node in enumerate(self._nodes)]
 
     def detach(self) -> None:
@@ -261,6 +268,8 @@ class Arrivals:
 
     def backward_begins(self) -> None:
         """Have `on_backward_end` called when the backward ends that runs now, in this thread."""
+        if self.active and self.phase is Phase.WAITING:
+            self._owner.begins()
         task = int(torch._C._current_graph_task_id())
         if self.on_backward_end is not None and task not in (-1, self._ends_in):
             self._ends_in = task

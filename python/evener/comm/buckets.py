@@ -23,10 +23,13 @@ gradients; the order is measured in the first step, see `reducer`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from evener.comm import holders
 
 # Views start on 128-byte lines for 4-byte dtypes: vector loads of fused kernels stay aligned.
 ALIGN = 32
@@ -36,6 +39,9 @@ _LAST_BYTES = 1 << 20
 _TAPER = 4
 # A bucket is at most as large as all before it, from this on: the network has something early.
 _FIRST_BYTES = 25 << 20
+# A thread of Gloo's lets go of a tensor just after it has said that it is done: so often is looked
+# again whether somebody really holds one, with so many seconds between.
+_LOOKS, _BETWEEN = 10, 2e-4
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,8 @@ class Buckets:
                 self._follow(parameters[group[0]], group[0], rows[group[0]])
             for bucket in self.buckets[self.buckets_of[group[0]][0] :]:
                 bucket.dense = group[0] in dense
+        # By first bucket of a memory how many tensors lie in it where nobody else has one.
+        self._alone = {b.index: holders.memory(b.buffer) for b in self if self._begins(b)}
 
     def _fuse(self, parameters: Sequence[torch.Tensor], group: Sequence[int], unit: int) -> None:
         """One bucket for all of `group`."""
@@ -223,6 +231,42 @@ class Buckets:
         slots = (Slot(index, 0, numel),)
         made = Bucket(number, _zeros(0, parameter), slots, parts=parts, part=", rows", by_rows=True)
         self.buckets.append(made)
+
+    @staticmethod
+    def _begins(bucket: Bucket) -> bool:
+        return bucket.index == bucket.parts[0] and not bucket.by_rows
+
+    def kept(self) -> list[int]:
+        """Buckets in whose memory others hold tensors too; of each memory the first one.
+
+        Between steps: what is on its way has tensors there itself.
+        """
+        found = [i for i, alone in self._alone.items() if holders.memory(self[i].buffer) > alone]
+        for _ in range(_LOOKS if found and not self[found[0]].buffer.is_cuda else 0):
+            time.sleep(_BETWEEN)
+            found = [i for i in found if holders.memory(self[i].buffer) > self._alone[i]]
+            if not found:
+                break
+        return found
+
+    def renew(self, first: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Leave this bucket's memory, and that of its parts, to who holds it; take other memory."""
+        own = [self[i] for i in self[first].parts if not self[i].by_rows]
+        whole = _zeros(sum(bucket.buffer.numel() for bucket in own), own[0].buffer)
+        start = 0
+        for bucket in own:
+            bucket.buffer = whole[start : start + bucket.buffer.numel()]
+            start += bucket.buffer.numel()
+        if len(own) > 1:
+            slot = own[0].slots[0]
+            parameter = parameters[slot.index]
+            all_of_it = Slot(slot.index, 0, parameter.numel())
+            self.views[slot.index] = place(whole, all_of_it, parameter)
+        else:
+            for slot in own[0].slots:
+                self.views[slot.index] = place(whole, slot, parameters[slot.index])
+        del whole
+        self._alone[first] = holders.memory(own[0].buffer)
 
     def release(self) -> list[tuple[torch.UntypedStorage, int]]:
         """Give the memory of all buckets back; what `restore` needs to have it again."""

@@ -49,6 +49,7 @@ class Owner(Protocol):
     recorder: Recorder | None
     records: Records | None
     sparse: set[int]
+    left_alone: frozenset[int]
     steps: int
 
 
@@ -113,22 +114,35 @@ class Departures:
             ]
         else:
             gradients = [parameters[slot.index].grad for slot in bucket.slots]
+        alone = self._reducer.left_alone
+        if alone:
+            gradients = [
+                None if slot.index in alone else gradient
+                for slot, gradient in zip(bucket.slots, gradients, strict=True)
+            ]
         views = [self._reducer.buckets.views[slot.index] for slot in bucket.slots]
         with torch.no_grad():
             layout.pack(bucket, views, gradients, route.scaling.pack)
         for slot, view in zip(bucket.slots, views, strict=True):
             parameter = parameters[slot.index]
             gradient = parameter.grad
-            if gradient is not view and gradient is not None and slot.index not in sparse:
+            stays = slot.index in sparse or slot.index in alone
+            if gradient is not view and gradient is not None and not stays:
                 parameter.grad = view
 
     def _stages(self, exchange: Exchange) -> Stages:
         route, whole, step = exchange.route, exchange.bucket.buffer, self.step
         start, end = exchange.place()
         shard = whole[start:end]
+        # Of what nobody used nothing is sent: what it is owed waits for a step that uses it.
+        aside = [
+            (max(slot.offset, start) - start, min(slot.offset + slot.numel, end) - start)
+            for slot in exchange.bucket.slots
+            if slot.index in self._reducer.left_alone
+        ]
 
         def cross() -> None:
-            exchange.run(shard, step)
+            exchange.run(shard, step, aside)
 
         if route.scatter is None:
             return None, cross, None

@@ -8,6 +8,7 @@ momentum, the division of an average, and on checked steps the guard's measureme
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -80,12 +81,12 @@ class Exchange:
         """Start and end of this rank's shard in the bucket."""
         return self.route.place(self.bucket.buffer.numel())
 
-    def run(self, shard: torch.Tensor, step: Step) -> None:
-        """Reduce `shard` over the outer group, in place."""
+    def run(self, shard: torch.Tensor, step: Step, aside: Sequence[tuple[int, int]] = ()) -> None:
+        """Reduce `shard` over the outer group, in place. `aside`: see `ShardState.aside`."""
         if step.change is not None:
             self.state.rescale(step.change)
         self.state.keep_sent = step.follows_scale
-        with self.timer.around(shard, step.timed):
+        with self.timer.around(shard, step.timed), self.state.aside(aside, shard.numel()):
             if self.crosses:
                 self._cross(shard, step)
             if self.options.momentum and not (self.crosses and self.wire.sparse):

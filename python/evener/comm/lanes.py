@@ -148,9 +148,11 @@ class ThreadLanes(Lanes):
                 except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                     error.args = (f"{job.name}, {STAGES[lane]}: {error}",)
                     self._broken = job.error = error
+            stage = None  # a queue that waits must hold no memory of a bucket
             if following is not None:
                 following.put(job)
             else:
+                job.stages = ()
                 job.done.set()
         if following is not None:
             following.put(None)

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from evener.comm import checkpoint, guard, wires
+from evener.comm import checkpoint, guard, holders, wires
 from evener.comm.agree import require_agreement
 from evener.comm.arrivals import Arrivals, Phase
 from evener.comm.assignment import Assignment
@@ -74,6 +74,7 @@ class Reducer:
     ) -> None:
         """Collective over `group` (default: all ranks).
 
+        All of the parameters are reduced, whether they require gradients now or later.
         `track_unused`: a parameter that no rank used in a step keeps its `p.grad` as it was (None,
         after `zero_grad()`); without it such a parameter gets zeros. `repeats`: a gradient may come
         several times in one backward (checkpointed layers that share it), as often in each step as
@@ -81,7 +82,7 @@ class Reducer:
 
         Raises UsageError for what cannot be reduced, CommError where ranks are missing or disagree.
         """
-        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        named = list(named_parameters)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.device = _device(named)
@@ -98,6 +99,15 @@ class Reducer:
         self.finish: Callable[[str], None] = lambda _: None
         # Hooks of Evener's own on each parameter's gradient.
         self.own_hooks = 0
+        # Whether the program keeps gradients, so that it may look at them while this step is on its
+        # way; and those of them that are in no bucket, and are to get this step's result.
+        self.gradients_seen = self._looked = False
+        self._kept: dict[int, torch.Tensor] = {}
+        # Parameters that no rank used in this step, known when it has ended; their gradients stay
+        # as they were: with those that lie in buckets, copies.
+        self.left_alone: frozenset[int] = frozenset()
+        self._as_it_was: dict[int, torch.Tensor] = {}
+        self._coming: int | None = None  # whose hook this is
         # Whether a front door has left something on its way that a gradient must not be added to.
         self.is_pending: Callable[[], bool] = lambda: False
         self.communicators = Communicators(options, self.device, group)
@@ -185,6 +195,9 @@ class Reducer:
         self.departures.reset()
         self.arrivals.reset()
         self.parts.reset()
+        self.gradients_seen = self._looked = False
+        self._kept, self._as_it_was = {}, {}
+        self.left_alone = frozenset()
 
     def set_passes(self, passes: int) -> None:
         """From now on a gradient is complete after `passes` backward passes. Between steps only."""
@@ -201,6 +214,43 @@ class Reducer:
         return [self.parameters[index] for index in self.arrivals.order]
 
     # --- gradients arrive: `Arrivals`' owner ---
+
+    def begins(self) -> None:
+        """A backward begins: whoever has kept gradients of earlier steps keeps them as they are.
+
+        With plain DDP a gradient is a tensor of its own. One that was dropped stays what it was,
+        and one that was not is added to, and gets the result.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        kept = self._keep_views()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None or parameter.grad is self.buckets.views[index]:
+                continue
+            if index not in self.sparse and holders.is_kept(parameter, index != self._coming):
+                self._kept[index] = parameter.grad
+        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.parameters)
+        self.gradients_seen = bool(kept or self._kept or hooked)
+
+    def _keep_views(self) -> bool:
+        """Leave to others what they hold of gradients that were dropped; whether they hold any."""
+        found = set(self.buckets.kept())
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                is_gradient = self.parameters[slot.index].grad is self.buckets.views[slot.index]
+                if holders.view_is_kept(self.buckets.views, slot.index, is_gradient):
+                    found.add(bucket.parts[0])
+        for first in found:
+            slots, views = self.buckets[first].slots, self.buckets.views
+            own = [s.index for s in slots if self.parameters[s.index].grad is views[s.index]]
+            if len(own) == len(slots):
+                continue  # all are gradients still, which are added to where they are
+            self.buckets.renew(first, self.parameters)
+            self._kept |= {index: self.parameters[index].grad for index in own}  # type: ignore[misc]
+        return bool(found)
 
     def began(self) -> None:
         """The first gradient of this step has come."""
@@ -223,7 +273,10 @@ class Reducer:
         arrivals, gradient = self.arrivals, self.parameters[index].grad
         sparse = gradient is not None and gradient.layout is not torch.strided
         sparse = sparse and self._is_sparse(index)
+        del gradient  # or it is held here
+        self._coming = index
         arrivals.begin()
+        self._coming = None
         if index in self.parts.of and self.parts.takes(index):
             return
         # In the first step a gradient may have come by uses that are told apart, so not by count.
@@ -290,18 +343,28 @@ class Reducer:
         with self._failing():
             self.communicators.check()
             self.parts.agree()
+        # Before the last buckets leave: what nobody used is in one of them, and stays out of it.
+        self.left_alone = self._ask_unused()
+        self._leave_alone()
         self.unused.look(self.arrivals.used, self.steps + 1)
         self.arrivals.flush()
+
+    def _leave_alone(self) -> None:
+        """Gradients that stay as they are must not lie where this step's results come in."""
+        for index in self.left_alone:
+            gradient = self.parameters[index].grad
+            if gradient is self.buckets.views[index]:
+                self._kept[index], self._as_it_was[index] = gradient, gradient.clone()
+                self.gradients_seen = True
 
     def apply(self) -> None:
         """Wait for all buckets; `p.grad` of every parameter is then the reduced gradient.
 
         On a GPU the current stream waits, not the host. Raises what a collective raised.
         """
-        unused = self._ask_unused()
         for index in list(self.arrivals.tickets):
             self.wait(index)
-        self._adopt(unused)
+        self._adopt(self.left_alone)
         self.end_step()
 
     def defer(self) -> None:
@@ -309,7 +372,7 @@ class Reducer:
 
         Then `wait` for each bucket, and `end_step` once all have been waited for.
         """
-        self._adopt(self._ask_unused())
+        self._adopt(self.left_alone)
 
     def wait(self, index: int) -> None:
         """Wait for one bucket that was submitted; as `apply`, on the current stream."""
@@ -335,9 +398,16 @@ class Reducer:
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
+            keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
+            if (kept := self._kept.get(index)) is not None:
+                result = self._as_it_was.get(index) if keeps else self.buckets.views[index]
+                if result is not None:
+                    with torch.no_grad():
+                        kept.copy_(result)
+                parameter.grad = kept
+                continue
             if parameter.grad is self.buckets.views[index]:
                 continue
-            keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
             if not keeps and index not in self.sparse:
                 parameter.grad = self.buckets.views[index]
 
@@ -417,17 +487,27 @@ class Reducer:
         self.finish("")
         self.arrivals.detach()
         self.arrivals.active = False
-        for parameter, view in zip(self.parameters, self.buckets.views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = view.clone()
+        self._keep_views_apart()
         self._resting = self.buckets.release()
+
+    def _keep_views_apart(self) -> None:
+        """No gradient lies in a bucket any more; who holds one keeps it as it is."""
+        kept = set(self.buckets.kept())
+        for index, parameter in enumerate(self.parameters):
+            views, mine = self.buckets.views, self.buckets.buckets_of[index]
+            is_gradient = parameter.grad is views[index]
+            if mine and holders.view_is_kept(views, index, is_gradient):
+                kept.add(self.buckets[mine[0]].parts[0])
+            elif is_gradient:
+                parameter.grad = views[index].clone()
+        for first in kept:
+            self.buckets.renew(first, self.parameters)
 
     def wake(self) -> None:
         """It is this one's turn again."""
         self.buckets.restore(self._resting)
         self._resting = []
         self.arrivals.hook(self.parameters)
-        self.arrivals.active = True
         self._reset()
 
     # --- what it is doing ---

@@ -20,8 +20,9 @@ A velocity that is everybody's is put back to what it was before that step, as a
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +95,23 @@ class ShardState:
         if self.residual is None:
             self.residual = torch.zeros(shard.numel(), dtype=torch.float32, device=shard.device)
         return self.residual
+
+    @contextlib.contextmanager
+    def aside(self, places: Sequence[tuple[int, int]], numel: int) -> Iterator[None]:
+        """Take what is remembered of these entries, of `numel`, out for a step without them."""
+        taken = [
+            (name, low, high, tensor[low:high].clone())
+            for name in ("residual", "velocity")
+            for low, high in places
+            if low < high and (tensor := getattr(self, name)) is not None
+        ]
+        for name, low, high, _ in taken:
+            getattr(self, name)[low:high] = 0
+        yield
+        for name, low, high, values in taken:
+            if getattr(self, name) is None:  # handed over to a milder form
+                setattr(self, name, values.new_zeros(numel))
+            getattr(self, name)[low:high] += values
 
     def with_momentum(self, gradient: torch.Tensor, momentum: float) -> torch.Tensor:
         """The velocity with this step's `gradient` [n] in it: float32 [n], to be read only.

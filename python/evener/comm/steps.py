@@ -118,7 +118,8 @@ class Steps:
             self.reducer.steps += 1
         self._turn()
         # Where the turn is Evener's now, `forward_began` follows, for the same forward.
-        self._told = self.reducer.arrivals.active
+        library = None if self.planner is None else self.planner.library
+        self._told = library is None or not library.on
 
     def own_backward_began(self, _: Any) -> None:
         """A hook of its outputs: there is a step, once the next forward begins."""
@@ -148,6 +149,7 @@ class Steps:
         self.reducer.flush()
         self.reducer.arrivals.holds = False
         self.reducer.apply()
+        self.reducer.arrivals.active = False
         if self._recorder is not None:  # without the other marks: it tells nothing
             self._recorder.mark("landed")
         self._count += 1

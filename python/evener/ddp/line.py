@@ -27,7 +27,7 @@ from evener.comm.planner.moments import look_at_moments
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
 from evener.comm.world.topology import Algorithm
-from evener.ddp.model import AcceleratedDataParallel, replace_older, wrap
+from evener.ddp.model import AcceleratedDataParallel, replace_older, taken, wrap
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
@@ -112,9 +112,8 @@ def accelerate(
         bucket_bytes=_bucket_bytes(model) if bucket_bytes is None else bucket_bytes,
         partition_bytes=partition_bytes,
     )
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
     _check_momentum(optimizer, options)
-    named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+    named = taken(model)
     replace_older([parameter for _, parameter in named])
     may_be_unused = bool(model.find_unused_parameters or model.static_graph)
     reducer = Reducer(

@@ -7,13 +7,13 @@ frameworks make (Lightning's manual optimization, Accelerate's `trigger_sync_in_
 this one between the subclass and DDP. Copies, by `deepcopy` or `pickle`, are plain DDPs.
 
 When gradients are expected follows DDP: a forward that is to be synchronised says so, and the end
-of the backward that follows takes it back.
+of the backward that follows takes it back. Any other backward is the program's own, on its rank
+alone: through `model.module`, for a saliency map or a penalty, it adds to `p.grad` and no more.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import weakref
 from typing import Any
@@ -27,7 +27,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel, _find_tensors
 from evener.comm import lookups
 from evener.comm.reducer import Reducer
 from evener.comm.steps import Steps
-from evener.ddp.torch_reducer import OwnReducer
+from evener.ddp.torch_reducer import OwnReducer, make_reducer
 from evener.errors import UsageError
 
 logger = logging.getLogger("evener.ddp")
@@ -46,7 +46,6 @@ _OWN = (
     "_evener_release",
     "_evener_ended",
     "_evener_expects",
-    "_evener_shares",
     "_evener_share",
     "_evener_logged",
 )
@@ -63,7 +62,6 @@ class AcceleratedDataParallel(DistributedDataParallel):
     _evener_release: Any  # detaches the reducer; it does so too when the model is dropped
     _evener_ended: bool  # another wrapper of its parameters was accelerated
     _evener_expects: bool  # a forward was to be synchronised, and its backward is to come
-    _evener_shares: bool  # a plain DDP has its parameters too, and reduces what is its own
     _evener_share: float  # of an average over all ranks, for one over those with inputs
     _evener_logged: dict[str, Any]
 
@@ -88,7 +86,11 @@ class AcceleratedDataParallel(DistributedDataParallel):
             device = torch.device(self.device_type, self.device_ids[0])
             moved = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
             inputs, kwargs = moved[0][0], moved[1][0]
-        output = self._run_ddp_forward(*inputs, **kwargs)
+        try:
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        except BaseException:
+            self._forward_failed()
+            raise
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self.evener_steps.forward_ended()
@@ -132,6 +134,11 @@ class AcceleratedDataParallel(DistributedDataParallel):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(begins)
 
+    @_disable_dynamo
+    def _forward_failed(self) -> None:
+        self.evener_steps.forward_ended()
+        self.evener.arrivals.active = self._evener_expects
+
     def expect_gradients(self) -> None:
         """The next backward is reduced."""
         self._evener_expects = self.evener.arrivals.active = True
@@ -144,8 +151,8 @@ class AcceleratedDataParallel(DistributedDataParallel):
             for parameter in self.evener.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(self._evener_share)
-        # Else a backward that went round the model's forward is reduced as well.
-        self.evener.arrivals.active = not self._evener_shares
+        # A backward that goes round the model's forward is the program's own, on this rank alone.
+        self.evener.arrivals.active = False
 
     @_disable_dynamo
     def _forward_as_before(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -340,7 +347,6 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
         _evener_release=release,
         _evener_ended=False,
         _evener_expects=False,
-        _evener_shares=False,
         _evener_share=1.0,
         _evener_logged=logged,
     )
@@ -357,7 +363,7 @@ def wrap(model: DistributedDataParallel, reducer: Reducer, steps: Steps) -> Acce
             reducer.load_state_dict(kept)
         except UsageError as error:  # a checkpoint of another model
             logger.warning("what was not sent yet is not taken over: %s", error.problem)
-    _notice_others()
+    reducer.arrivals.active = False
     return accelerated
 
 
@@ -369,6 +375,20 @@ def _release(reducer: Reducer, steps: Steps, own: OwnReducer) -> None:
             steps.overlap.detach()
     finally:
         reducer.drop()
+
+
+def taken(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name and parameter of each that DDP took at the wrap: those that required gradients then.
+
+    Which of them do so now is another matter: what is unfrozen later is reduced by DDP, too.
+    """
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+    if model._get_ddp_logging_data().get("num_parameter_tensors") == len(named):
+        return named
+    buckets = model.reducer._get_zeros_like_grad_buckets()  # the only place that names them
+    mine = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    return [(name, parameter) for name, parameter in named if id(parameter) in mine]
 
 
 def replace_older(parameters: list[torch.nn.Parameter]) -> None:
@@ -384,25 +404,6 @@ def replace_older(parameters: list[torch.nn.Parameter]) -> None:
             older._evener_ended = True
 
 
-def _notice_others() -> None:
-    """Have `_LIVE` told of each plain DDP that is made from now on; there is no hook for it."""
-    inner = DistributedDataParallel._ddp_init_helper
-    if hasattr(inner, "evener"):
-        return
-
-    @functools.wraps(inner)
-    def helper(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, parameters, *args, **kwargs)
-        theirs = {id(parameter) for parameter in parameters}
-        for model in list(_LIVE):
-            if any(id(parameter) in theirs for parameter in model.evener.parameters):
-                model._evener_shares = True
-                model.evener.arrivals.active = model._evener_expects
-
-    helper.evener = True  # type: ignore[attr-defined]
-    DistributedDataParallel._ddp_init_helper = helper  # type: ignore[method-assign]
-
-
 def restore(model: DistributedDataParallel) -> DistributedDataParallel:
     """Make an accelerated model the DistributedDataParallel again that it was; returns it.
 
@@ -414,13 +415,11 @@ def restore(model: DistributedDataParallel) -> DistributedDataParallel:
         )
     model._evener_release()
     _LIVE.discard(model)
+    parameters = model.evener.parameters
     model.__class__ = model._evener_plain  # type: ignore[assignment]
     for name in _OWN:
         model.__dict__.pop(name, None)
-    # As DDP does it where it is unpickled.
-    parameters, sparse = model._build_params_for_reducer()
-    names = model._build_debug_param_to_name_mapping(parameters)
-    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    make_reducer(model, parameters)
     if model.static_graph:
         model._set_static_graph()
     return model

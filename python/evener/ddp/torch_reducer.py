@@ -13,16 +13,31 @@ and the second begins with the real ones.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel
+
+from evener.comm.frozen import thawed
 
 if TYPE_CHECKING:
     from evener.ddp.model import AcceleratedDataParallel
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+def make_reducer(model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
+    """Make DDP's C++ reducer anew, as DDP does where it is unpickled, of `parameters`.
+
+    They are those that it took at the wrap, whichever of them are frozen now.
+    """
+    with thawed(parameters, model.module.parameters()):
+        taken, sparse = model._build_params_for_reducer()
+        names = model._build_debug_param_to_name_mapping(taken)
+        model._ddp_init_helper(taken, sparse, names, model.static_graph)
 
 
 class OwnReducer:
@@ -46,8 +61,6 @@ class OwnReducer:
             return self._never or "the model is gone"
         if model.find_unused_parameters or model.static_graph:
             return "parameters may be unused, or come several times"
-        if model._evener_shares:
-            return "another DistributedDataParallel has its parameters too"
         if not model.evener.unused.needs_all:
             return "a parameter was not used"
         if model.evener.arrivals.repeats:
@@ -67,12 +80,7 @@ class OwnReducer:
             self.leave()
         model.evener.rest()
         self._stand_in = model.__dict__["reducer"]
-        helper = DistributedDataParallel._ddp_init_helper
-        # Not as a wrapper of its own parameters that the user has made besides.
-        helper = getattr(helper, "__wrapped__", helper)
-        parameters, sparse = model._build_params_for_reducer()
-        names = model._build_debug_param_to_name_mapping(parameters)
-        helper(model, parameters, sparse, names, model.static_graph)
+        make_reducer(model, model.evener.parameters)
         # DDP's logger makes the host wait for the device in each of a reducer's first ten steps.
         self._logger, model.__dict__["logger"] = model.logger, self._stand_in
         if form in _HOOKS:

@@ -6,6 +6,9 @@ either. A process that ends without them waits in `atexit`.
 A backward that begins while something is pending is told of: it may be another model's, or one that
 goes round this one's forward and writes the gradients that are on their way.
 
+A transform of torch.func takes parameters out of Python's sight, and what torch.compile has made
+reads them in code of its own: both find nothing pending.
+
 And one that must wait for more than it says: a stream that is made to wait for the stream of
 `optimizer.step()` may read all parameters from then on. Updates run on another stream, so it waits
 for them too.
@@ -17,11 +20,13 @@ import atexit
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import eval_frame
+from torch._functorch import eager_transforms, vmap
 from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
@@ -29,6 +34,14 @@ if TYPE_CHECKING:
 
 _LIVE: weakref.WeakSet[StepOverlap] = weakref.WeakSet()
 _DONE: set[str] = set()
+# How torch.func enters a transform, in the modules that do.
+_ENTERED: tuple[tuple[Any, str], ...] = (
+    (eager_transforms, "_grad_increment_nesting"),
+    (eager_transforms, "_jvp_increment_nesting"),
+    (eager_transforms, "_func_increment_nesting"),
+    (vmap, "_vmap_increment_nesting"),
+)
+_ENTERS = "_maybe_set_eval_frame"
 
 
 def watch(overlap: StepOverlap) -> None:
@@ -47,7 +60,44 @@ def watch(overlap: StepOverlap) -> None:
         event = torch.cuda.Event
         event.wait = _for_updates(event.wait)  # type: ignore[method-assign]
         torch.autograd._engine_run_backward = _backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+        for module, name in _transforms():
+            setattr(module, name, _first(getattr(module, name), "torch.func"))
+        eval_frame._maybe_set_eval_frame = _compiled(eval_frame._maybe_set_eval_frame)  # type: ignore[assignment]
         atexit.register(_at_exit)
+
+
+def refusal() -> str:
+    """Why uses of parameters cannot be noticed with this torch; empty where they can."""
+    if len(list(_transforms())) < len(_ENTERED) or not hasattr(eval_frame, _ENTERS):
+        return f"torch {torch.__version__} enters transforms and compiled code by unknown ways"
+    return ""
+
+
+def within() -> bool:
+    """Whether a transform of torch.func or compiled code is running: nothing is deferred there."""
+    functorch: Any = torch._C._functorch
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined]
+    return functorch.peek_interpreter_stack() is not None or callable(callback)
+
+
+def _transforms() -> Iterator[tuple[Any, str]]:
+    """By which torch.func enters a transform: module and name."""
+    for module, name in _ENTERED:
+        if hasattr(module, name):
+            yield module, name
+
+
+def _compiled(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile has made calls this with a function before it runs, and also behind."""
+
+    @functools.wraps(enter)
+    def wrapped(callback: Any) -> Any:
+        if callable(callback):
+            for overlap in list(_LIVE):
+                overlap.finish("compiled code runs")
+        return enter(callback)
+
+    return wrapped
 
 
 def _first(function: Callable[..., Any], reason: str) -> Callable[..., Any]:

@@ -19,6 +19,11 @@ blocks the host. On a CPU a use waits for the reduction and takes the update the
 
 Before a parameter's gradient is accumulated again, everything must have landed: hooks on the
 parameters see to that, for scripts that call backward twice, or without this model's forward.
+
+All of it holds only while nobody can see it. Uses of parameters are noticed (`guard`), and so are
+those of the optimizer's state (`state`) and torch's calls that go round Python (`interpose`). What
+a program has kept cannot be noticed: tensors in the memory of parameters, gradients or state
+(`evener.comm.holders`). While there is such a thing, a step ends where plain DDP's does.
 """
 
 from __future__ import annotations
@@ -36,9 +41,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from evener.comm import holders
 from evener.comm.lookups import compiled
 from evener.comm.overlap import guard, interpose, optimizers
 from evener.comm.overlap.guard import Pending
+from evener.comm.overlap.state import StateWatch
 from evener.comm.profile import Recorder
 from evener.comm.reducer import Reducer
 
@@ -97,9 +104,10 @@ class StepOverlap:
             lambda _, set_to_none=True: self._zero_all(set_to_none), optimizer
         )
         self._watched: list[Any] = []  # hooks on gradients, for a backward that may write them
+        self._optimizer_state = StateWatch(optimizer, self._state_used)
         self._handles = [
             *guard.hook_modules(model, self),
-            optimizer.register_state_dict_pre_hook(lambda _: self.finish("optimizer.state_dict()")),
+            optimizer.register_state_dict_pre_hook(lambda _: self._gives_state()),
             optimizer.register_load_state_dict_pre_hook(
                 lambda _, __: self.finish("optimizer.load_state_dict()")
             ),
@@ -138,7 +146,8 @@ class StepOverlap:
         """Observe the forward that begins now."""
         with self._lock:
             self.finish("")
-            if self.off:  # a compiled forward must not meet parameters of another class
+            # A compiled forward must not meet parameters of another class, nor torch.func.
+            if self.off or interpose.within():
                 return
             self._look_at_layout()
             self._recorder, self.state = recorder, State.TRACING
@@ -158,8 +167,12 @@ class StepOverlap:
         """All gradients came and were submitted. `at_once`: take an ordinary step."""
         with self._lock:
             capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
-            if at_once or self.off or self.reducer.ends_together or capturing:
+            seen = self.reducer.gradients_seen or interpose.within()
+            if at_once or self.off or self.reducer.ends_together or capturing or seen:
                 self.reducer.apply()
+                if seen and not (at_once or self.off or capturing):
+                    self._tell("the program keeps gradients")
+                    return
                 if at_once and not (self.off or capturing):
                     self._look_at_layout()
                     self.state = State.WATCHED
@@ -179,7 +192,8 @@ class StepOverlap:
         if closure is not None:
             if not optimizers.closure_first(self.optimizer):
                 self.finish("step(closure)")
-                return self._inner_step(closure)
+                with self._optimizer_state.own():
+                    return self._inner_step(closure)
             if self.state in (State.REDUCING, State.WATCHED):
                 self.finish("step(closure) after a backward")
             # Without the lock: backward may run in any thread.
@@ -194,19 +208,36 @@ class StepOverlap:
             if self.state is State.WATCHED:  # nothing has looked
                 self._disarm(self._members)
                 self.state = State.IDLE
+            if self.state is State.REDUCING and (why := self._seen()):
+                self.finish(why)
             if self.state is State.REDUCING:
                 optimizers.observe(self.optimizer)
                 self._defer()
                 return loss
         self.finish("optimizer.step() twice")
-        result = self._inner_step()
+        with self._optimizer_state.own():
+            result = self._inner_step()
         return result if closure is None else loss
+
+    def _seen(self) -> str:
+        """Who could see this step while it is on its way; or nothing."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if holders.share_memory(self.reducer.parameters):
+                return "other tensors lie in the memory of parameters"
+            return self._optimizer_state.seen()
+
+    def _state_used(self) -> None:
+        self.finish("optimizer.state is used")
+
+    def _gives_state(self) -> None:
+        self.finish("optimizer.state_dict()")
+        self._optimizer_state.given()
 
     def _defer(self) -> None:
         self._groups = optimizers.split(self.optimizer, self._place)
         if self._stream is not None:  # torch's fused and foreach updates are for plain parameters
             self._disarm(self._members)
-        optimizers.update(self.optimizer, self._groups.pop(optimizers.NOWHERE, []))
+        self._update(self._groups.pop(optimizers.NOWHERE, []))
         self._waiting = set(self._members)
         self._dropped.clear()
         if self._stream is not None:
@@ -217,7 +248,7 @@ class StepOverlap:
                     self.reducer.wait(bucket)
                     if bucket in self._last:
                         unit = self._last[bucket]
-                        optimizers.update(self.optimizer, self._groups.get(unit, []))
+                        self._update(self._groups.get(unit, []))
                         self._events[unit] = self._stream.record_event()
                 self._updated = self._stream.record_event()
                 # Here, on the stream that waits for all of them: it may look at what they measured.
@@ -225,6 +256,10 @@ class StepOverlap:
             self._groups.clear()
             self._arm(self._waiting)
         self.state = State.DEFERRED
+
+    def _update(self, groups: list[optimizers.Group]) -> None:
+        with self._optimizer_state.of_the_step():
+            optimizers.update(self.optimizer, groups)
 
     def _land(self, unit: int) -> None:
         """The unit's parameters as they are after the step, from here on the current stream."""
@@ -238,7 +273,7 @@ class StepOverlap:
             for bucket in self.reducer.buckets[unit].parts:
                 self.reducer.wait(bucket)
             self._disarm([unit])
-            optimizers.update(self.optimizer, self._groups.pop(unit, []))
+            self._update(self._groups.pop(unit, []))
             for parameter in members:
                 if id(parameter) in self._dropped:
                     parameter.grad = None
@@ -365,6 +400,7 @@ class StepOverlap:
         self.finish("", on_host=True)
         for handle in self._handles:
             handle.remove()
+        self._optimizer_state.close()
         self.optimizer.__dict__.pop("step", None)
         self.optimizer.__dict__.pop("zero_grad", None)
         if "_wrapped_by_lr_sched" in getattr(self._inner_step, "__dict__", {}):
@@ -405,6 +441,8 @@ class StepOverlap:
         This model's own does not come here so: its forward has brought in everything.
         """
         with self._lock:
+            if self.state is State.DEFERRED:  # its graph may hold parameters as they were
+                self.finish("a backward before the next forward")
             if self.state is State.IDLE or self._watched:
                 return
             with torch._C.DisableTorchFunctionSubclass():
@@ -453,9 +491,13 @@ class StepOverlap:
 
 def refuse_model(reducer: Reducer, model: nn.Module) -> str:
     """Why uses of this model's parameters cannot be noticed; empty where they can."""
+    if why := interpose.refusal():
+        return why
     for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
         if not guard.can_guard(parameter):
             return f"{name} is a {type(parameter).__name__}"
+        if holders.is_foreign(parameter):
+            return f"the memory of {name} is not torch's alone"
     if (found := compiled(model)) is not None:
         return f"{found or 'the model'} is compiled: it reads parameters out of Python's sight"
     return ""

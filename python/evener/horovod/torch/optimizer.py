@@ -589,7 +589,7 @@ def _reducer(
     _replace_reducers(parameter for _, parameter in named)
     try:
         group = STATE.engine.set_of(process_set.process_set_id).cpu
-        reducer = Reducer(named, options, group)
+        reducer = Reducer([(n, p) for n, p in named if p.requires_grad], options, group)
     except CommError as error:
         raise HorovodInternalError(error.problem, error.fix) from error
     _REDUCERS.add(reducer)
