@@ -13,6 +13,7 @@ the machine, and plans; all ranks cut by its plan.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,11 +28,13 @@ from evener.comm.world.topology import host_identity
 from evener.errors import EvenerError, UsageError
 from evener.pipeline import links
 from evener.pipeline import tensor as divided
-from evener.pipeline.capture import Captured, Example, capture
+from evener.pipeline.capture import Captured, Example, capture, place_of
 from evener.pipeline.plan import Plan, Planned, digest, planned
 from evener.pipeline.replicas import Replicas
 from evener.pipeline.running import Pipeline, Weights
 from evener.pipeline.synthetic import quiet_random
+from evener.pipeline.verify import verify
+from evener.pipeline.weigh import Weighing, agreed
 
 
 def auto(
@@ -44,6 +47,7 @@ def auto(
     mesh: DeviceMesh | None = None,
     tensor: Mapping[str, Any] | None = None,
     gradients: str = "exact",
+    average: str = "batch",
     device: torch.device | str | None = None,
     weights: Weights | None = None,
     plan: Plan | None = None,
@@ -60,13 +64,16 @@ def auto(
     replicas' losses; the parameters of a stage are divided over `tensor` (torch's DTensors).
     tensor: how, as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; default: the plan that
     models of transformers bring. gradients: the form in which they cross between replicas, one of
-    comm's (`fp16`, `int8`, ...). device:
-    this rank's; default: its GPU, or the CPU. weights: for a model on the meta device, a function
-    from a parameter's name and shape (a meta tensor) to its values. plan: one that was made before;
-    else rank 0 measures and makes one with the remaining arguments (`memory`, `schedule`,
+    comm's (`fp16`, `int8`, ...). average: "batch": loss and gradients are those of the whole batch;
+    a microbatch counts by its rows, or by its labels that are not ignored, or fully where the loss
+    is a sum; refused where no such weights exist (negatives inside the batch). "microbatches": the
+    plain mean of the microbatches' losses, as gradient accumulation has it. device: this rank's;
+    default: its GPU, or the CPU. weights: for a model on the meta device, a function from a
+    parameter's name and shape (a meta tensor) to its values. plan: one that was made before; else
+    rank 0 measures and makes one with the remaining arguments (`memory`, `schedule`,
     `microbatches`, ...; see `planned`). network: as `pipeline.network(...)` makes it; default: what
-    is measured between these ranks. seed: of dropout; default: rank 0's
-    torch.initial_seed(). timeout: seconds that a step may wait for another rank.
+    is measured between these ranks. seed: of dropout; default: rank 0's torch.initial_seed().
+    timeout: seconds that a step may wait for another rank.
 
     Raises UsageError (on all ranks), NoFitError, PipelineError.
     """
@@ -77,6 +84,8 @@ def auto(
             "torch.distributed.init_process_group() first",
         )
     forms.require(gradients, "gradients")
+    if average not in ("batch", "microbatches"):
+        raise UsageError(f"average={average!r} is not known", "give 'batch' or 'microbatches'")
     replicas = Replicas.of(mesh, group)
     group = replicas.pipeline
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -120,7 +129,7 @@ def auto(
     assert first is not None
     plan = Plan.from_dict(record)
     captured = made.captured if made else first
-    if not first.dynamic and first.rows != plan.rows:
+    if not first.fits(plan.rows):
         again = None if made is None else made.captured
         found, states = _captured_by_all(model, call.resized(plan.rows), loss, place, group, again)
         _alike(states)
@@ -131,19 +140,79 @@ def auto(
             "the plan is of another model",
             "give every rank the same model, example and versions; plan again",
         )
+    weighing, evaluates = _verified(model, loss, captured, plan, call, average, replicas)
     if rank == 0 and replicas.first:
         logger.info("pipeline: %s", replicas.said(plan))
     sharding = None
     if replicas.tensor is not None:
         sharding = divided.Sharding(replicas.tensor, divided.plan_of(model, tensor))
     return Pipeline(captured, plan, model, replicas, place, weights, int(seed or 0), timeout, hosts,
-                    sharding, gradients)  # fmt: skip
+                    sharding, gradients, weighing, evaluates)  # fmt: skip
+
+
+def _verified(
+    model: nn.Module, loss: Any, captured: Captured, plan: Plan, call: Example, average: str,
+    replicas: Replicas,
+) -> tuple[Weighing, str]:  # fmt: skip
+    """How microbatches are weighed, and why the pipeline cannot evaluate ("": it can).
+
+    The first rank of each pipeline compares the stages with the model; all ranks raise what it
+    found.
+    """
+    told: Any = ("", "", None)
+    if dist.get_rank(replicas.pipeline) == 0:
+        try:
+            _has_parameters(captured, plan)
+            seen = verify(model, loss, captured, plan.cuts, call.resized(plan.rows))
+            weighing = Weighing("mean")
+            if average == "batch":
+                weighing = agreed(captured, call, [plan.rows] * plan.microbatches,
+                                  place_of(model))  # fmt: skip
+            told = weighing.kind, seen.evaluates, None
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            told = "", "", _as_known(error, "the first rank cannot compare stages and model")
+    # Along each dimension: replicas with data of their own may have found something else.
+    for group in replicas.dimensions:
+        states: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(states, told, group=group)
+        told = (max(s[0] for s in states), max(s[1] for s in states),
+                next((s[2] for s in states if s[2] is not None), None))  # fmt: skip
+    kind, evaluates, failed = told
+    if failed is not None:
+        raise failed
+    return Weighing.of(captured, kind), evaluates
 
 
 def _own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _as_known(error: Exception, what: str) -> Exception:
+    """An error that can be sent to all ranks."""
+    if isinstance(error, EvenerError):
+        return error
+    return EvenerError(
+        f"{what}: {type(error).__name__}: {error}",
+        "see that the model runs alone with this example on every rank",
+    )
+
+
+def _has_parameters(captured: Captured, plan: Plan) -> None:
+    """Raises UsageError where a rank would have no parameter: no optimizer can be made there."""
+    named = {n for n, _ in captured.module.named_parameters(remove_duplicate=False)}
+    holding = {
+        plan.stages[s].rank
+        for s, (begin, end) in enumerate(itertools.pairwise([0, *plan.cuts, len(captured.ops)]))
+        for node in captured.ops[begin:end]
+        if any(one.op == "get_attr" and str(one.target) in named for one in node.all_input_nodes)
+    }
+    if empty := sorted({stage.rank for stage in plan.stages} - holding):
+        raise UsageError(
+            f"rank {empty[0]} would have no parameter: the model has few places for a cut",
+            "give fewer stages",
+        )
 
 
 def _captured_by_all(
@@ -160,13 +229,7 @@ def _captured_by_all(
             with quiet_random(place):
                 found = capture(model, call, loss=loss)
         except Exception as error:  # noqa: BLE001 - every rank raises it
-            said = error
-            if not isinstance(error, EvenerError):
-                said = EvenerError(
-                    f"rank {dist.get_rank(group)} cannot capture the model: "
-                    f"{type(error).__name__}: {error}",
-                    "see that the model runs alone with this example on every rank",
-                )
+            said = _as_known(error, f"rank {dist.get_rank(group)} cannot capture the model")
     states: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(states, said if found is None else digest(found), group=group)
     return found, states

@@ -1,13 +1,18 @@
 """A model as a list of operations: what a pipeline is cut from.
 
-torch.export traces the model in training mode, with the size of the batch left open where the model
-allows it. What comes out is put into a form that can be cut anywhere:
+torch.export traces the model in the mode that each of its modules is in, with the size of the batch
+left open where the model allows it. What comes out is put into a form that can be cut anywhere:
 
 - only what the loss needs is kept, and checks of shapes go;
 - what depends on inputs and constants alone (masks, positions, sizes) is `free`: each stage that
   uses it computes it for itself, so that neither integers nor masks cross a cut;
 - what cannot be taken apart is `glued`: an operation that returns several tensors and the
-  operations that take them out, a tensor and all that writes into it in place.
+  operations that take them out, a tensor and all that writes into it in place;
+- a region under autocast or no_grad becomes its operations, each under it (`Under`).
+
+A trace keeps neither what Python does in backward (an autograd.Function of one's own, a hook) nor
+values that it took for constants. The first is refused here or by `verify`; the second are guards:
+numbers, flags, shapes and dtypes of a later call must be those of the example.
 
 The rest, in the order of execution, are the operations that a cut divides: position k has the first
 k of them on its left. Parameters keep their names; one tensor under several names is tied, and goes
@@ -16,17 +21,20 @@ under the first of them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from evener.base.log import logger
 from evener.errors import UsageError
 
 _DROPPED = {
@@ -37,7 +45,7 @@ _DROPPED = {
 }
 
 
-_PREFIX = "model."  # what `_Trained` puts before the model's own names
+_PREFIX = "model."  # what `Trained` puts before the model's own names
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,10 @@ class Captured:
     that a cut divides, in order. `free`: nodes that each stage computes for itself. `glued[k]`:
     position k is no cut. `inputs`: placeholders, in the order of the flattened call. `batch`: the
     symbols that stand for the rows of the batch (empty: its size is fixed to `rows`). `split`:
-    which leaves of a call have its rows. `tied`: names that share one tensor, first the one in use.
-    `kept`: the names of the model's state dict. `blocks`: each operation's.
+    which leaves of a call have its rows. `leaves`: each leaf of the example, a tensor as (shape,
+    dtype); `where`: how it is written. `guards`: raises for sizes that the trace does not hold for.
+    `tied`: names that share one tensor, first the one in use. `kept`: the names of the model's
+    state dict. `blocks`: each operation's. `autocast`: whether it was on when this was traced.
     """
 
     module: fx.GraphModule
@@ -118,15 +128,51 @@ class Captured:
     rows: int
     batch: tuple[Any, ...]
     split: tuple[bool, ...]
+    leaves: list[Any]
+    where: list[str]
+    guards: Callable[..., Any] | None
     tied: list[tuple[str, ...]]
     aliases: dict[str, str]
     kept: set[str]
     blocks: list[str]
+    autocast: tuple[Any, ...] = ()
 
     @property
     def dynamic(self) -> bool:
         """Whether other numbers of rows may be run."""
         return bool(self.batch)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of a tensor's length: of equal operations whose sums have another order."""
+        kinds = {
+            one.dtype
+            for node in self.module.graph.nodes
+            for one in pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex())
+        }
+        coarse = max((torch.finfo(kind).eps for kind in kinds), default=1e-7)
+        return min(2e-2, 500 * coarse)
+
+    def fits(self, rows: int) -> bool:
+        """Whether what was traced holds for `rows` rows: a branch on their number may not."""
+        if rows == self.rows:
+            return True
+        if not self.dynamic:
+            return False
+        if self.guards is None:
+            return True
+        given = [
+            torch.empty((rows if split else leaf.shape[0], *leaf.shape[1:])
+                        if leaf.shape else (), dtype=leaf.dtype, device="meta")
+            if isinstance(leaf, _Tensor) else leaf
+            for leaf, split in zip(self.leaves, self.split, strict=True)
+        ]  # fmt: skip
+        try:
+            self.guards(*given)
+        except AssertionError:
+            return False
+        return True
 
     def size(self, value: Any, rows: int) -> int:
         """A size of a tensor, which may be symbolic, for batches of `rows` rows."""
@@ -164,12 +210,106 @@ class Captured:
                 f"the model is called with {spec}, and was captured with {self.spec}",
                 "call it with the arguments of the example",
             )
+        rows = example.rows
+        for name, leaf, known, split in zip(self.where, leaves, self.leaves, self.split,
+                                            strict=True):  # fmt: skip
+            _same(name, leaf, known, split, rows)
         return leaves
 
     _names: tuple[str, ...] = ()
 
 
-class _Trained(nn.Module):
+@dataclass(frozen=True)
+class _Tensor:
+    """What a call's tensor must be like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape} and {self.dtype}"
+
+
+def _leaf(value: Any) -> Any:
+    return _Tensor(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _same(name: str, given: Any, known: Any, split: bool, rows: int) -> None:
+    """Raises UsageError for a value that the captured operations were not made with."""
+    now = _leaf(given)
+    if isinstance(known, _Tensor):
+        wanted = _Tensor((rows, *known.shape[1:]), known.dtype) if split else known
+        if now != wanted:
+            raise UsageError(
+                f"{name} is {now if isinstance(now, _Tensor) else repr(now)}, and was captured as "
+                f"{wanted}",
+                "give what the example had, but for the rows of the batch; pad to one length, or "
+                "make a pipeline for each",
+            )
+        if given.requires_grad:
+            raise UsageError(f"{name} requires a gradient, which stays in the pipeline",
+                             "give it detached, or make it a parameter of the model")  # fmt: skip
+    elif type(now) is not type(known) or not _equal(now, known):
+        raise UsageError(
+            f"{name}={now!r} was captured as {known!r}, which is a constant in the pipeline",
+            "give what changes as a tensor, or make a pipeline for each value",
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other) or (one != one and other != other)
+    except Exception:  # noqa: BLE001 - then only the same object is known to be equal
+        return one is other
+
+
+class Under:
+    """An operation of a region under autocast, no_grad or enable_grad, run under it."""
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        autocast: tuple[str, torch.dtype | None, bool] | None = None,
+        grad: bool | None = None,
+    ) -> None:
+        self.target, self.autocast, self.grad = target, autocast, grad
+        self.__name__ = str(getattr(target, "__name__", target)).replace(".", "_")
+        self.__module__ = __name__
+
+    def __str__(self) -> str:
+        autocast = f" under autocast{self.autocast}" if self.autocast else ""
+        return f"{self.target}{autocast}" + ("" if self.grad is None else f" grad={self.grad}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            if self.autocast is not None:
+                device, dtype, enabled = self.autocast
+                # Without the cache: it would hold a cast across operations that other stages run.
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            if self.grad is False or (self.grad and torch.is_grad_enabled()):
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            return self.target(*args, **kwargs)
+
+
+def target_of(node: fx.Node) -> Any:
+    """The operation that a node runs, whatever it runs under."""
+    found: Any = node.target
+    while isinstance(found, Under):
+        found = found.target
+    return found
+
+
+def without_grad(node: fx.Node) -> bool:
+    """Whether an operation runs under no_grad."""
+    found: Any = node.target
+    while isinstance(found, Under):
+        if found.grad is not None:
+            return not found.grad
+        found = found.target
+    return False
+
+
+class Trained(nn.Module):
     """The model and its loss as one module: the loss is cut and timed with the rest, and what else
     the model returns (logits, caches) is not kept."""
 
@@ -179,8 +319,47 @@ class _Trained(nn.Module):
         self.loss = loss
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
-        output = self.model(*args, **kwargs)
-        return _own_loss(output) if self.loss is None else self.loss(output, target)
+        # A loss that a module keeps as an attribute (`aux_loss`) is there for `self.loss`, and gone
+        # after it: torch.export takes no module that a call has changed.
+        with as_it_was(self, buffers=False) if _tracing() else contextlib.nullcontext():
+            output = self.model(*args, **kwargs)
+            found = _own_loss(output) if self.loss is None else self.loss(output, target)
+        if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
+            return found.reshape(())
+        raise UsageError(f"loss= returns no scalar, but {_said(found)}",
+                         "return one number: the mean or the sum over the batch")  # fmt: skip
+
+
+def _tracing() -> bool:
+    return torch.compiler.is_exporting()
+
+
+@contextlib.contextmanager
+def as_it_was(*modules: Any, buffers: bool = True) -> Iterator[None]:
+    """Put back what a call changes in modules: attributes, lists and dicts, and modes.
+
+    Values of buffers that are written in place are not looked at. `buffers`: whether one that is
+    another tensor now is put back.
+    """
+    every = [m for one in modules if isinstance(one, nn.Module) for m in one.modules()]
+    leave = set() if buffers else {"_buffers", "_parameters"}
+    before = [(m, dict(m.__dict__), {k: v.copy() for k, v in m.__dict__.items()
+                                     if isinstance(v, dict | list | set) and k not in leave})
+              for m in every]  # fmt: skip
+    try:
+        yield
+    finally:
+        for module, attributes, held in before:
+            for name in set(module.__dict__) - set(attributes):
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            for name, was in held.items():
+                now = attributes[name]
+                if isinstance(now, list):
+                    now[:] = was
+                else:
+                    now.clear()
+                    now.update(was)
 
 
 def _own_loss(output: Any) -> torch.Tensor:
@@ -211,9 +390,10 @@ def capture(
 ) -> Captured:
     """Trace `model` (and `loss(output, target)`) on `example`.
 
-    The model may be on the meta device. Without `loss` the model must return its loss: a scalar, or
-    an output with `loss` in it, as transformers' models do when they are given labels. Raises
-    UsageError where the model cannot be exported, with what torch said.
+    Each module is traced in the mode that it is in. The model is left as it was. It may be on the
+    meta device. Without `loss` the model must return its loss: a scalar, or an output with `loss`
+    in it, as transformers' models do when they are given labels. Raises UsageError where the model
+    cannot be exported, with what torch said.
     """
     call = Example.of(example, target)
     if (loss is None) != (call.target is None):
@@ -222,21 +402,24 @@ def capture(
             "give both loss= and target=, or none where the model returns its loss",
         )
     # Shapes are traced, not values: inputs go to where the model is.
-    place = next((p.device for p in model.parameters()), torch.device("cpu"))
+    place = place_of(model)
     call = pytree.tree_map(lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, call)
-    whole = _Trained(model, loss)
-    training = model.training
-    model.train()
-    try:
+    whole = Trained(model, loss)
+    _refuse_hooks(whole)
+    if not model.training:
+        logger.warning(
+            "pipeline: %s is in eval() mode and is trained so, without dropout: call model.train() "
+            "first where it has some", type(model).__name__,
+        )  # fmt: skip
+    with as_it_was(whole):
         program, batch_of = _export(whole, call)
-    finally:
-        model.train(training)
-    module = program.module(check_guards=False)
+    module, guards = _opened(program)
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    _inline_regions(module)
     found = pytree.tree_leaves(graph.output_node().args)[0]
     for node in list(graph.nodes):
-        if node.target in _DROPPED:
+        if target_of(node) in _DROPPED:
             graph.erase_node(node)
     aliases, tied = _names(module)
     _eliminate(graph)
@@ -249,7 +432,8 @@ def capture(
     ops = [node for node in graph.nodes if _is_op(node) and node not in free]
     if not ops:
         raise UsageError("the loss depends on no parameter", "give a model that can be trained")
-    leaves, spec = pytree.tree_flatten((call.args, call.kwargs, call.target))
+    given = (call.args, call.kwargs, call.target)
+    leaves, spec = pytree.tree_flatten(given)
     rows = call.rows
     split = tuple(isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == rows
                   for x in leaves)  # fmt: skip
@@ -264,15 +448,157 @@ def capture(
         rows=rows,
         batch=batch_of,
         split=split,
+        leaves=[_leaf(value) for value in leaves],
+        where=[_written(path) for path, _ in pytree.tree_flatten_with_path(given)[0]],
+        guards=guards,
         tied=tied,
         aliases=aliases,
-        kept=set(model.state_dict()),
+        kept={
+            *model.state_dict(),
+            *(
+                f"loss.{name}"
+                for name in (loss.state_dict() if isinstance(loss, nn.Module) else ())
+            ),
+        },
         blocks=[_block(node, model) for node in ops],
+        autocast=autocast_now(),
         _names=tuple(call.kwargs),
     )
 
 
-def _export(whole: _Trained, call: Example) -> tuple[Any, tuple[Any, ...]]:
+def place_of(model: nn.Module) -> torch.device:
+    """Where a model is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def autocast_now() -> tuple[Any, ...]:
+    """Where autocast is on, and to what."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )
+
+
+def _written(path: Any) -> str:
+    """A leaf as the caller writes it: `input 0`, `labels`, `target`."""
+    part, *inner = path
+    rest = pytree.keystr(tuple(inner[1:]))
+    if part.idx == 2:
+        return f"target{pytree.keystr(tuple(inner))}"
+    return f"{inner[0].key}{rest}" if part.idx == 1 else f"input {inner[0].idx}{rest}"
+
+
+def _refuse_hooks(whole: Trained) -> None:
+    """Raises UsageError for a parameter with a hook: a stage has a parameter of its own."""
+    for name, parameter in whole.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"{name.removeprefix(_PREFIX)} has a hook on its gradient, which a pipeline would "
+                "lose",
+                "remove the hook, and change .grad after pipe.step()",
+            )
+
+
+@contextlib.contextmanager
+def _no_hooks() -> Iterator[None]:
+    """Refuse hooks that the forward puts on tensors: a trace keeps nothing of them."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise UsageError(
+            "the forward registers a hook on a tensor, which a pipeline would lose",
+            "write what the hook does as operations, or leave it out where it only looks",
+        )
+
+    with (
+        mock.patch.object(torch.Tensor, "register_hook", refused),
+        mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", refused),
+    ):
+        yield
+
+
+def _opened(program: Any) -> tuple[fx.GraphModule, Callable[..., Any] | None]:
+    """The program's module, and what checks sizes for it, taken out of its graph."""
+    module = program.module(check_guards=True)
+    guards = getattr(module, "_guards_fn", None)
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":
+            module.graph.erase_node(node)
+    return module, guards
+
+
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Put the operations of regions into the graph itself, each under what the region is under.
+
+    torch.export makes one operation of a region. A stage that holds it would hold all of it, and
+    chance and writes inside of it would not be seen.
+    """
+    graph = module.graph
+    while found := [node for node in graph.nodes if target_of(node) in (_AUTOCAST, _GRAD)]:
+        _inline(module, found[0])
+
+
+def _inline(module: fx.GraphModule, node: fx.Node) -> None:
+    """Put one region's operations where it stands."""
+    graph = module.graph
+    inner: Any
+    given: Any
+    if target_of(node) is _AUTOCAST:
+        device, dtype, enabled, _, inner, *given = node.args
+        under: dict[str, Any] = {"autocast": (str(device), dtype, bool(enabled))}
+    else:
+        grad, inner, *given = node.args
+        under = {"grad": bool(grad)}
+    # A region inside another is under both.
+    outer = []
+    around: Any = node.target
+    while isinstance(around, Under):
+        outer.append({"autocast": around.autocast, "grad": around.grad})
+        around = around.target
+    body = getattr(module, str(inner.target))
+    made: dict[fx.Node, Any] = {}
+    inputs = iter(given)
+    out: Any = None
+    with graph.inserting_before(node):
+        for one in body.graph.nodes:
+            if one.op == "placeholder":
+                made[one] = next(inputs)
+            elif one.op == "output":
+                out = fx.node.map_arg(one.args[0], lambda n: made[n])
+            elif one.op == "get_attr":
+                name = f"{inner.target}_{one.target}".replace(".", "_")
+                if not hasattr(module, name):
+                    setattr(module, name, _at(body, str(one.target)))
+                made[one] = graph.get_attr(name)
+                made[one].meta = dict(one.meta)
+            else:
+                new = made[one] = graph.node_copy(one, lambda n: made[n])
+                if new.target is not operator.getitem:
+                    for each in (under, *reversed(outer)):
+                        new.target = Under(new.target, **each)  # type: ignore[arg-type]
+    for user in list(node.users):
+        at = user.args[1] if user.target is operator.getitem else None
+        if not isinstance(at, int):
+            raise AssertionError("a region under autocast returns several values")
+        user.replace_all_uses_with(out[at])
+        graph.erase_node(user)
+    graph.erase_node(node)
+    if not inner.users:
+        graph.erase_node(inner)
+
+
+def _at(module: nn.Module, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _export(whole: Trained, call: Example) -> tuple[Any, tuple[Any, ...]]:
     """The exported program, and the symbols of its batch; () where its size is fixed."""
     given = (call.args, call.kwargs, call.target)
     rows = call.rows
@@ -286,14 +612,16 @@ def _export(whole: _Trained, call: Example) -> tuple[Any, tuple[Any, ...]]:
     if rows > 1:
         try:
             shapes = pytree.tree_map(open_rows, given)
-            program = torch.export.export(whole, given, strict=False, dynamic_shapes=shapes)
+            with _no_hooks():
+                program = torch.export.export(whole, given, strict=False, dynamic_shapes=shapes)
             return program, _symbols(program)
         except UsageError:
             raise
         except Exception as error:  # noqa: BLE001 - then with the size that it has
             first = error
     try:
-        return torch.export.export(whole, given, strict=False), ()
+        with _no_hooks():
+            return torch.export.export(whole, given, strict=False), ()
     except UsageError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever stops it is said
@@ -380,10 +708,11 @@ def _writes_state(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation writes to in place."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    target = target_of(node)
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
     found = []
-    for at, argument in enumerate(node.target._schema.arguments):
+    for at, argument in enumerate(target._schema.arguments):
         info = argument.alias_info
         if info is None or not info.is_write:
             continue
@@ -408,10 +737,11 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    target = target_of(node)
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    schema = node.target._schema
-    return any(one.alias_info is not None for one in schema.returns) or node.target in (
+    schema = target._schema
+    return any(one.alias_info is not None for one in schema.returns) or target in (
         torch.ops.aten.reshape.default,
         torch.ops.aten.contiguous.default,
         torch.ops.aten.to.dtype,
@@ -433,7 +763,9 @@ def _sizes_of_inputs(graph: fx.Graph, inputs: list[fx.Node], batch: tuple[Any, .
             source.setdefault(symbol, node)
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        if not isinstance(value, torch.SymInt) or node.target is not torch.ops.aten.sym_size.int:
+        if not isinstance(value, torch.SymInt) or (
+            target_of(node) is not torch.ops.aten.sym_size.int
+        ):
             continue
         origin = source.get(value.node.expr)
         if origin is not None and node.args[0] is not origin:
@@ -450,7 +782,7 @@ def _gather_getitems(graph: fx.Graph) -> None:
 
 def is_random(node: fx.Node) -> bool:
     """Whether an operation draws random numbers (dropout, attention with dropout)."""
-    target = node.target
+    target = target_of(node)
     if not isinstance(target, torch._ops.OpOverload):
         return False
     name = target._schema.name

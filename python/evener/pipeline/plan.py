@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from evener.base import units
 from evener.errors import EvenerError, UsageError
 from evener.pipeline import profile as profiles
 from evener.pipeline import schedules, search, wire
-from evener.pipeline.capture import Captured, Example, capture
+from evener.pipeline.capture import Captured, Example, capture, root_of, written_by
 from evener.pipeline.profile import Profile, Rates
 from evener.pipeline.search import Costs, Device, Found, Setting
 from evener.pipeline.simulate import Link, Mark, Network, StageCost
@@ -283,7 +283,7 @@ def planned(
     first = captured or capture(model, call, target=None, loss=loss)
 
     def captured_for(rows: int) -> Captured:
-        if first.dynamic or rows == first.rows:
+        if first.fits(rows):
             return first
         if rows not in captures:
             captures[rows] = capture(model, call.resized(rows), target=None, loss=loss)
@@ -295,7 +295,7 @@ def planned(
         return profiles.measure(captured, rows, place)
 
     sizes = [call.rows // count for count in counts]
-    if first.dynamic:
+    if first.dynamic and all(map(first.fits, sizes)):
         shared = profiled(first, sorted({min(sizes), max(sizes)}))
         measured = dict.fromkeys(sizes, shared)
     else:
@@ -368,7 +368,9 @@ def _recomputes(options: Options) -> tuple[bool, ...]:
 
 
 def _writes_buffers(captured: Captured) -> bool:
-    return any("batch_norm" in str(node.target) for node in captured.ops)
+    return any(
+        root_of(one).op == "get_attr" for node in captured.ops for one in written_by(node)
+    ) or any("batch_norm" in str(node.target) for node in captured.ops)
 
 
 def _no_fit(
@@ -478,8 +480,16 @@ def _blocks(names: list[str]) -> str:
 
 
 def digest(captured: Captured) -> str:
-    """Equal where two ranks captured the same operations."""
-    text = json.dumps([[node.name, str(node.target)] for node in captured.ops])
+    """Equal where two ranks captured the same operations, with the same constants."""
+
+    def constant(value: Any) -> Any:
+        return value.type if isinstance(value, torch.device) else value
+
+    text = json.dumps([
+        [node.name, str(node.target), repr(fx.node.map_aggregate(node.args, constant)),
+         repr(fx.node.map_aggregate(node.kwargs, constant))]
+        for node in captured.ops
+    ])  # fmt: skip
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -46,6 +46,12 @@ class Replicas:
         """Ranks over which a stage's parameters are divided."""
         return self.tensor.size() if self.tensor is not None else 1
 
+    @property
+    def dimensions(self) -> list[dist.ProcessGroup | None]:
+        """A group along each dimension: what ranks agree on along one after the other, all know."""
+        along = [self.data, self.tensor.get_group() if self.tensor is not None else None]
+        return [self.pipeline, *(group for group in along if group is not None)]
+
     @classmethod
     def of(cls, mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Replicas:
         """Raises UsageError for a mesh of other dimensions."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from torch import nn
 
 from evener.base.log import logger
 from evener.errors import UsageError
-from evener.pipeline import checkpoint, report, schedules
+from evener.pipeline import checkpoint, clip, report, schedules
 from evener.pipeline import tensor as divided
-from evener.pipeline.capture import Captured, Example
+from evener.pipeline.capture import Captured, Example, autocast_now
 from evener.pipeline.faults import PipelineError, Watch
 from evener.pipeline.gradients import Gradients
 from evener.pipeline.plan import Plan
 from evener.pipeline.replicas import Replicas
 from evener.pipeline.split import Draw, Split, check_split_backward
 from evener.pipeline.stage import Clock, Ordered, Stage
+from evener.pipeline.weigh import Weighing, scaled
 from evener.pipeline.wire import LIMIT, Wire
 
 _COUNT = itertools.count()
@@ -47,10 +49,14 @@ class Pipeline:
         self, captured: Captured, plan: Plan, model: nn.Module, replicas: Replicas,
         device: torch.device, weights: Weights | None, seed: int, timeout: float,
         hosts: list[str], sharding: divided.Sharding | None = None, gradients: str = "exact",
+        weighing: Weighing | None = None, evaluates: str = "",
     ) -> None:  # fmt: skip
         self.plan, self.device = plan, device
         self.replicas, group = replicas, replicas.pipeline
         self._captured = captured
+        self._weighing = weighing or Weighing("mean")
+        self._shares: list[Fraction | float] = []
+        self._evaluates = evaluates
         kind = schedules.kind_of(plan.schedule)
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         members = list(range(ranks)) if group is None else dist.get_process_group_ranks(group)
@@ -100,13 +106,18 @@ class Pipeline:
         self._schedule: Ordered | None = None
         self._tied = self._tied_groups(kind, ranks, members, limit)
         self._left = _left_over(model, captured) if self.rank == 0 else {}
+        self._seed = seed
         self.aliases = dict(captured.aliases)
         self.steps = 0
         self.seconds = 0.0
         groups = {self._group, self._control, self._all}
         self._gradients: Gradients | None = None
         if data is not None:
-            trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+            # Of a tied parameter one stage takes the mean, and gives it to the others: means that
+            # each took alone would round apart.
+            borrowed = {n for n, tied in self._tied if dist.get_rank(tied) != 0}
+            trained = [(n, p) for n, p in self.named_parameters()
+                       if p.requires_grad and n not in borrowed]  # fmt: skip
             self._gradients = Gradients(trained, data, device, gradients)
             groups |= {data, *self._gradients.groups}
         elif gradients != "exact" and self.rank == 0:
@@ -114,6 +125,7 @@ class Pipeline:
         self._watch = Watch(f"{name}/{everyone[0]}", everyone.index(dist.get_rank()),
                             len(everyone), list(groups))  # fmt: skip
         self._record: Path | None = None
+        clip.own(self)
 
     # --- What an optimizer and a checkpoint see ------------------------------------------------
 
@@ -128,6 +140,48 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
+
+    def grad_norm(
+        self, norm_type: float = 2.0, gradients: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The norm of the gradients of all stages. All ranks call it.
+
+        gradients: some of this rank's; default: all. torch.nn.utils.clip_grad_norm_ of
+        `pipe.parameters()` calls it too.
+        """
+        some = None if gradients is None else {id(g) for g in gradients}
+        mine = [
+            (divided.own(p.grad), self._norm_share(n, p))
+            for n, p in self.named_parameters()
+            if p.grad is not None and (some is None or id(p.grad) in some)
+        ]
+        norm_type = float(norm_type)
+        told = torch.tensor([clip.partial(mine, norm_type)], dtype=torch.float64)
+        everyone = [torch.empty_like(told) for _ in range(dist.get_world_size(self._all))]
+        with self._watch.step("the norm of gradients"):
+            dist.all_gather(everyone, told, group=self._all)
+        found = clip.whole([float(one) for one in everyone], norm_type)
+        first = next(self.parameters(), None)
+        dtype = torch.float32 if first is None or first.dtype.itemsize < 8 else torch.float64
+        return torch.tensor(found, device=self.device, dtype=dtype)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients so that their norm over all stages is at most `max_norm`; returns it."""
+        found = self.grad_norm(norm_type)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                divided.own(parameter.grad).mul_((max_norm / (found + 1e-6)).clamp(max=1.0))
+        return found
+
+    def _norm_share(self, name: str, parameter: nn.Parameter) -> float:
+        """This rank's share in a norm: tied copies, replicas and whole copies count once."""
+        for tied, group in self._tied:
+            if tied == name and dist.get_rank(group) != 0:
+                return 0.0
+        share = 1.0 / (self.replicas.count)
+        if self._sharding is not None and not divided.is_divided(parameter):
+            share /= self.replicas.parts
+        return share
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's tensors under the model's own names, tied ones under each of them."""
@@ -162,6 +216,9 @@ class Pipeline:
                             "give one of this model",
                         )
                     divided.fill(tensor, value)
+            for name in self._left:
+                if name in state:
+                    self._left[name] = state[name].detach().clone()
 
     def save(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None,
@@ -177,7 +234,7 @@ class Pipeline:
                 tensors, states = self.state_dict(), self._named(optimizer)
                 if self.replicas.first:
                     checkpoint.save(Path(folder), tensors, states,
-                                    {"steps": self.steps, **(extra or {})},
+                                    {"steps": self.steps, "seed": self._seed, **(extra or {})},
                                     self.rank, self.plan.ranks, self._control)  # fmt: skip
             dist.barrier(self._all)
         return Path(folder)
@@ -191,11 +248,14 @@ class Pipeline:
         if optimizer is not None:
             found.restore(optimizer, {id(p): n for n, p in self.named_parameters()})
         self.steps = int(found.extra.get("steps", 0))
+        self._seed = int(found.extra.get("seed", self._seed))
+        self._draw.seed = self._seed + self.replicas.index
         return found.extra
 
     def _wanted(self) -> set[str]:
         here = {name for module in self.modules.values() for name in module.state_dict()}
-        return {name for name, used in self.aliases.items() if used in here} | here
+        names = {name for name, used in self.aliases.items() if used in here}
+        return names | here | set(self._left)
 
     def _named(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
         if optimizer is None:
@@ -213,23 +273,35 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch, which every rank gives as a whole.
 
-        Gradients are added to `.grad`: those of the mean of the microbatches' losses. Returns that
-        mean (a scalar on the CPU, the same on all ranks). Raises PipelineError on every rank where
-        one fails, dies, or gives values that are not finite; UsageError for another call.
+        Gradients are added to `.grad`: those of the loss of the batch (see `auto`'s `average`).
+        Returns that loss (a scalar on the CPU, the same on all ranks). Raises PipelineError on
+        every rank where one fails, dies, or gives values that are not finite; UsageError for
+        another call.
         """
         return self._run(Example(args, kwargs, target), train=True)
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """The mean loss of a batch, without dropout and gradients."""
-        if any("batch_norm" in str(node.target) for node in self._captured.ops):
+        """The loss of a batch as the model in eval() gives it, without gradients.
+
+        Raises UsageError where eval() does more than leave out dropout: batch norm, noise.
+        """
+        if self._evaluates:
             raise UsageError(
-                "a captured model with batch norm cannot be evaluated in the pipeline",
+                f"this model cannot be evaluated in the pipeline: {self._evaluates}",
                 "save a checkpoint and load it into the plain model",
             )
         with torch.no_grad():
             return self._run(Example(args, kwargs, target), train=False)
 
     def _run(self, call: Example, train: bool) -> torch.Tensor:
+        if (now := autocast_now()) != self._captured.autocast:
+            raise UsageError(
+                f"autocast is {_autocast(now)} here, and was {_autocast(self._captured.autocast)} "
+                "when the pipeline was made",
+                "put autocast inside the model's forward, or around both auto() and step()",
+            )
+        if train and not torch.is_grad_enabled():
+            raise UsageError("step() is called under no_grad", "call evaluate() for a loss alone")
         pieces = self._microbatches(call)
         schedule = self._scheduled()
         begin = time.perf_counter()
@@ -257,6 +329,7 @@ class Pipeline:
                 self._sum_tied()
                 if self._gradients is not None:
                     self._gradients.average()
+                    self._share_tied()
                 self._bring_back()
             value = self._agree(losses, train)
         self.seconds = time.perf_counter() - begin
@@ -271,7 +344,7 @@ class Pipeline:
             count = self.plan.microbatches
             self._schedule = Ordered(
                 self.plan.schedule, self._stages, count,
-                lambda output, _target: output[0] / count,
+                lambda output, microbatch: scaled(output[0], self._shares[microbatch]),
             )  # fmt: skip
         return self._schedule
 
@@ -280,7 +353,14 @@ class Pipeline:
         leaves = self._captured.flatten(call)
         rows, count = call.rows, self.plan.microbatches
         sizes = [rows // count + (m < rows % count) for m in range(count)]
-        if rows < count or (not self._captured.dynamic and set(sizes) != {self.plan.rows}):
+        wrong = [size for size in sizes if size and not self._captured.fits(size)]
+        if self._captured.dynamic and wrong and rows >= count:
+            raise UsageError(
+                f"the model takes another branch for {wrong[0]} row(s) than for the "
+                f"{self.plan.rows} that it was captured with",
+                f"give {count * self.plan.rows} rows, or drop the last batch",
+            )
+        if rows < count or wrong:
             raise UsageError(
                 f"a batch of {rows} rows does not go into {count} microbatches"
                 + ("" if self._captured.dynamic else f" of {self.plan.rows}"),
@@ -289,6 +369,7 @@ class Pipeline:
                    else ": torch.export found the batch's size fixed"),
             )  # fmt: skip
         self._rows = sizes
+        self._shares = self._shares_of(leaves, sizes)
         needed = {name for module in self.modules.values() for name in module.needs}
         found: list[dict[str, Any]] = [{} for _ in range(count)]
         for name, leaf, split in zip(self.split.input_names, leaves, self._captured.split,
@@ -303,6 +384,15 @@ class Pipeline:
                 piece[name] = part
         return found
 
+    def _shares_of(self, leaves: list[Any], sizes: list[int]) -> list[Fraction | float]:
+        """What each microbatch counts in the loss. All ranks ask: all raise where it is nothing."""
+        cut: list[list[Any]] = [[] for _ in sizes]
+        for leaf, split in zip(leaves, self._captured.split, strict=True):
+            for one, part in zip(cut, leaf.split(sizes) if split else [leaf] * len(sizes),
+                                 strict=True):  # fmt: skip
+                one.append(part)
+        return self._weighing.shares(self._captured, cut, sizes)
+
     def _agree(self, losses: list[torch.Tensor], train: bool) -> torch.Tensor:
         """The loss for all ranks; raises where some stage's values are not finite."""
         total = torch.stack([one.detach().double() for one in losses]).sum() if losses else None
@@ -310,9 +400,10 @@ class Pipeline:
         lost = [0.0] * len(self.plan.cuts)
         for wire in self._wires:
             lost[wire.cut] = max(lost[wire.cut], wire.worst())
+        sums = self._sums_of_tied()
         mine = torch.tensor(
             [0.0 if total is None else float(total), float(total is not None),
-             *(bad if bad else (-1.0, -1.0, 0.0)), *lost], dtype=torch.float64
+             *(bad if bad else (-1.0, -1.0, 0.0)), *lost, *sums], dtype=torch.float64
         )  # fmt: skip
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._all))]
         dist.all_gather(everyone, mine, group=self._all)
@@ -338,9 +429,12 @@ class Pipeline:
                 "rate",
                 rank,
             )
+        self._check_tied([row[len(row) - len(sums) :] for row in rows])
         self._guard([max(row[5 + cut] for row in rows) for cut in range(len(lost))])
         losses_of = [row[0] for row in rows if row[1]]
-        return torch.tensor(sum(losses_of) / len(losses_of), dtype=torch.float32)
+        dtype = self._captured.loss.meta["val"].dtype
+        wide = dtype if dtype is torch.float64 else torch.float32
+        return torch.tensor(sum(losses_of) / len(losses_of), dtype=wide)
 
     # --- What crosses between nodes --------------------------------------------------------------
 
@@ -391,11 +485,15 @@ class Pipeline:
         """Parameters that stages of several ranks use, with the group of these ranks."""
         found = []
         groups: dict[tuple[int, ...], Any] = {}
+        self._tied_names: list[str] = []
         short = self._captured.module.meta["evener_short"]
         names = dict(self._captured.module.named_parameters(remove_duplicate=False))
         for name in sorted(names):
             at = {schedules.rank_of(kind, s, ranks) for s in self.split.stage_of(name)}
-            if len(at) < 2 or self.rank not in at or not names[name].requires_grad:
+            if len(at) < 2 or not names[name].requires_grad:
+                continue
+            self._tied_names.append(short[name])
+            if self.rank not in at:
                 continue
             key = tuple(sorted(members[one] for one in at))
             if key not in groups:
@@ -410,6 +508,43 @@ class Pipeline:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(divided.own(parameter.grad), group=group)
+
+    def _share_tied(self) -> None:
+        """The mean over replicas, from the first stage that has a parameter to the others."""
+        own = dict(self.named_parameters())
+        for name, group in self._tied:
+            gradient = own[name].grad
+            assert gradient is not None
+            dist.broadcast(divided.own(gradient), group=group, group_src=0)
+
+    def _sums_of_tied(self) -> list[float]:
+        """A sum over each parameter that several ranks have, and over its magnitudes."""
+        own = dict(self.named_parameters())
+        found: list[float] = []
+        with torch.no_grad():
+            for name in self._tied_names:
+                if name not in own:
+                    found += [float("nan"), 0.0]
+                    continue
+                value = divided.own(own[name].detach())
+                value = torch.view_as_real(value) if value.is_complex() else value
+                found += [float(value.sum(dtype=torch.float64)),
+                          float(value.abs().sum(dtype=torch.float64))]  # fmt: skip
+        return found
+
+    def _check_tied(self, rows: list[list[float]]) -> None:
+        """Raises PipelineError where copies of a tied parameter are not alike."""
+        if self._sharding is not None:
+            return
+        for k, name in enumerate(self._tied_names):
+            sums = [row[2 * k] for row in rows if row[2 * k] == row[2 * k]]
+            size = max(row[2 * k + 1] for row in rows)
+            if sums and max(sums) - min(sums) > 1e-6 * size:
+                raise PipelineError(
+                    f"the copies of {name} on the stages that share it have become different",
+                    "change gradients and weights alike on all ranks: clip by "
+                    "pipe.clip_grad_norm_(), and give all ranks the same optimizer",
+                )
 
     def _put_aside(self) -> None:
         """Gradients of an earlier step that were summed then, where this step's are summed alone.
@@ -453,9 +588,14 @@ class Pipeline:
 
     def close(self) -> None:
         """End the thread that listens for errors, and give groups back. On all ranks."""
+        clip.disown(self)
         self._watch.close()
         if self._gradients is not None and self._watch.heard is None:
             self._gradients.close()
+
+
+def _autocast(state: tuple[Any, ...]) -> str:
+    return ", ".join(f"on for {device} ({dtype})" for device, dtype in state) or "off"
 
 
 def _flat(mark: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.errors import UsageError
-from evener.pipeline.capture import Captured, is_random
+from evener.pipeline.capture import Captured, Under, is_random, target_of, without_grad
 from evener.pipeline.cuts import crossing_at, crossings
 
 
@@ -34,6 +34,7 @@ class Draw:
     step: int = 0
     microbatch: int = 0
     off: bool = False  # evaluation: dropout lets all through
+    plain: bool = False  # comparison with the model: the generators are not seeded
 
     def key(self, place: int) -> int:
         """63 bits that differ wherever one of the four differs (splitmix64 of each in turn)."""
@@ -66,6 +67,8 @@ class Seeded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.draw.off:
             return _quiet(self.target, args, kwargs)
+        if self.draw.plain:
+            return self.target(*args, **kwargs)
         key = self.draw.key(self.place)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(key)
@@ -76,7 +79,10 @@ class Seeded:
 
 def _quiet(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A random operation without its chance."""
-    schema = target._schema  # type: ignore[attr-defined]
+    inner: Any = target
+    while isinstance(inner, Under):
+        inner = inner.target
+    schema = inner._schema
     names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "dropout_p" in given:
@@ -144,7 +150,7 @@ class StageModule(nn.Module):
             before = self.draw.microbatch, self.draw.step
             self.draw.microbatch, self.draw.step = microbatch, step
             try:
-                with own_chance(self.device, self.random):
+                with own_chance(self.device, self.random and not self.draw.plain):
                     found: tuple[torch.Tensor, ...] = self.graph_module(*values)
                     return found
             finally:
@@ -265,7 +271,7 @@ class Split:
                 continue
             if node.op == "get_attr":
                 name = str(node.target)
-                held = _attribute(captured.module, name)
+                held = attribute(captured.module, name)
                 if isinstance(held, fx.GraphModule):
                     root.add_module(name, copy.deepcopy(held))
                     made[node] = graph.get_attr(name)
@@ -336,9 +342,11 @@ def _differentiable(captured: Captured) -> set[fx.Node]:
         elif node.op == "call_function" and any(one in found for one in node.all_input_nodes):
             value = node.meta.get("val")
             several = isinstance(value, tuple | list)
-            quiet = str(node.target).startswith(("aten.detach", "wrap_with_set_grad"))
-            if several or (isinstance(value, torch.Tensor) and not quiet
-                           and (value.is_floating_point() or value.is_complex())):  # fmt: skip
+            quiet = without_grad(node) or str(target_of(node)).startswith("aten.detach")
+            differs = isinstance(value, torch.Tensor) and (
+                value.is_floating_point() or value.is_complex()
+            )
+            if not quiet and (several or differs):
                 found.add(node)
     return found
 
@@ -347,7 +355,8 @@ def _on(value: Any, device: torch.device) -> Any:
     return device if isinstance(value, torch.device) else value
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
+def attribute(module: nn.Module, name: str) -> Any:
+    """What a module has under a name with dots."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part)
@@ -356,7 +365,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 def _has(root: nn.Module, name: str) -> bool:
     try:
-        _attribute(root, name)
+        attribute(root, name)
     except AttributeError:
         return False
     return True

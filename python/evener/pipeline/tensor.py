@@ -148,6 +148,11 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether ranks have different parts of a tensor."""
+    return isinstance(tensor, DTensor) and any(isinstance(p, Shard) for p in tensor.placements)
+
+
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Write a whole tensor's values, or this rank's part of them."""
     if isinstance(tensor, DTensor):

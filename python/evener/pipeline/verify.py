@@ -1,0 +1,334 @@
+"""Whether the stages compute what the model does: compared on one microbatch, before they train.
+
+A trace sees the operations of a forward. What Python does in backward (an autograd.Function of
+one's own, a hook), what it counts, and what it takes for a constant, a trace does not see. So the
+model runs one microbatch as it is, forward and backward, and so do the stages, one after the other
+in this process, with the same chance. Loss, gradients and buffers must be equal but for rounding.
+
+A model on the meta device has no values. It is looked at for functions of its own alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evener.errors import UsageError
+from evener.pipeline.capture import Captured, Example, Trained, as_it_was, place_of
+from evener.pipeline.split import Draw, Split, attribute
+from evener.pipeline.synthetic import quiet_random
+
+Loss = Callable[[Any, Any], torch.Tensor] | None
+
+_SEED = 1234
+
+
+@dataclass
+class Pass:
+    """What one forward and backward gave."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Verified:
+    """The verdict. `evaluates`: why an evaluation in the pipeline would be wrong; "": it is not."""
+
+    def __init__(self, evaluates: str = "") -> None:
+        self.evaluates = evaluates
+
+
+def verify(
+    model: nn.Module, loss: Loss, captured: Captured, cuts: list[int], call: Example
+) -> Verified:
+    """Compare on `call`, one microbatch. Raises UsageError that names what cannot be carried."""
+    whole = Trained(model, loss)
+    place = place_of(model)
+    call = pytree.tree_map(lambda x: x.to(place) if isinstance(x, torch.Tensor) else x, call)
+    given = (call.args, call.kwargs, call.target)
+    with quiet_random(place):
+        if any(t.is_meta for t in (*whole.parameters(), *whole.buffers())):
+            with as_it_was(whole), contextlib.suppress(NotImplementedError):
+                _refuse_functions(whole(*given))
+            return Verified(_static(captured))
+        staged = _Staged(captured, cuts, whole, place)
+        # Twice: what a model counts from call to call shows in the second.
+        for again in (False, True):
+            try:
+                eager = list(_eager(whole, given, 1 + again))[-1]
+            except UsageError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"{type(model).__name__} cannot run one microbatch of {call.rows} row(s): "
+                    f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+                    "give a batch that divides into microbatches along its first dimension",
+                ) from error
+            found = list(staged.run(call, 1 + again))[-1]
+            if said := _differs(captured, eager, found):
+                where = _first_operation(whole, given, captured, call)
+                raise UsageError(
+                    f"a pipeline of {type(model).__name__} would compute something else: {said}"
+                    f"{' in the second call' if again else ''}{where}",
+                    "keep the forward free of what a trace does not see: counters, caches, hooks, "
+                    "branches on values; train it with evener.zero or FSDP2 otherwise",
+                )
+        return Verified(_evaluates(whole, given, staged, call))
+
+
+# --- The model as it is ---------------------------------------------------------------------------
+
+
+def _eager(whole: Trained, given: tuple[Any, ...], passes: int) -> Iterator[Pass]:
+    trained = {n: p for n, p in whole.named_parameters() if p.requires_grad}
+    with as_it_was(whole), _values_kept(whole):
+        for k in range(passes):
+            torch.manual_seed(_SEED + k)
+            value = whole(*given)
+            _refuse_functions(value)
+            gradients = _gradients(value, trained)
+            yield Pass(value.detach().clone(), gradients,
+                       {n: b.detach().clone() for n, b in whole.named_buffers()})  # fmt: skip
+
+
+def _gradients(value: torch.Tensor, of: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not value.requires_grad:
+        return {}
+    found = torch.autograd.grad(value, list(of.values()), allow_unused=True)
+    return {
+        name: (g.to_dense() if g.is_sparse else g).detach()
+        for name, g in zip(of, found, strict=True)
+        if g is not None
+    }
+
+
+@contextlib.contextmanager
+def _values_kept(*modules: nn.Module) -> Iterator[None]:
+    """Put back the values of buffers, and of parameters that a forward writes to."""
+    tensors = {id(t): t for m in modules for t in m.buffers()}
+    versions = [(p, p._version) for m in modules for p in m.parameters()]
+    before = {key: t.detach().clone() for key, t in tensors.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                tensor.copy_(before[key])
+        if any(p._version != version for p, version in versions):
+            raise UsageError(
+                "the forward writes to its own parameters (an embedding with max_norm does)",
+                "do it after optimizer.step(), or make what is written a buffer",
+            )
+
+
+def _refuse_functions(value: torch.Tensor) -> None:
+    """Raises UsageError where backward runs Python of the model's own."""
+    seen: set[Any] = set()
+    todo: list[Any] = [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            if getattr(node, "_forward_cls", type).__module__.startswith("torch._higher_order_ops"):
+                continue  # torch.cond and the like: an operation of the trace
+            what, fix = f"the autograd.Function {name}", (
+                "write it as operations (x + (f(x) - x).detach() passes a gradient straight "
+                "through)"
+            )  # fmt: skip
+            if name == "CheckpointFunction":
+                what, fix = "a reentrant checkpoint", "give use_reentrant=False"
+            elif name == "BackwardHookFunction":
+                what, fix = "a backward hook of a module", "remove the hook"
+            raise UsageError(f"the model has {what}, whose backward a pipeline would lose", fix)
+        todo += [one for one, _ in node.next_functions]
+
+
+# --- The stages -----------------------------------------------------------------------------------
+
+
+class _Staged:
+    """All stages in this process, with the model's own tensors."""
+
+    def __init__(
+        self, captured: Captured, cuts: list[int], whole: Trained, place: torch.device
+    ) -> None:
+        self.captured, self.split, self.whole = captured, Split(captured, cuts), whole
+        self.draw = Draw(plain=True)
+        self.modules = [
+            self.split.module(s, place, self.draw, place=lambda _name, held, _parameter: held)
+            for s in range(len(cuts) + 1)
+        ]
+
+    def run(self, call: Example, passes: int, grad: bool = True) -> Iterator[Pass]:
+        leaves = dict(zip(self.split.input_names, self.captured.flatten(call), strict=True))
+        with as_it_was(*self.modules), _values_kept(self.whole, *self.modules):
+            for k in range(passes):
+                torch.manual_seed(_SEED + k)
+                crossing: tuple[torch.Tensor, ...] = ()
+                for s, module in enumerate(self.modules):
+                    edges = self.split.edge(self.split.bounds[s])
+                    crossing = tuple(
+                        self.split.laid(edge, tensor, call.rows)
+                        for edge, tensor in zip(edges, crossing, strict=True)
+                    )
+                    crossing = module(*crossing, **leaves)
+                value = crossing[0]
+                buffers = {n: b.detach().clone() for m in self.modules
+                           for n, b in m.named_buffers()}  # fmt: skip
+                yield Pass(value.detach().clone(), self._gradients(value) if grad else {}, buffers)
+
+    def _gradients(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        several = {
+            f"{s} {n}": p
+            for s, module in enumerate(self.modules)
+            for n, p in module.named_parameters()
+            if p.requires_grad
+        }
+        for name, gradient in _gradients(value, several).items():
+            used = name.partition(" ")[2]
+            found[used] = found[used] + gradient if used in found else gradient
+        return found
+
+
+# --- The comparison -------------------------------------------------------------------------------
+
+
+def _differs(captured: Captured, eager: Pass, found: Pass) -> str:
+    """What differs, in words; "" where nothing does."""
+    tolerance = captured.tolerance
+    if not _close(eager.loss, found.loss, tolerance):
+        return f"its loss is {float(found.loss):.6g}, the model's {float(eager.loss):.6g}"
+    of_model = {_used(captured, n): g for n, g in eager.gradients.items()}
+    largest = max((float(g.norm()) for g in of_model.values()), default=0.0)
+    for name, gradient in found.gradients.items():
+        wanted = of_model.pop(name, None)
+        if wanted is None:
+            wanted = torch.zeros_like(gradient)
+        if not _close(wanted, gradient, tolerance, largest):
+            return f"the gradient of {name} differs"
+    for name, wanted in of_model.items():
+        if float(wanted.norm()) > tolerance * largest:
+            return f"the gradient of {name} is lost"
+    buffers = {_used(captured, n): b for n, b in eager.buffers.items()}
+    for name, buffer in found.buffers.items():
+        wanted = buffers.get(name)
+        if wanted is not None and not _close(wanted, buffer, tolerance):
+            return f"the buffer {name} differs after it"
+    return ""
+
+
+def _used(captured: Captured, name: str) -> str:
+    """The name in the stages of a tensor of the whole model."""
+    short = name.removeprefix("model.")
+    return captured.aliases.get(short, short)
+
+
+def _close(wanted: torch.Tensor, found: torch.Tensor, tolerance: float, scale: float = 0.0) -> bool:
+    if wanted.shape != found.shape or wanted.dtype != found.dtype:
+        return False
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return bool(torch.equal(wanted, found))
+    if torch.equal(wanted, found):
+        return True
+    a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (wanted, found))
+    if not bool(a.isfinite().all()):
+        return bool(torch.equal(a.isfinite(), b.isfinite()))
+    apart, length = float((a - b).norm()), float(a.norm())
+    return apart <= tolerance * (length + 1e-3 * scale)
+
+
+class _Seen(TorchDispatchMode):
+    """What each operation gave, as (name, a sum that tells values apart)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in pytree.tree_leaves(out):
+            if isinstance(one, torch.Tensor) and one.numel():
+                flat = one.detach().to(torch.complex128).flatten()
+                self.found.append((str(func), float((flat * (1 + 0.5j)).abs().sum())))
+        return out
+
+
+def _first_operation(
+    whole: Trained, given: tuple[Any, ...], captured: Captured, call: Example
+) -> str:
+    """The first operation that the model did not run so, and its module, in words."""
+    try:
+        eager = _Seen()
+        with as_it_was(whole), _values_kept(whole), torch.no_grad():
+            torch.manual_seed(_SEED)
+            with eager:
+                whole(*given)
+            known = {(name, round(value, 4)) for name, value in eager.found}
+            torch.manual_seed(_SEED)
+            values = iter(captured.flatten(call))
+            here: dict[fx.Node, Any] = {}
+            for node in captured.module.graph.nodes:
+                if node.op == "placeholder":
+                    here[node] = next(values)
+                elif node.op == "get_attr":
+                    here[node] = attribute(captured.module, str(node.target))
+                elif node.op == "call_function":
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: here[n])
+                    with _Seen() as ran:
+                        here[node] = node.target(*args, **kwargs)
+                    if any((n, round(v, 4)) not in known for n, v in ran.found):
+                        stack = list((node.meta.get("nn_module_stack") or {}).values())
+                        path = str(stack[-1][0]).removeprefix("model.") if stack else ""
+                        return f"; the first operation that differs is {node.target}" + (
+                            f" of {path}" if path else ""
+                        )
+    except Exception:  # noqa: BLE001 - the difference itself is said
+        return ""
+    return ""
+
+
+# --- Evaluation -----------------------------------------------------------------------------------
+
+
+def _static(captured: Captured) -> str:
+    """Why an evaluation would be wrong, from the operations alone."""
+    for node in captured.ops:
+        name = str(node.target)
+        if "batch_norm" in name:
+            return "batch norm takes its statistics from the batch in training"
+        if any(word in name for word in ("rand", "bernoulli", "normal", "multinomial", "uniform")):
+            return f"{name} draws in training"
+    return ""
+
+
+def _evaluates(whole: Trained, given: tuple[Any, ...], staged: _Staged, call: Example) -> str:
+    """Why the stages without dropout do not give what the model gives in eval(); "": they do."""
+    with as_it_was(whole), _values_kept(whole), torch.no_grad():
+        whole.eval()
+        try:
+            value = whole(*given)
+        except Exception as error:  # noqa: BLE001 - a model may train alone
+            return f"in eval() the model raises {type(error).__name__}"
+        wanted = Pass(value.detach().clone(), {},
+                      {n: b.detach().clone() for n, b in whole.named_buffers()})  # fmt: skip
+    staged.draw.off = True
+    try:
+        with torch.no_grad():
+            found = next(iter(staged.run(call, 1, grad=False)))
+    finally:
+        staged.draw.off = False
+    said = _differs(staged.captured, wanted, found)
+    return said and f"in eval() the model does something else than leave out dropout ({said})"
