@@ -92,6 +92,58 @@ def test_rows_that_depend_on_each_other_are_left_alone() -> None:
     assert "depends on the padding" in why(made)
 
 
+MIXED = {
+    "mean": lambda x: x - x.mean(0),
+    "sum over the batch": lambda x: x / x.shape[0],
+    "softmax over the batch": lambda x: torch.softmax(x, 0),
+    "cumsum from the end": lambda x: x.flip(0).cumsum(0).flip(0),
+    "batch norm": lambda x: nn.functional.batch_norm(x, None, None, training=True),
+    "maximum": lambda x: x - x.amax(0),
+    "the last row alone": lambda x: torch.cat([x[:-1], x[-1:] * 2]),
+    "the row before": lambda x: x + x.roll(1, 0),
+    "a hair of the mean": lambda x: x + 1e-6 * x.mean(),
+    "a branch on the whole": lambda x: x * (1 + (x.std() > 1e3).float()),
+    "odd numbers of rows": lambda x: x * (1 + x.shape[0] % 2),
+    "a constant of rows": lambda x: x[:3] * 2,
+    "the number": lambda x: (x * 2, x.shape[0]),
+    "pairs": lambda x: x @ x.T,
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_no_first_batch_hides_that_rows_depend_on_each_other(name: str) -> None:
+    """That of a data loader is full: 1 row of padding of 1,024 says little about half of them."""
+    function = MIXED[name]
+    made = bucketed(function, name=name, options=QUICK, backend="eager", record=False)
+    for size in [64] * 6 + [40, 33, 2, 61]:
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(made(x), function(x))
+    assert ready(made) == 0
+    assert why(made)
+
+
+def test_an_input_that_is_changed_is_left_alone() -> None:
+    made = bucketed(lambda x: x.mul_(2), options=QUICK, name="twice", backend="eager")
+    for size in SIZES:
+        x = torch.ones(size, 3)
+        assert made(x) is x
+        assert torch.equal(x, torch.full((size, 3), 2.0))
+    assert "changes an input" in why(made)
+
+
+def test_two_signatures_of_one_size_cut_their_own_outputs() -> None:
+    def pick(x: torch.Tensor, whole: bool) -> torch.Tensor:
+        return x * 2 if whole else x.new_ones(3)
+
+    made = bucketed(pick, options=QUICK, backend="eager")
+    for _ in range(2):
+        for size in SIZES:
+            for whole in (True, False):
+                x = torch.randn(size, 3)
+                torch.testing.assert_close(made(x, whole), pick(x, whole))
+    assert ready(made) >= 12
+
+
 def test_a_mask_makes_them_independent() -> None:
     def centred(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return x - (x * mask[:, None]).sum(0) / mask.sum()
@@ -183,9 +235,9 @@ def test_what_passed_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> No
     checks: list[int] = []
     check = Function._check
 
-    def counted(self: Any, *arguments: Any) -> None:
+    def counted(self: Any, *arguments: Any) -> list[bool]:
         checks.append(1)
-        check(self, *arguments)
+        return check(self, *arguments)
 
     monkeypatch.setattr(Function, "_check", counted)
     again = run(double)

@@ -47,7 +47,9 @@ class _Walk:
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if isinstance(value, (list, tuple)):
+        if callable(getattr(kind, "named_modules", None)):
+            self.module(value)
+        elif isinstance(value, (list, tuple)):
             for each in value:
                 self.value(each)
         elif isinstance(value, (set, frozenset)):

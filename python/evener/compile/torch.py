@@ -9,7 +9,8 @@ by that cut, so a loss outside of the function needs no mask.
 
 It is compiled in the call that comes first to a bucket, as torch.compile does: in a second thread
 Dynamo is not safe (with torch 2.11 it ended the process). Outputs and gradients of the padded,
-compiled form are compared with the plain form's first.
+compiled form are compared with the plain form's first, for several sizes and paddings
+(`independence`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from evener.compile import code, isa, store
+from evener.compile import code, independence, isa, store
 from evener.compile.driver import Bucketed, WrongError
+from evener.compile.independence import Filling
 from evener.compile.policy import Options
 from evener.errors import UsageError
 
@@ -85,6 +87,7 @@ class _Call:
     leaves: list[Any]
     tree: Any
     padded: list[int]  # which leaves
+    key: Hashable = None  # of the signature
 
 
 class Function(Bucketed[_Call]):
@@ -106,9 +109,10 @@ class Function(Bucketed[_Call]):
         self._dim, self._mask = dim, mask
         self._settings = (dim, mask, name, options, record, compile_options)
         self._made = torch.compile(function, dynamic=False, **compile_options)
-        self._cut: dict[int, list[bool]] = {}  # of each edge: which outputs are cut
+        # Of each signature and edge: which outputs are cut.
+        self._cut: dict[tuple[Hashable, int], list[bool]] = {}
         self._looked: set[str] = set()
-        self._changes = ""  # a buffer that a call changes
+        self._changes = ""  # a buffer or an input that a call changes
         self._code = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
@@ -137,12 +141,9 @@ class Function(Bucketed[_Call]):
             for i, x in enumerate(leaves)
             if isinstance(x, torch.Tensor) and x.dim() > dim and x.shape[dim] == size
         ]
-        return self._run(
-            _Call(leaves, tree, padded),
-            size,
-            self._key(leaves, padded),
-            lambda: self._signature(leaves, padded),
-        )
+        key = self._key(leaves, padded)
+        call = _Call(leaves, tree, padded, key)
+        return self._run(call, size, key, lambda: self._signature(leaves, padded))
 
     def _key(self, leaves: list[Any], padded: list[int]) -> Hashable:
         """As `_signature`, without making a text."""
@@ -203,16 +204,26 @@ class Function(Bucketed[_Call]):
         found, tree = pytree.tree_flatten(self._whole(self._made, call, size, edge))
         cut = [
             x.narrow(self._dim, 0, size) if short else x
-            for x, short in zip(found, self._cut[edge], strict=True)
+            for x, short in zip(found, self._cut[call.key, edge], strict=True)
         ]
         return pytree.tree_unflatten(cut, tree)
 
-    def _whole(self, function: Callable[..., Any], call: _Call, size: int, edge: int) -> Any:
-        """What it gives for the padded inputs, not cut."""
+    def _whole(
+        self,
+        function: Callable[..., Any],
+        call: _Call,
+        size: int,
+        edge: int,
+        filling: Filling | None = None,
+    ) -> Any:
+        """What it gives for the padded inputs, not cut. `filling`: None for the last row."""
         leaves = list(call.leaves)
         if size < edge:
             for i in call.padded:
                 x = leaves[i]
+                if filling is not None:
+                    leaves[i] = torch.cat([x, _filled(x, self._dim, filling)], self._dim)
+                    continue
                 last = x.narrow(self._dim, size - 1, 1)
                 more = [edge - size if d == self._dim else -1 for d in range(x.dim())]
                 leaves[i] = torch.cat([x, last.expand(more)], self._dim)
@@ -232,11 +243,16 @@ class Function(Bucketed[_Call]):
         if mode not in self._looked:
             self._looked.add(mode)
             before = _random_state()
+            call = self._kept(call)
+            tensors = [x for x in call.leaves if isinstance(x, torch.Tensor)]
+            versions = [x._version for x in tensors]
             with torch.no_grad(), self._restored() as changed:
                 self._plain(call)
             _set_random_state(before)
             if changed:
                 self._changes = changed[0]
+            elif versions != [x._version for x in tensors]:
+                self._changes = "an input"
         return False
 
     def _kept(self, call: _Call) -> _Call:
@@ -244,7 +260,7 @@ class Function(Bucketed[_Call]):
             x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
             for x in call.leaves
         ]
-        return _Call(leaves, call.tree, call.padded)
+        return _Call(leaves, call.tree, call.padded, call.key)
 
     def _prepare(
         self, call: _Call, size: int, edge: int, known: dict[str, Any] | None
@@ -255,43 +271,94 @@ class Function(Bucketed[_Call]):
         if self._changes:
             raise WrongError(f"a call changes {self._changes}: padded rows would count there")
         call = self._kept(call)
-        if size == edge and edge > 1:  # at least one padded row
-            size -= 1
-            for i in call.padded:
-                x = call.leaves[i]
-                short = x.detach().narrow(self._dim, 0, size)
-                call.leaves[i] = short.requires_grad_(x.requires_grad)
+        if edge < 2:
+            raise WrongError("there is nothing to pad")
         if (
             known is not None
             and known["code"] == self._code
-            and self._compile(call, size, edge) == len(known["cut"])
+            and known.get("proof") == independence.PROOF
+            and self._compile(self._first(call, min(size, edge - 1)), edge) == len(known["cut"])
         ):
-            self._cut[edge] = known["cut"]
+            self._cut[call.key, edge] = known["cut"]
             return known
-        with self._without_dropout() as dropout:
+        before = _random_state()
+        with self._without_dropout() as dropout, self._restored():
             # Random numbers differ with the shape. So where there is dropout, the plain form is
             # compared with itself, without it.
-            self._check(self._function if dropout else self._made, call, size, edge)
+            cut = self._check(self._function if dropout else self._made, call, size, edge)
+        _set_random_state(before)
         if dropout:
-            self._compile(call, size, edge)
-        return {"code": self._code, "cut": self._cut[edge]}
+            self._compile(self._first(call, min(size, edge - 1)), edge)
+        self._cut[call.key, edge] = cut
+        return {"code": self._code, "cut": cut, "proof": independence.PROOF}
 
-    def _compile(self, call: _Call, size: int, edge: int) -> int:
+    def _first(self, call: _Call, size: int) -> _Call:
+        """The call with its first rows."""
+        leaves = list(call.leaves)
+        for i in call.padded:
+            x = leaves[i]
+            leaves[i] = x.detach().narrow(self._dim, 0, size).requires_grad_(x.requires_grad)
+        return _Call(leaves, call.tree, call.padded, call.key)
+
+    def _compile(self, call: _Call, edge: int) -> int:
         """Run it, backward too; gives the number of outputs."""
         before = _random_state()
+        size = call.leaves[call.padded[0]].shape[self._dim]
         found, _ = pytree.tree_flatten(self._whole(self._made, call, size, edge))
         _gradients(found, call.leaves)
         _set_random_state(before)
         return len(found)
 
-    def _check(self, made_by: Callable[..., Any], call: _Call, size: int, edge: int) -> None:
-        plain, tree = pytree.tree_flatten(self._plain(call))
-        made, other = pytree.tree_flatten(self._whole(made_by, call, size, edge))
-        if tree != other:
-            raise WrongError("the compiled form gives another structure")
+    def _check(self, made_by: Callable[..., Any], call: _Call, size: int, edge: int) -> list[bool]:
+        """Which outputs are cut. Raises WrongError where a real row depends on the padding."""
+        seed, cut = _random_state(), []
+        for number, n in enumerate(independence.sizes(size, edge)):
+            short = self._first(call, n)
+            _set_random_state(seed)
+            try:
+                plain, tree = pytree.tree_flatten(self._plain(short))
+            except Exception:
+                if number == 0:
+                    raise
+                continue  # fewer rows than it works with
+            right = _gradients(plain, short.leaves)
+            first: list[Any] = []
+            for filling in independence.fillings(n, edge - n, bool(self._mask)):
+                if number and filling.rows != (n - 1,) * (edge - n):
+                    continue  # once is enough: the padding is most of that batch
+                if filling.wild and not _tame(short.leaves):
+                    continue
+                _set_random_state(seed)
+                try:
+                    made, other = pytree.tree_flatten(self._whole(made_by, short, n, edge, filling))
+                except Exception:
+                    if filling.wild:
+                        continue  # numbers outside of its domain
+                    raise
+                if tree != other:
+                    raise WrongError("the compiled form gives another structure")
+                now = self._cuts(plain, made, n, edge)
+                if cut and now != cut:
+                    raise WrongError("which outputs have a row for each input depends on the size")
+                cut = now
+                made = [
+                    m.narrow(self._dim, 0, n) if c else m for m, c in zip(made, cut, strict=True)
+                ]
+                if not first:
+                    first = made
+                    self._compare(plain, made, cut, f"on {edge - n} rows of padding behind {n}")
+                else:
+                    self._same(first, made, filling.name)
+                if not filling.wild:
+                    self._compare_gradients(right, _gradients(made, short.leaves))
+        return cut
+
+    def _cuts(self, plain: list[Any], made: list[Any], size: int, edge: int) -> list[bool]:
         cut = []
         for p, m in zip(plain, made, strict=True):
             both = isinstance(p, torch.Tensor) and isinstance(m, torch.Tensor)
+            if not both and p is not m and not (type(p) is type(m) and p == m):
+                raise WrongError(f"an output is {m!r:.40} with padding and {p!r:.40} without")
             short = both and p.shape != m.shape
             if short:
                 at = [d for d in range(p.dim()) if p.shape[d] != m.shape[d]]
@@ -300,19 +367,32 @@ class Function(Bucketed[_Call]):
                         f"an output has the shape {list(m.shape)} with padding and "
                         f"{list(p.shape)} without: it cannot be cut in dimension {self._dim}"
                     )
+                if p.shape[self._dim] != size:
+                    raise WrongError("an output has another number of rows than the inputs")
             cut.append(short)
-        made = [m.narrow(self._dim, 0, size) if c else m for m, c in zip(made, cut, strict=True)]
-        self._compare(plain, made, call)
-        self._cut[edge] = cut
+        return cut
 
-    def _compare(self, plain: list[Any], made: list[Any], call: _Call) -> None:
+    def _depends(self, index: int, how: str) -> WrongError:
+        return WrongError(
+            f"output {index} depends on the padding, {how}"
+            + ("" if self._mask else "; rows are not computed one by one: give mask=")
+        )
+
+    def _compare(self, plain: list[Any], made: list[Any], cut: list[bool], where: str) -> None:
         for index, (p, m) in enumerate(zip(plain, made, strict=True)):
-            if isinstance(p, torch.Tensor) and not _near(p, m):
-                raise WrongError(
-                    f"output {index} depends on the padding, by {_far(p, m):.2g} of its norm"
-                    + ("" if self._mask else "; rows are not computed one by one: give mask=")
-                )
-        first, second = _gradients(plain, call.leaves), _gradients(made, call.leaves)
+            if isinstance(p, torch.Tensor):
+                far = _rows_apart(p, m, self._dim if cut[index] else None)
+                if p.dtype != m.dtype or far > _tolerance(p):
+                    raise self._depends(index, f"{where}, by {far:.2g} of a row's norm")
+
+    def _same(self, first: list[Any], made: list[Any], filling: str) -> None:
+        for index, (p, m) in enumerate(zip(first, made, strict=True)):
+            if isinstance(p, torch.Tensor) and not _same(p, m):
+                raise self._depends(index, f"where that is {filling}")
+
+    def _compare_gradients(
+        self, first: list[torch.Tensor | None], second: list[torch.Tensor | None]
+    ) -> None:
         noise = _noise(first)
         for p, m in zip(first, second, strict=True):
             if p is None and m is None:
@@ -323,7 +403,12 @@ class Function(Bucketed[_Call]):
     @contextlib.contextmanager
     def _restored(self) -> Iterator[list[str]]:
         """The module's buffers are afterwards what they were; gives the names of those changed."""
-        buffers = dict(self._module.named_buffers()) if self._module is not None else {}
+        buffers = {
+            name: buffer
+            for module in [self._module, *_closed_over(self._function)]
+            if module is not None
+            for name, buffer in module.named_buffers()
+        }
         # By value: torch's kernels change running statistics without a new version.
         kept = {key: b.detach().clone() for key, b in buffers.items()}
         changed: list[str] = []
@@ -338,7 +423,8 @@ class Function(Bucketed[_Call]):
     @contextlib.contextmanager
     def _without_dropout(self) -> Iterator[bool]:
         """Gives whether there is some."""
-        modules = [] if self._module is None else self._module.modules()
+        roots = [self._module, *_closed_over(self._function)]
+        modules = [m for root in roots if root is not None for m in root.modules()]
         drops = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
         drops = [m for m in drops if m.training and m.p > 0]
         for m in drops:
@@ -348,6 +434,32 @@ class Function(Bucketed[_Call]):
         finally:
             for m in drops:
                 m.training = True
+
+
+def _closed_over(function: Any) -> list[nn.Module]:
+    """Modules that a function uses without being given them."""
+    function = getattr(function, "__func__", function)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    known = getattr(function, "__globals__", {})
+    found = [*cells, *(known.get(name) for name in names), getattr(function, "__self__", None)]
+    return [each for each in found if isinstance(each, nn.Module)]
+
+
+def _filled(x: torch.Tensor, dim: int, filling: Filling) -> torch.Tensor:
+    """The padding of a tensor."""
+    rows = x.index_select(dim, torch.tensor(filling.rows, device=x.device))
+    if filling.wild and x.is_floating_point() and x.numel():
+        rows = rows * filling.factor + filling.shift * (x.detach().abs().max() + 1)
+    return rows
+
+
+def _tame(leaves: list[Any]) -> bool:
+    """Whether a number outside of a function's domain ends in an exception at the worst.
+
+    On a GPU one that becomes an index ends the process.
+    """
+    return all(x.device.type == "cpu" for x in leaves if isinstance(x, torch.Tensor))
 
 
 def _device(leaves: list[Any]) -> str:
@@ -387,6 +499,22 @@ def _noise(gradients: list[torch.Tensor | None]) -> float:
     return 8 * torch.finfo(torch.float32).eps * math.hypot(*norms)
 
 
+def _tolerance(x: torch.Tensor) -> float:
+    if not (x.is_floating_point() or x.is_complex()):
+        return 0.0
+    return _TOLERANCE.get(x.dtype, 2e-3)
+
+
+def _rows_apart(p: torch.Tensor, m: torch.Tensor, dim: int | None) -> float:
+    def array(x: torch.Tensor) -> Any:
+        x = x.detach().cpu()
+        if x.is_complex():
+            x = torch.view_as_real(x)
+        return (x.double() if x.is_floating_point() else x).numpy()
+
+    return independence.apart(array(p), array(m), dim)
+
+
 def _near(p: torch.Tensor, m: torch.Tensor, noise: float = 0.0) -> bool:
     if p.shape != m.shape or p.dtype != m.dtype:
         return False
@@ -394,7 +522,7 @@ def _near(p: torch.Tensor, m: torch.Tensor, noise: float = 0.0) -> bool:
         return bool(torch.equal(p, m))
     if p.isfinite().all() and float((p.detach().double() - m.detach().double()).norm()) <= noise:
         return True
-    return _far(p, m) <= _TOLERANCE.get(p.dtype, 2e-3)
+    return _far(p, m) <= _tolerance(p)
 
 
 def _gradients(outputs: list[Any], inputs: list[Any]) -> list[torch.Tensor | None]:
