@@ -89,6 +89,29 @@ def test_a_loaded_model_trains_on(name, tmp_path, kind):
     assert all(before[key] != row for key, row in rows(second).items())
 
 
+def test_a_loaded_model_needs_no_second_compile(name, tmp_path):
+    first = model(name)
+    given = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    first.fit(IDS, TARGET, **given)
+    first.save(tmp_path / "m.keras")
+    second = keras.models.load_model(tmp_path / "m.keras")
+    for one in (first, second):
+        one.fit(IDS, TARGET, **given)
+    assert rows(second) == rows(first)
+
+
+def test_the_loss_scale_that_keras_adds_by_itself(name):
+    before = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    try:
+        made = model(name)
+        losses = made.fit(IDS, TARGET, epochs=20, verbose=0).history["loss"]
+    finally:
+        keras.mixed_precision.set_dtype_policy(before)
+    assert isinstance(made.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert losses[-1] < losses[0]
+
+
 class Best(keras.callbacks.Callback):
     """Says that one epoch is the best, and keeps what the model was then."""
 

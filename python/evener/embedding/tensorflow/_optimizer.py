@@ -8,6 +8,7 @@ loss scales, schedules of the learning rate) it does to these too.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -41,20 +42,35 @@ def DynamicEmbeddingOptimizer(optimizer: Any, *unused: Any, **ignored: Any) -> A
             f"{type(optimizer).__name__} is no optimizer of Keras 3 or tf.compat.v1.train",
             "give one, as keras.optimizers.Adam(1e-3)",
         )
+    # Keras puts a LossScaleOptimizer around by itself where the policy is mixed_float16.
+    keras.optimizers.LossScaleOptimizer.check_finite = _check_finite
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
         _derived(inner, _Keras)
-        return _derived(optimizer, _KerasLossScale)
+        return optimizer
     return _derived(optimizer, _Keras)
 
 
 def _derived(optimizer: Any, mixin: type) -> Any:
     own = type(optimizer)
-    if issubclass(own, mixin):
-        return optimizer
-    # The same name: Keras writes it into saved models, and reads the plain optimizer back.
-    optimizer.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    if not issubclass(own, mixin):
+        optimizer.__class__ = _class(own, mixin)
     return optimizer
+
+
+@functools.cache
+def _class(own: type, mixin: type) -> type:
+    # The same name, as of the module: Keras writes both into saved models.
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__})
+
+
+def register() -> None:
+    """Let Keras save its own optimizers as ones that train tables, and load them so."""
+    import keras
+
+    for name, own in vars(keras.optimizers).items():
+        if isinstance(own, type) and issubclass(own, keras.optimizers.Optimizer):
+            keras.saving.register_keras_serializable("evener", name)(_class(own, _Keras))
 
 
 def store_optimizer(optimizer: Any, variable: Any = None) -> dict[str, Any] | None:
@@ -327,14 +343,10 @@ def _nothing(dim: int) -> Any:
     return tf.IndexedSlices(tf.zeros([0, dim]), tf.zeros([0], tf.int64))
 
 
-class _KerasLossScale:
-    """LossScaleOptimizer: whether a step is finite is judged by the values of slices."""
-
-    def check_finite(self, grads: Any) -> Any:
-        values = [
-            g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None
-        ]
-        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+def _check_finite(self: Any, grads: Any) -> Any:
+    """LossScaleOptimizer's: whether a step is finite, by the values of slices."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
 
 
 class _V1:

@@ -9,12 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.embedding.tensorflow import _stores
+from evener.embedding.tensorflow import _optimizer, _stores
 from evener.embedding.tensorflow._lookup import safe_embedding_lookup_sparse
 from evener.embedding.tensorflow._options import EmbeddingVariableOption, initial
 from evener.embedding.tensorflow._variable import DynamicVariable
 from evener.embedding.tensorflow._weights import Anchor
 from evener.errors import UsageError
+
+_optimizer.register()
 
 
 @keras.saving.register_keras_serializable(package="evener")
