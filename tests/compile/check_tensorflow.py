@@ -88,6 +88,59 @@ def rows_that_depend_on_each_other() -> None:
     assert "depends on the padding" in why(made)
 
 
+MIXED = {
+    "mean": lambda x: x - tf.reduce_mean(x, 0),
+    "largest": lambda x: x / (1 + tf.abs(tf.reduce_max(x, 0))),
+    "softmax": lambda x: tf.nn.softmax(x, 0),
+    "from the end": lambda x: tf.cumsum(x, 0, reverse=True),
+    "number of rows": lambda x: x / tf.cast(tf.shape(x)[0], tf.float32),
+    "number in Python": lambda x: x / x.shape[0],
+    "next row": lambda x: x + tf.roll(x, -1, 0),
+    "sorted": lambda x: tf.sort(x, 0),
+    "a branch": lambda x: tf.cond(tf.reduce_min(x) < -1e3, lambda: x, lambda: 2 * x),
+}
+APART = {
+    "row by row": lambda x: tf.nn.relu(x @ tf.ones([4, 3])),
+    "from the start": lambda x: tf.cumsum(x, 0),
+    "of numbers above zero": lambda x: tf.math.log(tf.abs(x)) + tf.sqrt(tf.abs(x)),
+}
+
+
+def a_full_first_batch() -> None:
+    """One row of padding in 512 hides what rows have to do with each other."""
+    quick = Options(plan_after=4, hits=1, judge=10_000, most=2, background=False)
+    draw = np.random.default_rng(3)
+    for name, function in {**MIXED, **APART}.items():
+        made = bucketed(function, name=name, options=quick, record=False)
+        for size in [512] * 5 + [300, 511, 400, 512]:
+            x = tf.constant(draw.normal(size=(size, 4)), tf.float32)
+            np.testing.assert_allclose(made(x), function(x), rtol=1e-4, atol=1e-5, err_msg=name)
+        assert (ready(made) > 0) is (name in APART), (name, why(made))
+
+
+def random_numbers() -> None:
+    made = bucketed(lambda x: x - tf.reduce_mean(x, 0) + tf.random.normal([1]), options=QUICK)
+    for seed, size in enumerate(SIZES):
+        made(batch(size, seed)[0])
+    assert ready(made) == 0 and "random numbers" in why(made)
+
+
+def two_kinds_of_calls() -> None:
+    """Calls with the same sizes and other outputs: each is cut as it must be."""
+
+    def function(x: Any, both: bool = False) -> Any:
+        return (tf.zeros([3]), x + 1) if both else (x + 1, tf.zeros([3]))
+
+    made = bucketed(function, options=QUICK)
+    for seed, size in enumerate(SIZES * 2):
+        x, _ = batch(size, seed)
+        for both in (False, True):
+            for found, right in zip(made(x, both), function(x, both), strict=True):
+                np.testing.assert_allclose(found, right)
+        made.wait()
+    assert ready(made) >= 5, made.report()
+
+
 def what_acts_outside() -> None:
     def prints(x: Any) -> Any:
         tf.print("")
@@ -105,6 +158,9 @@ def main() -> None:
     a_whole_step()
     a_forward_under_a_tape()
     rows_that_depend_on_each_other()
+    a_full_first_batch()
+    random_numbers()
+    two_kinds_of_calls()
     what_acts_outside()
     assert "torch" not in sys.modules
     print("all right")

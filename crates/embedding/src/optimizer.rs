@@ -123,7 +123,11 @@ impl Step {
                 }
             }
             Optimizer::Adam {
-                beta1, beta2, eps, ..
+                beta1,
+                beta2,
+                eps,
+                eps_hat,
+                ..
             } => {
                 if absent > 0 {
                     let (m, v) = slots.split_at_mut(dim);
@@ -132,7 +136,7 @@ impl Step {
                     m.iter_mut().for_each(|m| *m *= first);
                     v.iter_mut().for_each(|v| *v *= second);
                 }
-                self.adam(w, slots, g, beta1, beta2, eps);
+                self.adam(w, slots, g, beta1, beta2, self.eps(eps, eps_hat));
             }
             Optimizer::LazyAdam {
                 beta1, beta2, eps, ..
@@ -141,12 +145,13 @@ impl Step {
                 beta1,
                 beta2,
                 eps,
+                eps_hat,
                 weight_decay,
                 ..
             } => {
                 let keep = 1.0 - lr * weight_decay;
                 w.iter_mut().for_each(|w| *w *= keep);
-                self.adam(w, slots, g, beta1, beta2, eps);
+                self.adam(w, slots, g, beta1, beta2, self.eps(eps, eps_hat));
             }
             Optimizer::Ftrl {
                 lr_power,
@@ -211,6 +216,15 @@ impl Step {
                     ((v[i] / second).sqrt() + eps) / lr + 2.0 * l2
                 });
             }
+        }
+    }
+
+    /// What is added to the corrected root of the second moment.
+    #[inline(always)]
+    fn eps(&self, eps: f32, hat: bool) -> f32 {
+        match hat {
+            true => (f64::from(eps) / self.corrections[1].sqrt()) as f32,
+            false => eps,
         }
     }
 

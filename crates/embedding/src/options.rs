@@ -159,6 +159,10 @@ pub enum Optimizer {
         /// Added to the root.
         #[serde(default = "tiny")]
         eps: f32,
+        /// Whether `eps` is added before the correction of the second moment ("epsilon hat" of the
+        /// paper), as Keras and TensorFlow do, or after it, as PyTorch does.
+        #[serde(default)]
+        eps_hat: bool,
     },
     /// [`Optimizer::LazyAdam`] and `w -= lr weight_decay w` first (Loshchilov and Hutter, 2019), on
     /// the rows that are seen.
@@ -175,6 +179,10 @@ pub enum Optimizer {
         /// Added to the root.
         #[serde(default = "tiny")]
         eps: f32,
+        /// Whether `eps` is added before the correction of the second moment ("epsilon hat" of the
+        /// paper), as Keras and TensorFlow do, or after it, as PyTorch does.
+        #[serde(default)]
+        eps_hat: bool,
         /// Decoupled decay.
         #[serde(default = "decay")]
         weight_decay: f32,

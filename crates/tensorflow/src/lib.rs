@@ -17,6 +17,7 @@
     reason = "TensorFlow's C API is pointers; capi.rs, kernel.rs, stores.rs and collectives say why each holds"
 )]
 
+mod aside;
 mod capi;
 mod collectives;
 mod kernel;

@@ -2,6 +2,7 @@
 //! [`ops!`] makes the table below into types that TensorFlow can be told of; what each does is a function
 //! of the store and the run.
 
+use crate::aside;
 use crate::capi::{Code, c};
 use crate::kernel::{Input, Node, Op, Result, Run, Shapes, register};
 use crate::stores::Named;
@@ -58,6 +59,23 @@ ops! {
     /// dim into shape inference and the gradient out (see `evener.embedding.tensorflow`); its values are
     /// not read.
     Lookup [c"keys: int64", c"anchor: float"] -> [c"rows: float"], Joined, lookup(insert = true);
+
+    /// `inside`, which is `anchor`, for lookups inside of branches and loops; and the token of this run,
+    /// under which their gradients are put aside.
+    Enter [c"anchor: float"] -> [c"inside: float", c"token: int64"], Unknown, enter;
+
+    /// `Lookup` inside of branches and loops. `inside` and `token` are what `Enter` gave around them.
+    LookupInside [c"keys: int64", c"inside: float", c"token: int64"] -> [c"rows: float"], Joined,
+        lookup(insert = true);
+
+    /// Puts the gradients [n, dim] of keys [n] aside until `Collect`. `put` is zero but for a 1 in the
+    /// first place: what leaves branches and loops is added up, so it says there how many came.
+    PutAside [c"inside: float", c"token: int64", c"keys: int64", c"gradients: float"]
+        -> [c"put: float"], Same, put_aside;
+
+    /// All gradients that were put aside: keys [n], gradients [n, dim]. `put` [dim] is the sum of what
+    /// `PutAside` gave.
+    Collect [c"put: float", c"token: int64"] -> [c"keys: int64", c"gradients: float"], Unknown, collect;
 
     /// One step of the store's optimizer: `gradients` [n, dim] of `keys` [n], duplicates summed first.
     /// `step` is the caller's count, or -1 for one more than the last; a learning rate below 0 stands
@@ -116,6 +134,59 @@ fn lookup(named: &Named, run: &Run, insert: bool) -> Result<()> {
         };
         named.named(outcome)
     })
+}
+
+fn enter(_named: &Named, run: &Run) -> Result<()> {
+    let anchor = run.input(0)?;
+    let values = anchor.values::<f32>()?;
+    run.output(0, &anchor.shape(), |inside: &mut [f32]| {
+        inside.copy_from_slice(values);
+        Ok(())
+    })?;
+    run.scalar(1, aside::token())
+}
+
+fn put_aside(named: &Named, run: &Run) -> Result<()> {
+    let (inside, keys, gradients) = (run.input(0)?, run.input(2)?, run.input(3)?);
+    let (shape, keys) = (inside.shape(), keys.values()?);
+    let dim = shape.first().map_or(0, |&dim| dim as usize);
+    let gradients = rows(named, dim, keys, &gradients, "gradients")?;
+    aside::put(run.input(1)?.scalar("token")?, keys, gradients);
+    run.output(0, &shape, |put: &mut [f32]| {
+        put.fill(0.0);
+        if let Some(count) = put.first_mut() {
+            *count = 1.0;
+        }
+        Ok(())
+    })
+}
+
+fn collect(named: &Named, run: &Run) -> Result<()> {
+    let put = run.input(0)?;
+    let (shape, counts) = (put.shape(), put.values::<f32>()?);
+    let count = counts.first().copied().unwrap_or(0.0);
+    let found = aside::take(run.input(1)?.scalar("token")?);
+    if found.count as f32 != count {
+        return Err((
+            Code::FailedPrecondition,
+            format!(
+                "embedding '{}': {} gradients of lookups in a branch or a loop were put aside, and \
+                 {count} are asked for\n  fix: take the gradient with one tape, once for each run \
+                 of the forward pass",
+                named.name(),
+                found.count
+            ),
+        ));
+    }
+    run.vector(0, &found.keys)?;
+    run.output(
+        1,
+        &[found.keys.len() as i64, shape[0]],
+        |out: &mut [f32]| {
+            out.copy_from_slice(&found.gradients);
+            Ok(())
+        },
+    )
 }
 
 /// Values of `rows` and `keys` that belong together, or a refusal.

@@ -8,9 +8,11 @@ The function's tensors are padded along one dimension by repeating their last ro
 is cut back. A whole training step takes the mean over a batch, so it needs `mask=`: an argument
 that is 1 for real rows and 0 for padding.
 
-A function that assigns variables is compiled in the call, because a second run in a thread would
-count; the check then puts all variables back. One that acts outside of TensorFlow (tables, files,
-collectives) is left as it is.
+Before a compiled form is used, the function runs with few rows, with much padding, and with the
+same rows before other padding (`independence`). A function whose rows depend on each other is left
+as it is. So is one that draws random numbers, where none of that can be compared, and one that acts
+outside of TensorFlow (tables, files, collectives). A function that assigns variables is compiled in
+the call, because a second run in a thread would count; the check then puts all variables back.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from tensorflow.python.eager import record as tape_record
 from tensorflow.python.framework import op_def_registry, ops
 
 from evener.base.log import logger
-from evener.compile import store
+from evener.compile import independence, store
 from evener.compile.driver import Bucketed, WrongError
+from evener.compile.independence import Filling
 from evener.compile.policy import Options
 from evener.errors import UsageError
 
@@ -109,6 +112,7 @@ class _Call:
     structure: Any
     padded: list[int]  # which leaves
     taped: bool = False  # a gradient tape records
+    key: Hashable = None  # of the signature
 
 
 class Function(Bucketed[_Call]):
@@ -129,7 +133,10 @@ class Function(Bucketed[_Call]):
         self._dim, self._mask = dim, mask
         self._whole = tf.function(function, reduce_retracing=True)
         self._made = tf.function(function, jit_compile=True)
-        self._cut: dict[int, list[bool]] = {}  # of each edge: which outputs are cut
+        self._exact = tf.function(function)
+        self._reads_size = False  # it wants the number of rows while it is traced
+        # Of each signature and edge: which outputs are cut.
+        self._cut: dict[tuple[Hashable, int], list[bool]] = {}
         self._kind = ""  # pure, assigns, random
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,10 +146,10 @@ class Function(Bucketed[_Call]):
         ]
         dim = self._dim
         if not tf.executing_eagerly():
-            return self._call(self._whole, leaves, (args, kwargs), None)
+            return self._plain(_Call(leaves, (args, kwargs), []))
         size = next((x.shape[dim] for x in leaves if tf.is_tensor(x) and x.shape.rank > dim), 0)
         if not size:
-            return self._call(self._whole, leaves, (args, kwargs), None)
+            return self._plain(_Call(leaves, (args, kwargs), []))
         padded = [
             i
             for i, x in enumerate(leaves)
@@ -150,7 +157,8 @@ class Function(Bucketed[_Call]):
         ]
         taped = bool(tape_record.could_possibly_record())
         call = _Call(leaves, (args, kwargs), padded, taped)
-        return self._run(call, int(size), self._key(call), lambda: self._signature(call))
+        call.key = self._key(call)
+        return self._run(call, int(size), call.key, lambda: self._signature(call))
 
     def _key(self, call: _Call) -> Hashable:
         """As `_signature`, without making a text."""
@@ -191,29 +199,48 @@ class Function(Bucketed[_Call]):
         return function(*args, **kwargs)
 
     def _plain(self, call: _Call) -> Any:
-        return self._call(self._whole, call.leaves, call.structure, None)
+        if not self._reads_size:
+            try:
+                return self._call(self._whole, call.leaves, call.structure, None)
+            except (TypeError, ValueError):
+                # For other sizes it is traced with an unknown one. A function that wants a number
+                # is traced for each; what is wrong with it otherwise shows again.
+                found = self._call(self._exact, call.leaves, call.structure, None)
+                self._reads_size = True
+                return found
+        return self._call(self._exact, call.leaves, call.structure, None)
 
-    def _fill(self, call: _Call, size: int, edge: int) -> tuple[list[Any], tf.Tensor | None]:
-        """The padded inputs, and the mask."""
+    def _fill(
+        self, call: _Call, size: int, edge: int, filling: Filling | None = None
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """The inputs, padded with `filling` (None: the last row), and the mask."""
         leaves = list(call.leaves)
         if size < edge:
             for i in call.padded:
-                x = leaves[i]
-                last = tf.gather(x, [size - 1] * (edge - size), axis=self._dim)
-                leaves[i] = tf.concat([x, last], self._dim)
+                leaves[i] = tf.concat([leaves[i], self._padding(leaves[i], size, edge, filling)],
+                                      self._dim)  # fmt: skip
         weights = tf.concat([tf.ones([size]), tf.zeros([edge - size])], 0) if self._mask else None
         return leaves, weights
 
-    def _padded(self, call: _Call, size: int, edge: int) -> Any:
+    def _padding(self, x: tf.Tensor, size: int, edge: int, filling: Filling | None) -> tf.Tensor:
+        if filling is None:
+            return tf.gather(x, [size - 1] * (edge - size), axis=self._dim)
+        more = tf.gather(x, filling.rows, axis=self._dim)
+        if filling.wild and x.dtype.is_floating:
+            more = more * tf.cast(filling.factor, x.dtype)
+            more += tf.cast(filling.shift, x.dtype) * (tf.reduce_max(tf.abs(x)) + 1)
+        return more
+
+    def _padded(self, call: _Call, size: int, edge: int, filling: Filling | None = None) -> Any:
         """What the compiled form gives for the padded inputs, not cut."""
-        leaves, weights = self._fill(call, size, edge)
+        leaves, weights = self._fill(call, size, edge, filling)
         return self._call(self._made, leaves, call.structure, weights)
 
     def _compiled(self, call: _Call, size: int, edge: int) -> Any:
         found = self._padded(call, size, edge)
         leaves = [
             self._short(x, size) if cut else x
-            for x, cut in zip(tf.nest.flatten(found), self._cut[edge], strict=True)
+            for x, cut in zip(tf.nest.flatten(found), self._cut[call.key, edge], strict=True)
         ]
         return tf.nest.pack_sequence_as(found, leaves)
 
@@ -234,55 +261,119 @@ class Function(Bucketed[_Call]):
             self._kind = kind_of(self._traced(call, size, edge).graph.as_graph_def())
         return self._kind == "pure"
 
+    def _first(self, call: _Call, size: int) -> _Call:
+        """The call with its first rows."""
+        leaves = list(call.leaves)
+        for i in call.padded:
+            leaves[i] = self._short(leaves[i], size)
+        return _Call(leaves, call.structure, call.padded, call.taped, call.key)
+
     def _prepare(
         self, call: _Call, size: int, edge: int, known: dict[str, Any] | None
     ) -> dict[str, Any]:
         self._quiet(call, size, edge)
-        if self._kind not in ("pure", "assigns", "random"):
+        if self._kind == "random":
+            raise WrongError("it draws random numbers: it cannot be compared with itself")
+        if self._kind not in ("pure", "assigns"):
             raise WrongError(f"the op {self._kind} acts outside of TensorFlow's variables")
-        if size == edge and edge > 1:  # at least one padded row
-            size -= 1
-            leaves = list(call.leaves)
-            for i in call.padded:
-                leaves[i] = self._short(leaves[i], size)
-            call = _Call(leaves, call.structure, call.padded, call.taped)
-        concrete = self._traced(call, size, edge)
+        if edge < 2:
+            raise WrongError("there is nothing to pad")
+        most = min(size, edge - 1)  # at least one padded row
+        short = self._first(call, most)
+        concrete = self._traced(short, most, edge)
         graph = concrete.graph.as_graph_def().SerializeToString(deterministic=True)
         code = hashlib.sha256(graph).hexdigest()
-        known = known if known is not None and known["code"] == code else None
         variables = [v for v in concrete.variables if v.dtype not in (tf.resource, tf.variant)]
-        watched = list(concrete.trainable_variables) if call.taped else []
+        watched = list(concrete.trainable_variables)
         before = [tf.identity(v) for v in variables] if self._kind != "pure" else []
         try:
-            if known is None:
-                plain, first = self._taped(lambda: self._plain(call), watched, call, None)
-                changed = [tf.identity(v) for v in variables] if before else []
-                _put(variables, before)
             with _same_names(f"{self.name} {self._signature(call)} {edge} run"):
-                made, second = self._taped(
-                    lambda: self._padded(call, size, edge), watched, call, size
-                )
-            cut = self._cuts(plain, made, edge) if known is None else known["cut"]
-            if known is None and self._kind != "random":
-                made = [self._short(m, size) if c else m for m, c in zip(made, cut, strict=True)]
-                self._compare("output", plain, made)
-                self._compare("gradient", first, second)
-                now = [tf.identity(v) for v in variables] if before else []
-                self._compare("variable", changed, now)
+                if (
+                    known is not None
+                    and known["code"] == code
+                    and known.get("proof") == independence.PROOF
+                ):
+                    found = self._taped(lambda: self._padded(short, most, edge), watched, short, 0)
+                    cut = known["cut"] if len(known["cut"]) == len(found[0]) else []
+                else:
+                    cut = []
+                cut = cut or self._check(call, size, edge, watched, variables, before)
         finally:
             _put(variables, before)
-        self._cut[edge] = cut
-        return {"code": code, "cut": cut}
+        self._cut[call.key, edge] = cut
+        return {"code": code, "cut": cut, "proof": independence.PROOF}
+
+    def _check(
+        self,
+        call: _Call,
+        size: int,
+        edge: int,
+        watched: list[Any],
+        variables: list[Any],
+        before: list[Any],
+    ) -> list[bool]:
+        """Which outputs are cut. Raises WrongError where a real row depends on the padding."""
+        cut: list[bool] | None = None
+        for number, n in enumerate(independence.sizes(size, edge)):
+            short = self._first(call, n)
+            _put(variables, before)
+            try:
+                plain, right = self._taped(lambda: self._plain(short), watched, short, None)  # noqa: B023
+            except Exception:
+                if number == 0:
+                    raise
+                continue  # fewer rows than it works with
+            if self._reads_size:
+                raise WrongError("it reads the number of rows while it is traced")
+            changed = [tf.identity(v) for v in variables] if before else []
+            first: list[Any] = []
+            for filling in independence.fillings(n, edge - n, bool(self._mask)):
+                if number and first:
+                    break  # once is enough: the padding is most of that batch
+                if filling.wild and not _finite(short.leaves):
+                    continue
+                _put(variables, before)
+                try:
+                    made, second = self._taped(
+                        lambda: self._padded(short, n, edge, filling),  # noqa: B023
+                        watched, short, None if filling.wild else n,
+                    )  # fmt: skip
+                except tf.errors.OpError:
+                    if filling.wild:
+                        continue  # numbers outside of its domain
+                    raise
+                now = self._cuts(plain, made, n, edge)
+                if cut is not None and now != cut:
+                    raise WrongError("which outputs have a row for each input depends on the size")
+                cut = now
+                made = [self._short(m, n) if c else m for m, c in zip(made, cut, strict=True)]
+                if filling.wild and self._mask and not (_finite(made) or not _finite(plain)):
+                    continue  # zero times what is outside of its domain
+                if first:
+                    self._same(first, made, filling.name)
+                else:
+                    first = made
+                    self._compare("output", plain, made, cut)
+                if not filling.wild:
+                    self._compare("gradient", right, second, [])
+                    now_changed = [tf.identity(v) for v in variables] if before else []
+                    self._compare("variable", changed, now_changed, [])
+        return cut or []
 
     def _taped(
         self, run: Callable[[], Any], watched: list[Any], call: _Call, size: int | None
     ) -> tuple[list[Any], list[Any]]:
-        """The outputs, and gradients of a weighted sum of them where the program wants some."""
-        if not watched:
+        """The outputs, and gradients of a weighted sum of them where the program wants some.
+
+        `size`: how many rows are real; None if all are, 0 where no gradients are asked for.
+        """
+        if not call.taped:
             return tf.nest.flatten(run()), []
+        inputs = [call.leaves[i] for i in call.padded if call.leaves[i].dtype.is_floating]
         with tf.GradientTape() as tape:
+            tape.watch(inputs)
             found = tf.nest.flatten(run())
-            short = found if size is None else [
+            short = found if not size else [
                 self._short(x, size) if x.shape.rank > self._dim and x.shape[self._dim] != size
                 else x for x in found
             ]  # fmt: skip
@@ -294,10 +385,11 @@ class Function(Bucketed[_Call]):
                 for x in short
                 if x.dtype.is_floating
             )
-        gradients = tape.gradient(total, watched) if tf.is_tensor(total) else []
+        sources = [*watched, *inputs]
+        gradients = tape.gradient(total, sources) if tf.is_tensor(total) else []
         return found, [tf.convert_to_tensor(g) for g in gradients if g is not None]
 
-    def _cuts(self, plain: list[Any], made: list[Any], edge: int) -> list[bool]:
+    def _cuts(self, plain: list[Any], made: list[Any], size: int, edge: int) -> list[bool]:
         cut = []
         for p, m in zip(plain, made, strict=True):
             short = p.shape != m.shape
@@ -305,6 +397,7 @@ class Function(Bucketed[_Call]):
                 p.shape.rank != m.shape.rank
                 or [d for d in range(p.shape.rank) if p.shape[d] != m.shape[d]] != [self._dim]
                 or m.shape[self._dim] != edge
+                or p.shape[self._dim] != size
             ):
                 raise WrongError(
                     f"an output has the shape {m.shape} with padding and {p.shape} without: "
@@ -313,14 +406,36 @@ class Function(Bucketed[_Call]):
             cut.append(short)
         return cut
 
-    def _compare(self, what: str, plain: Iterable[Any], made: Iterable[Any]) -> None:
+    def _depends(self, what: str, how: str) -> WrongError:
+        return WrongError(
+            f"{what} depends on the padding, {how}"
+            + ("" if self._mask else "; give mask= where rows are not computed one by one")
+        )
+
+    def _compare(
+        self, what: str, plain: Iterable[Any], made: Iterable[Any], cut: list[bool]
+    ) -> None:
         for index, (p, m) in enumerate(zip(plain, made, strict=True)):
-            far = _far(p.numpy(), m.numpy())
-            if far > _TOLERANCE.get(p.dtype.name, 2e-3):
-                raise WrongError(
-                    f"{what} {index} depends on the padding, by {far:.2g} of its norm"
-                    + ("" if self._mask else "; give mask= where rows are not computed one by one")
-                )
+            a, b = p.numpy(), m.numpy()
+            if not p.dtype.is_floating:
+                far = 0.0 if np.array_equal(a, b) else float("inf")
+            else:
+                far = independence.apart(a, b, self._dim if cut and cut[index] else None)
+            if p.dtype != m.dtype or far > _TOLERANCE.get(p.dtype.name, 2e-3):
+                raise self._depends(f"{what} {index}", f"by {far:.2g} of its norm")
+
+    def _same(self, first: list[Any], made: list[Any], filling: str) -> None:
+        for index, (p, m) in enumerate(zip(first, made, strict=True)):
+            if not independence.same_bits(p.numpy(), m.numpy()):
+                raise self._depends(f"output {index}", f"where that is {filling}")
+
+
+def _finite(leaves: list[Any]) -> bool:
+    return all(
+        bool(tf.reduce_all(tf.math.is_finite(x)))
+        for x in leaves
+        if tf.is_tensor(x) and x.dtype.is_floating
+    )
 
 
 @contextlib.contextmanager
@@ -342,15 +457,6 @@ def _same_names(key: str) -> Iterator[None]:
 def _put(variables: list[Any], values: list[Any]) -> None:
     for variable, value in zip(variables, values, strict=False):
         variable.assign(value)
-
-
-def _far(p: np.ndarray, m: np.ndarray) -> float:
-    if p.dtype.kind not in "fV":
-        return 0.0 if np.array_equal(p, m) else float("inf")
-    a, b = p.astype(np.float64), m.astype(np.float64)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities too
-    gap = np.linalg.norm(np.where(same, 0.0, a - b))
-    return float(gap / (np.linalg.norm(np.where(same & ~np.isfinite(a), 0.0, a)) + 1e-12))
 
 
 def kind_of(graph: Any) -> str:

@@ -68,6 +68,7 @@ class Adam(Optimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    eps_hat: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class AdamW(Optimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    eps_hat: bool = False
     weight_decay: float = 1e-2
 
 

@@ -199,3 +199,114 @@ def test_the_same_steps_elsewhere_give_the_same_bytes(name):
 
     for mine, theirs in zip(whole(table.stores[0]), whole(plain), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1, weight_decay=0.3),
+        lambda: keras.optimizers.Adam(0.01, epsilon=1e-5),
+        lambda: keras.optimizers.Adam(0.01, epsilon=1e-5, weight_decay=0.3),
+        lambda: keras.optimizers.AdamW(0.01, epsilon=1e-5, weight_decay=0.3),
+        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.0),
+        lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.0, epsilon=1e-10),
+    ],
+)
+def test_epsilon_and_decay_are_where_keras_has_them(name, make, scale):
+    table, mine, same, theirs = pair(name, make)
+    mine.build([table.anchor])
+    theirs.build([same])
+    every = tf.range(8, dtype=tf.int64)
+    draw = np.random.default_rng(1)
+    for _ in range(5):
+        gradient = (scale * draw.normal(size=(8, 4))).astype(np.float32)
+        mine.apply([tf.IndexedSlices(tf.constant(gradient), every)], [table.anchor])
+        theirs.apply([tf.constant(gradient)], [same])
+    np.testing.assert_allclose(table.lookup(every), same, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_excluded_does_not_decay(name):
+    table = de.get_variable(name, 1.0, dim=2)
+    optimizer = de.DynamicEmbeddingOptimizer(keras.optimizers.AdamW(0.1, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay([table.anchor])
+    optimizer.build([table.anchor])
+    assert table.stores[0].options.optimizer.weight_decay == 0.0
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Ftrl"])
+def test_decay_that_no_store_does_is_refused(name, kind):
+    table = de.get_variable(name, dim=2)
+    optimizer = getattr(keras.optimizers, kind)(0.1, weight_decay=0.1)
+    with pytest.raises(UsageError, match=r"weight_decay=0\.1"):
+        de.DynamicEmbeddingOptimizer(optimizer).build([table.anchor])
+
+
+def test_a_class_with_a_step_of_its_own_is_refused(name):
+    class Adam(keras.optimizers.Adam):
+        def update_step(self, gradient, variable, learning_rate):
+            pass
+
+    table = de.get_variable(name, dim=2)
+    with pytest.raises(UsageError, match="not a step"):
+        de.DynamicEmbeddingOptimizer(Adam()).build([table.anchor])
+
+
+def test_two_optimizers_with_slots_are_refused(name):
+    table = de.get_variable(name, dim=2)
+    pair = [de.DynamicEmbeddingOptimizer(keras.optimizers.Adam(0.1)) for _ in range(2)]
+    for optimizer in pair:
+        optimizer.build([table.anchor])
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1], tf.int64))
+    pair[1].apply([slices], [table.anchor])
+    with pytest.raises(UsageError, match="two optimizers"):
+        pair[0].apply([slices], [table.anchor])
+
+
+def test_a_step_without_a_gradient_counts_as_in_keras(name):
+    table, mine, same, theirs = pair(name, lambda: keras.optimizers.Adam(0.1))
+    towers = [tf.Variable([1.0]) for _ in range(2)]
+    every = tf.range(8, dtype=tf.int64)
+    for optimizer, rows, tower in ((mine, table.anchor, towers[0]), (theirs, same, towers[1])):
+        optimizer.build([rows, tower])
+        for with_rows in (False, False, True, False, True):
+            dense = tf.ones([8, 4]) * (1.0 if with_rows else 0.0)
+            gradient = tf.IndexedSlices(dense, every) if rows is not same else dense
+            left_out = rows is not same and not with_rows
+            optimizer.apply([None if left_out else gradient, tf.ones([1])], [rows, tower])
+    # The rows rest in steps without them, so only what the first of them did is the same.
+    assert mine.iterations == 5
+    assert table.stores[0].stats()["steps"] == 5
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_a_step_that_is_refused_changes_nothing(name, in_function):
+    tables = [de.get_variable(f"{name}-{i}", dim=2) for i in range(2)]
+    tower = tf.Variable([1.0])
+    variables = [*(table.anchor for table in tables), tower]
+    optimizer = de.DynamicEmbeddingOptimizer(keras.optimizers.Adam(0.1, weight_decay=0.1))
+    optimizer.build(variables)
+
+    def step(scale):
+        with tf.GradientTape() as tape:
+            losses = [tf.reduce_sum(table.lookup([1, 2])) for table in tables]
+            loss = losses[0] + losses[1] * scale + tf.reduce_sum(tower) * scale
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    step = tf.function(step) if in_function else step
+
+    def state():
+        return [
+            *(table.lookup([1, 2]).numpy().tobytes() for table in tables),
+            tower.numpy().tobytes(),
+            int(optimizer.iterations),
+        ]
+
+    step(tf.constant(1.0))
+    before = state()
+    for bad in (np.nan, np.inf):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="nothing was changed"):
+            step(tf.constant(bad))
+        assert state() == before
+    step(tf.constant(1.0))
+    assert all(a != b for a, b in zip(state(), before, strict=True))

@@ -74,20 +74,10 @@ def ops() -> Any:
             f"{file} and evener._native are of different builds", "make setup, or install again"
         )
     RESTORED.append(forget)
-    tf.RegisterGradient("EvenerEmbeddingLookup")(_gradient)
+    from evener.embedding.tensorflow import _gradients
+
+    _gradients.register(module)
     return module
-
-
-def _gradient(op: Any, gradient: Any) -> tuple[None, Any]:
-    """(nothing for the keys, tf.IndexedSlices of (keys, gradients) for the anchor)."""
-    import tensorflow as tf
-
-    rows = tf.convert_to_tensor(gradient)
-    dim = op.outputs[0].shape[-1]
-    if dim is None:
-        dim = tf.shape(rows)[-1]
-    keys = tf.reshape(op.inputs[0], [-1])
-    return None, tf.IndexedSlices(tf.reshape(rows, [-1, dim]), keys)
 
 
 def forget(name: str | None = None) -> None:

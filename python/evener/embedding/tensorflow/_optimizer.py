@@ -8,6 +8,8 @@ loss scales, schedules of the learning rate) it does to these too.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +23,13 @@ def DynamicEmbeddingOptimizer(optimizer: Any, *unused: Any, **ignored: Any) -> A
     """`optimizer`, which from now on trains dynamic embeddings too.
 
     Takes SGD, Adagrad, Adam, AdamW and Ftrl of Keras 3, LossScaleOptimizer around them, and the
-    GradientDescent, Adagrad, Adam and Ftrl optimizers of tf.compat.v1.train. Others work where each
-    table has `get_variable(optimizer=...)`: the store then does that step, with this optimizer's
-    learning rate. Further arguments (TFRA's `bp_v2`, `synchronous`) are taken and not used.
+    GradientDescent, Adagrad, Adam and Ftrl optimizers of tf.compat.v1.train. Others, and classes
+    with a step of their own, work where each table has `get_variable(optimizer=...)`: the store
+    then does that step, with this optimizer's learning rate. `weight_decay` acts on the rows of a
+    step. Further arguments (TFRA's `bp_v2`, `synchronous`) are taken and not used.
 
     Raises UsageError for what is no optimizer, or where it can do what no store does (momentum,
-    amsgrad, gradient accumulation, averages of weights).
+    amsgrad, weight decay of Adagrad and Ftrl, gradient accumulation, averages of weights).
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _derived(optimizer, _V1)
@@ -39,41 +42,75 @@ def DynamicEmbeddingOptimizer(optimizer: Any, *unused: Any, **ignored: Any) -> A
             f"{type(optimizer).__name__} is no optimizer of Keras 3 or tf.compat.v1.train",
             "give one, as keras.optimizers.Adam(1e-3)",
         )
+    # Keras puts a LossScaleOptimizer around by itself where the policy is mixed_float16.
+    keras.optimizers.LossScaleOptimizer.check_finite = _check_finite
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
         _derived(inner, _Keras)
-        return _derived(optimizer, _KerasLossScale)
+        return optimizer
     return _derived(optimizer, _Keras)
 
 
 def _derived(optimizer: Any, mixin: type) -> Any:
     own = type(optimizer)
-    if issubclass(own, mixin):
-        return optimizer
-    # The same name: Keras writes it into saved models, and reads the plain optimizer back.
-    optimizer.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    if not issubclass(own, mixin):
+        optimizer.__class__ = _class(own, mixin)
     return optimizer
 
 
-def store_optimizer(optimizer: Any) -> dict[str, Any] | None:
+@functools.cache
+def _class(own: type, mixin: type) -> type:
+    # The same name, as of the module: Keras writes both into saved models.
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__})
+
+
+def register() -> None:
+    """Let Keras save its own optimizers as ones that train tables, and load them so."""
+    import keras
+
+    for name, own in vars(keras.optimizers).items():
+        if isinstance(own, type) and issubclass(own, keras.optimizers.Optimizer):
+            keras.saving.register_keras_serializable("evener", name)(_class(own, _Keras))
+
+
+def store_optimizer(optimizer: Any, variable: Any = None) -> dict[str, Any] | None:
     """The store's options for the step that `optimizer` does, None where no store does it.
 
-    Raises UsageError where an argument of it has no match.
+    `variable`: the anchor, which may be excluded from weight decay. Raises UsageError where an
+    argument of the optimizer has no match.
     """
-    build = _RULES.get(_family(optimizer))
-    return None if build is None else build(optimizer)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        rules, steps = _V1_RULES, ("_resource_apply_dense", "_resource_apply_sparse")
+        module = tf.compat.v1.train
+    else:
+        import keras
+
+        rules, steps, module = _KERAS_RULES, ("update_step",), keras.optimizers
+    for name, options in rules.items():
+        known = getattr(module, name)
+        # A class derived from a known one may do another step.
+        if isinstance(optimizer, known) and all(
+            getattr(type(optimizer), step) is getattr(known, step) for step in steps
+        ):
+            found = options(optimizer)
+            return found if rules is _V1_RULES else _decaying(optimizer, variable, found)
+    return None
 
 
-def _family(optimizer: Any) -> tuple[str, str]:
-    """("v1" or "keras", name of the class), past the classes that are made here."""
-    for kind in type(optimizer).__mro__:
-        key = (
-            "v1" if isinstance(optimizer, tf.compat.v1.train.Optimizer) else "keras",
-            kind.__name__,
-        )
-        if key in _RULES:
-            return key
-    return ("", type(optimizer).__name__)
+def _decaying(optimizer: Any, variable: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with Keras' weight decay, which any of its optimizers may have."""
+    decay = float(optimizer.weight_decay or 0.0)
+    if variable is not None and not optimizer._use_weight_decay(variable):
+        decay = 0.0
+    if options["kind"] == "adam_w":
+        return {**options, "weight_decay": decay}
+    if not decay:
+        return options
+    if options["kind"] == "sgd":
+        return {**options, "weight_decay": decay}
+    if options["kind"] == "adam":
+        return {**options, "kind": "adam_w", "weight_decay": decay}
+    raise _refuse(optimizer, "weight_decay", decay)
 
 
 def _refuse(optimizer: Any, argument: str, value: Any) -> UsageError:
@@ -95,15 +132,18 @@ def _sgd(o: Any) -> dict[str, Any]:
 
 
 def _adagrad(o: Any) -> dict[str, Any]:
-    return {
-        "kind": "adagrad",
-        "eps": float(o.epsilon),
-        "initial_accumulator": float(o.initial_accumulator_value),
-    }
+    # Keras takes the root of accumulator and epsilon: as if the accumulator had begun with both.
+    start = float(o.initial_accumulator_value) + float(o.epsilon)
+    return {"kind": "adagrad", "eps": 0.0, "initial_accumulator": start}
 
 
 def _moments(o: Any) -> dict[str, Any]:
-    return {"beta1": float(o.beta_1), "beta2": float(o.beta_2), "eps": float(o.epsilon)}
+    return {
+        "beta1": float(o.beta_1),
+        "beta2": float(o.beta_2),
+        "eps": float(o.epsilon),
+        "eps_hat": True,
+    }
 
 
 def _adam(o: Any) -> dict[str, Any]:
@@ -113,7 +153,7 @@ def _adam(o: Any) -> dict[str, Any]:
 
 def _adamw(o: Any) -> dict[str, Any]:
     _without(o, amsgrad=o.amsgrad)
-    return {"kind": "adam_w", "weight_decay": float(o.weight_decay or 0.0), **_moments(o)}
+    return {"kind": "adam_w", **_moments(o)}
 
 
 def _ftrl(o: Any) -> dict[str, Any]:
@@ -140,6 +180,7 @@ def _v1_adam(o: Any) -> dict[str, Any]:
         "beta1": _number(o, "_beta1"),
         "beta2": _number(o, "_beta2"),
         "eps": _number(o, "_epsilon"),
+        "eps_hat": True,
     }
 
 
@@ -162,55 +203,73 @@ def _number(optimizer: Any, attribute: str) -> float:
     raise _refuse(optimizer, attribute.strip("_"), value)
 
 
-_RULES: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
-    ("keras", "SGD"): _sgd,
-    ("keras", "Adagrad"): _adagrad,
-    ("keras", "AdamW"): _adamw,
-    ("keras", "Adam"): _adam,
-    ("keras", "Ftrl"): _ftrl,
-    ("v1", "GradientDescentOptimizer"): lambda _: {"kind": "sgd"},
-    ("v1", "AdagradOptimizer"): _v1_adagrad,
-    ("v1", "AdamOptimizer"): _v1_adam,
-    ("v1", "FtrlOptimizer"): _v1_ftrl,
+# By the name of the class, derived ones first.
+_KERAS_RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "AdamW": _adamw,
+    "Adam": _adam,
+    "SGD": _sgd,
+    "Adagrad": _adagrad,
+    "Ftrl": _ftrl,
+}
+_V1_RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "GradientDescentOptimizer": lambda _: {"kind": "sgd"},
+    "AdagradOptimizer": _v1_adagrad,
+    "AdamOptimizer": _v1_adam,
+    "FtrlOptimizer": _v1_ftrl,
 }
 
 
-def _attach(optimizer: Any, tables: list[Any]) -> None:
-    """Gives the stores the step of `optimizer`, before the first gradient comes."""
-    free = [table for table in tables if not table.fixed_optimizer]
-    if not free:
-        return
-    options = store_optimizer(optimizer)
-    if options is None:
-        raise UsageError(
-            f"{type(optimizer).__name__} is not a step that a dynamic embedding does",
-            "use SGD, Adagrad, Adam, AdamW or Ftrl, or give each table a step: "
-            "get_variable(optimizer={'kind': 'lazy_adam'})",
-        )
-    for table in free:
+def _attach(optimizer: Any, variables: list[Any]) -> None:
+    """Gives the stores of the anchors the step of `optimizer`, before the first gradient comes."""
+    for variable in variables:
+        table = table_of(variable)
+        if table is None or table.fixed_optimizer:
+            continue
+        options = store_optimizer(optimizer, variable)
+        if options is None:
+            raise UsageError(
+                f"{type(optimizer).__name__} is not a step that a dynamic embedding does",
+                "use SGD, Adagrad, Adam, AdamW or Ftrl, or give each table a step: "
+                "get_variable(optimizer={'kind': 'lazy_adam'})",
+            )
         table.use_optimizer(options)
+        if options["kind"] != "sgd":  # which keeps nothing between steps
+            table.stepped_by = weakref.ref(optimizer)
 
 
 class _Keras:
     """Of Keras 3. `_backend_update_step` is where gradients arrive as they will be applied."""
 
     def build(self, variables: Any) -> None:
+        tables = [t for v in variables if (t := table_of(v)) is not None]
         for argument in ("gradient_accumulation_steps", "use_ema"):
-            if getattr(self, argument, None) and any(table_of(v) for v in variables):
+            if getattr(self, argument, None) and tables:
                 raise UsageError(
                     f"{type(self).__name__}({argument}=...) does not reach dynamic embeddings",
                     f"leave {argument} out",
                 )
-        _attach(self, [t for v in variables if (t := table_of(v)) is not None])
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        if tables and replicas > 1:
+            raise UsageError(
+                f"embedding {tables[0].name!r} would be stepped by each of {replicas} replicas",
+                "leave the strategy of tf.distribute out; for several processes use Horovod",
+            )
+        _attach(self, variables)
         super().build(variables)  # type: ignore[misc]
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         # Keras divides by the factor with `/`, which IndexedSlices do not have.
         scale, self.loss_scale_factor = getattr(self, "loss_scale_factor", None), None
         try:
+            grads = list(grads)
             if scale is not None:
                 grads = [_scaled(gradient, 1.0 / scale) for gradient in grads]
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+            variables = trainable_variables
+            if variables is None:
+                variables = getattr(self, "_trainable_variables", [])
+            # A step that a store refuses has changed nothing: neither other tables nor weights.
+            with tf.control_dependencies(_finite(grads, list(variables))):
+                return super().apply(grads, trainable_variables)  # type: ignore[misc]
         finally:
             self.loss_scale_factor = scale
 
@@ -225,33 +284,69 @@ class _Keras:
             return [_each(g, lambda v: tf.clip_by_value(v, -bound, bound)) for g in grads]
         return grads
 
+    def _apply_weight_decay(self, variables: Any) -> None:
+        # The stores decay their rows themselves.
+        dense = [variable for variable in variables if table_of(variable) is None]
+        super()._apply_weight_decay(dense)  # type: ignore[misc]
+
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
         dense: tuple[list[Any], list[Any]] = ([], [])
+        given: dict[int, Any] = {}
         for gradient, variable in zip(grads, trainable_variables, strict=True):
             table = table_of(variable)
             if table is None:
                 dense[0].append(gradient)
                 dense[1].append(variable)
             elif gradient is not None:
-                table.apply_gradients(
-                    gradient,
-                    learning_rate=learning_rate,
-                    step=tf.convert_to_tensor(self.iterations),  # type: ignore[attr-defined]
-                )
+                given[id(table)] = gradient
+        for variable in self._trainable_variables:  # type: ignore[attr-defined]
+            table = table_of(variable)
+            if table is None:
+                continue
+            _sole(self, table)
+            # A table without a gradient counts the step too, as the iterations of Keras do.
+            table.apply_gradients(
+                given.get(id(table), _nothing(table.dim)),
+                learning_rate=learning_rate,
+                step=tf.convert_to_tensor(self.iterations),  # type: ignore[attr-defined]
+            )
         if dense[1]:
             super()._backend_update_step(*dense, learning_rate)  # type: ignore[misc]
 
 
-class _KerasLossScale:
-    """LossScaleOptimizer: whether a step is finite is judged by the values of slices."""
+def _sole(optimizer: Any, table: Any) -> None:
+    """Raises UsageError where another optimizer has taken the table over since."""
+    other = table.stepped_by and table.stepped_by()
+    if other is not None and other is not optimizer:
+        raise UsageError(
+            f"two optimizers step embedding {table.name!r}, whose rows have the slots of one",
+            "let one optimizer step it, or use SGD for it",
+        )
 
-    def check_finite(self, grads: Any) -> Any:
-        values = [
-            g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None
-        ]
-        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+
+def _finite(grads: list[Any], variables: list[Any]) -> list[Any]:
+    """Ops that raise InvalidArgumentError where a gradient of a table is not finite."""
+    checks = []
+    for gradient, variable in zip(grads, variables, strict=False):
+        table = table_of(variable)
+        if table is None or not isinstance(gradient, tf.IndexedSlices):
+            continue
+        fine = tf.reduce_all(tf.math.is_finite(gradient.values))
+        words = f"embedding {table.name!r}: a gradient is NaN or infinite: nothing was changed"
+        checks.append(tf.debugging.Assert(fine, [words]))
+    return [check for check in checks if check is not None]
+
+
+def _nothing(dim: int) -> Any:
+    return tf.IndexedSlices(tf.zeros([0, dim]), tf.zeros([0], tf.int64))
+
+
+def _check_finite(self: Any, grads: Any) -> Any:
+    """LossScaleOptimizer's: whether a step is finite, by the values of slices."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
 
 
 class _V1:
@@ -266,7 +361,7 @@ class _V1:
         given = [(g, t) for g, t in sparse if g is not None]
         if not given:
             return super().apply_gradients(dense, global_step=global_step, name=name)  # type: ignore[misc]
-        _attach(self, [table for _, table in given])
+        _attach(self, [v for g, v in pairs if g is not None and table_of(v) is not None])
         # Read before anything moves it.
         step: Any = -1 if global_step is None else tf.identity(global_step)
         rate = _rate(self)

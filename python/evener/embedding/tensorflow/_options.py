@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,6 +146,44 @@ class EmbeddingVariableOption:
             found["tier"] = tier
         return found
 
+    def to_config(self) -> dict[str, Any]:
+        """Plain values, of which `from_config` makes an equal one; Keras saves them."""
+        init, _ = initial(self.init_option.initializer)
+        parts = {
+            name: {"class": type(part).__name__, **dataclasses.asdict(part)}
+            for name in ("filter_option", "evict_option", "storage_option")
+            if (part := getattr(self, name)) is not None
+        }
+        chosen = None if self.init_option.initializer is None else init
+        parts["init_option"] = {"initializer": chosen, "missing": self.init_option.missing}
+        return {**parts, "evict_every": self.evict_every}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> EmbeddingVariableOption:
+        """What `to_config` gave, as options. UsageError for a part that is not known."""
+        given = dict(config)
+        for name in ("filter_option", "evict_option", "storage_option"):
+            if isinstance(part := given.get(name), Mapping):
+                values = dict(part)
+                kind = _PARTS.get(values.pop("class", ""))
+                if kind is None:
+                    raise UsageError(
+                        f"{name} {part!r} of an embedding is not known",
+                        f"use one of {', '.join(_PARTS)}",
+                    )
+                given[name] = kind(**values)
+        if isinstance(given.get("init_option"), Mapping):
+            given["init_option"] = InitializerOption(**given["init_option"])
+        return cls(**given)
+
+
+_PARTS: dict[str, Any] = {
+    part.__name__: part
+    for part in (
+        CounterFilter, CBFFilter, ProbabilityFilter,
+        GlobalStepEvict, L2WeightEvict, LRUEvict, LFUEvict, StorageOption,
+    )
+}  # fmt: skip
 
 _NONE: dict[str, Any] = {"kind": "none"}
 

@@ -58,7 +58,7 @@ def use_optimizer(store: Store, optimizer: Mapping[str, Any]) -> None:
     if wanted == store.options.optimizer:
         return
     try:
-        if store.stats()["updated"] == 0:
+        if store.stats()["steps"] == 0:
             # Of the same kind, other numbers would leave the slots of rows as they started.
             store.set_optimizer(Sgd())
         store.set_optimizer(wanted)

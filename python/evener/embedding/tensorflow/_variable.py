@@ -11,6 +11,7 @@ anchor. Nothing is remembered between lookup and update.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.training.saving import saveable_object
 
-from evener.embedding.tensorflow import _library, _stores
+from evener.embedding.tensorflow import _gradients, _library, _stores
 from evener.embedding.tensorflow._options import EmbeddingVariableOption, initial
 from evener.errors import UsageError
 
@@ -179,6 +180,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         )
         if seed is None:
             seed = own_seed if own_seed is not None else zlib.crc32(name.encode())
+        self.seed = seed
         options: dict[str, Any] = {
             "dim": self.dim,
             "dtype": _DTYPES[self.value_dtype],
@@ -189,6 +191,7 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
             **option.options(),
         }
         self.fixed_optimizer = optimizer is not None
+        self.stepped_by: Any = None  # a weak reference to the optimizer whose slots the rows have
         if optimizer is not None:
             options["optimizer"] = dict(optimizer)
         # A part's name does not depend on what else is in the graph: checkpoints go by it.
@@ -297,6 +300,9 @@ class DynamicVariable(tf.__internal__.tracking.AutoTrackable):
         adds = self._adds(insert)
         anchor = self._watched
         op = self._lookup_op
+        outside = None if _eagerly() else _gradients.outside()
+        if outside is not None:
+            op = functools.partial(_gradients.lookup_inside, _library.ops(), outside)
         if len(self.parts) == 1:
             part = self.parts[0]
             if part.device is None and _eagerly():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.embedding.tensorflow import _stores
+from evener.embedding.tensorflow import _optimizer, _stores
 from evener.embedding.tensorflow._lookup import safe_embedding_lookup_sparse
-from evener.embedding.tensorflow._options import EmbeddingVariableOption
+from evener.embedding.tensorflow._options import EmbeddingVariableOption, initial
 from evener.embedding.tensorflow._variable import DynamicVariable
+from evener.embedding.tensorflow._weights import Anchor
 from evener.errors import UsageError
+
+_optimizer.register()
 
 
 @keras.saving.register_keras_serializable(package="evener")
@@ -23,7 +27,8 @@ class Embedding(keras.layers.Layer):
     ids' shape, then dim) or "sum", "mean", "sqrtn" over the last axis of dense or sparse ids.
     `initializer`, `ev_option`, `optimizer`, `seed`, `init_size`: as for `get_variable`. Rows are
     added while training; `evaluate` and `predict` add none. `.save()`, `save_weights()` and
-    `export()` hold rows and optimizer slots.
+    `export()` hold rows and optimizer slots; `get_weights()` and `set_weights()` (so also callbacks
+    that bring the best weights back) hold rows.
 
     Compile the model with `DynamicEmbeddingOptimizer(...)`.
     """
@@ -36,7 +41,7 @@ class Embedding(keras.layers.Layer):
         value_dtype: str = "float32",
         combiner: str | None = None,
         initializer: Any = None,
-        ev_option: EmbeddingVariableOption | None = None,
+        ev_option: EmbeddingVariableOption | Mapping[str, Any] | None = None,
         optimizer: dict[str, Any] | None = None,
         seed: int | None = None,
         init_size: int = 0,
@@ -52,7 +57,15 @@ class Embedding(keras.layers.Layer):
         self.key_dtype = key_dtype
         self.value_dtype = value_dtype
         self.combiner = combiner
-        self.initializer = keras.initializers.get(initializer) if initializer else None
+        # A plain dict of the store's is taken as it is.
+        own = isinstance(initializer, Mapping) and "kind" in initializer
+        self.initializer = (
+            initializer
+            if own or initializer is None or isinstance(initializer, int | float)
+            else keras.initializers.get(initializer)
+        )
+        if isinstance(ev_option, Mapping):
+            ev_option = EmbeddingVariableOption.from_config(ev_option)
         self.ev_option = ev_option
         self.seed = seed
         self.init_size = init_size
@@ -65,13 +78,8 @@ class Embedding(keras.layers.Layer):
 
     def build(self, input_shape: Any) -> None:
         """Makes the table, under the layer's name."""
-        anchor = self.add_weight(
-            shape=(self.dim,),
-            initializer="zeros",
-            trainable=self.trainable,
-            name="anchor",
-            dtype="float32",
-        )
+        anchor = Anchor("zeros", (self.dim,), "float32", trainable=self.trainable, name="anchor")
+        self._track_variable(anchor)
         self.table = DynamicVariable(
             _stores.unused_name(self.path or self.name),
             dim=self.dim,
@@ -127,16 +135,23 @@ class Embedding(keras.layers.Layer):
             "value_dtype": self.value_dtype,
             "combiner": self.combiner,
             "initializer": keras.initializers.serialize(self.initializer)
-            if self.initializer
-            else None,
-            "seed": self.seed,
+            if isinstance(self.initializer, keras.initializers.Initializer)
+            else self.initializer,
+            "ev_option": self.ev_option.to_config() if self.ev_option else None,
+            # A table's own seed comes from its name, and a clone's has another name.
+            "seed": self.table.seed if self.table else self._given_seed(),
             "init_size": self.init_size,
             "optimizer": self._store_optimizer,
         }
 
+    def _given_seed(self) -> int | None:
+        if self.seed is not None or self.ev_option is None or self.initializer is not None:
+            return self.seed
+        return initial(self.ev_option.init_option.initializer)[1]
+
     def save_own_variables(self, store: Any) -> None:
         """The anchor and the whole content of the stores, for `.keras` and `.weights.h5`."""
-        super().save_own_variables(store)
+        store["0"] = np.zeros(self.dim, np.float32)
         for key, tensor in self._saved().items():
             store[key] = np.asarray(tensor)
 
@@ -150,7 +165,6 @@ class Embedding(keras.layers.Layer):
                     for what in ("snapshot", "made_with")
                 }
             )
-        super().load_own_variables({"0": store["0"]})
 
     def _saved(self) -> dict[str, Any]:
         assert self.table is not None
