@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from evener import zero
 from evener.errors import UsageError
@@ -400,3 +401,90 @@ def test_the_optimizer_s_state_goes_to_torch_and_back(resident: set[str]) -> Non
     assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
     assert want and end
     engine.close()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.norm(self.first(x)))
+        return out
+
+
+def _trained(steps: int) -> zero.Engine:
+    torch.manual_seed(0)
+    engine = start(Normed())
+    for _ in range(steps):
+        engine.backward(engine(torch.randn(16, 8) * 3 + 1).square().mean())
+        engine.step()
+    return engine
+
+
+def test_buffers_are_in_checkpoints_exports_and_what_is_read_of_them(tmp_path: Path) -> None:
+    engine = _trained(4)
+    state = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    zero.save_checkpoint(engine, tmp_path / "saved")
+    zero.export(engine, tmp_path / "out")
+    engine.close()
+    again = _trained(0)
+    zero.load_checkpoint(again, tmp_path / "saved")
+    assert all(torch.equal(b, state[name]) for name, b in again.module.named_buffers())
+    again.close()
+    with zero.empty_weights():
+        empty = Normed()
+    third, *_ = zero.initialize(
+        model=empty, config=configuration(), resident=set(), weights=tmp_path / "out"
+    )
+    assert all(torch.equal(b, state[name]) for name, b in empty.named_buffers())
+    third.close()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_milestones_go_on_after_loading(tmp_path: Path, nested: bool) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.1)
+        if not nested:
+            return steps
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=1)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, steps], [1])
+
+    def run(load: bool, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        engine, optimizer, *_ = zero.initialize(
+            model=Normed(), config=configuration(), resident=set(), lr_scheduler=make
+        )
+        if load:
+            zero.load_checkpoint(engine, tmp_path)
+        rates = []
+        for step in range(steps):
+            engine.backward(engine(torch.randn(4, 8)).square().mean())
+            engine.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if not load and step == 0:
+                zero.save_checkpoint(engine, tmp_path)
+        engine.close()
+        return rates
+
+    assert run(False, 7)[1:] == run(True, 6)
+
+
+def test_saving_within_an_accumulation_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine = start(Normed(), gradient_accumulation_steps=2)
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    with pytest.raises(zero.CheckpointError, match="waiting for a step"):
+        zero.save_checkpoint(engine, tmp_path)
+    engine.close()
+
+
+def test_a_checkpoint_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine = start(Normed(), bf16={"enabled": True})
+    zero.save_checkpoint(engine, tmp_path)
+    engine.close()
+    other = start(Normed())
+    with pytest.raises(zero.CheckpointError, match="train in the same dtype"):
+        zero.load_checkpoint(other, tmp_path)
+    other.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import threading
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from evener import zero
+from evener.errors import UsageError
 from evener.zero.ranks import join, meet
 from tests import worlds
 from tests.zero.models import Model, batches, loss_of
@@ -212,3 +215,91 @@ def test_what_one_rank_used_moves_on_all_and_what_none_used_on_none() -> None:
     assert torch.equal(mine["a"], second)
     torch.manual_seed(0)
     assert not torch.equal(first, Branches().layers[0]["b"].weight)
+
+
+class Pair(nn.Module):
+    """Two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y = torch.tanh(self.one(x))
+        return x + y + torch.tanh(self.two(x)) if both else x + y
+
+
+class Routed(nn.Module):
+    """Of some blocks a rank's tokens choose one expert; rank 1 may leave a block out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(4))
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, who: int, skip: bool) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if skip and who == number == 1:
+                continue
+            x = layer(x, number % 2 != who)
+        return self.out(x)
+
+
+ROUTED = [(1, 1, False), (1, 2, True), (2, 1, True), (2, 2, False), (3, 1, False), (3, 2, False)]
+
+
+def routed(rank: int, size: int) -> list[float]:
+    torch.set_num_threads(1)
+    apart = []
+    for stage, accumulation, skip in ROUTED:
+        torch.manual_seed(0)
+        model = Routed()
+        plain = copy.deepcopy(model)
+        engine = start(
+            model,
+            optimizer={"type": "SGD", "params": {"lr": 0.05}},
+            gradient_clipping=0.0,
+            zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+            gradient_accumulation_steps=accumulation,
+        )
+        optimizer = torch.optim.SGD(plain.parameters(), 0.05)
+        for _ in range(3):
+            for _ in range(accumulation):
+                data = [torch.randn(4, 16) for _ in range(size)]
+                engine.backward(engine(data[rank], rank, skip).square().mean())
+                engine.step()
+                losses = [plain(x, who, skip).square().mean() for who, x in enumerate(data)]
+                (sum(losses) / size / accumulation).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = gathered(engine)
+        apart.append(
+            max(
+                float((found[name] - p.detach()).abs().max())
+                for name, p in plain.named_parameters()
+            )
+        )
+        engine.close()
+    return apart
+
+
+def test_parameters_with_a_gradient_on_some_ranks_only() -> None:
+    for apart in worlds.run([2], routed):
+        assert max(apart) < 1e-6, dict(zip(ROUTED, apart, strict=True))
+
+
+def uneven(rank: int, _size: int) -> str:
+    torch.manual_seed(0)
+    engine = start(Model(), zero_optimization={"stage": 1}, gradient_accumulation_steps=2)
+    for tokens in batches(2 + rank):
+        engine.backward(loss_of(engine, tokens))
+    try:
+        engine.update()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_other_numbers_of_backward_passes_are_refused() -> None:
+    for said in worlds.run([2], uneven):
+        assert "run as many on every rank" in said

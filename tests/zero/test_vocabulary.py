@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from evener import zero
+from evener.errors import UsageError
 from evener.zero import vocabulary
 from evener.zero.vocabulary import Head, LazyLogits, linear_cross_entropy
 
@@ -78,7 +79,7 @@ def test_views_stay_lazy_and_all_else_is_whole() -> None:
         lambda x: x[..., 1:, :].contiguous().view(-1, x.size(-1)),
     ]
     for number, call in enumerate(calls):
-        found = call(lazy)
+        found = call(head.forward(hidden))
         assert isinstance(found, LazyLogits), number
         assert found.shape == call(whole).shape, number
         torch.testing.assert_close(found.whole(), call(whole))
@@ -99,6 +100,7 @@ def test_views_stay_lazy_and_all_else_is_whole() -> None:
         found = call(lazy)
         assert not isinstance(found, LazyLogits), number
         torch.testing.assert_close(found, call(whole), msg=str(number))
+    assert lazy.whole() is lazy.whole()  # for good
     # Asked for, they are in the graph.
     lazy.softmax(-1)[..., 0].sum().backward()
     mine = hidden.grad
@@ -244,3 +246,111 @@ def test_an_unused_part_of_the_head_costs_no_gradient() -> None:
     assert isinstance(lazy, LazyLogits)
     linear_cross_entropy(lazy, torch.zeros(6, dtype=torch.int64)).backward()
     assert linear.weight.grad is None and linear.bias.grad is not None
+
+
+class Own(torch.autograd.Function):
+    """A cross-entropy with a backward pass of its own, as fused kernels have."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = logits.float().log_softmax(-1)
+        ctx.save_for_backward(found.exp(), targets)
+        return -found.gather(1, targets[:, None]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        found, targets = ctx.saved_tensors
+        found[torch.arange(len(targets)), targets] -= 1
+        return gradient * found / len(targets), None
+
+
+def _masked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x[..., :3] = -1e4
+    return functional.cross_entropy(x.view(-1, 40), y)
+
+
+def _cooled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.div_(2.0)
+    return functional.cross_entropy(x.view(-1, 40), y)
+
+
+def _through_a_view(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows = x.view(-1, 40)
+    rows[0] *= 3.0
+    return functional.cross_entropy(x.float().view(-1, 40), y)
+
+
+def _before_a_view(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows = x.view(-1, 40)
+    x.mul_(torch.linspace(0.5, 1.5, 40))
+    return functional.cross_entropy(rows, y)
+
+
+def _cast_before(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    x.mul_(2.0)
+    return functional.cross_entropy(wide.view(-1, 40), y) + x.float().logsumexp(-1).mean()
+
+
+def _hooked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: 2 * gradient)
+    return functional.cross_entropy(x.view(-1, 40), y)
+
+
+def _by_data(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.data.mul_(0.5)
+    return functional.cross_entropy(x.view(-1, 40), y)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [_masked, _cooled, _through_a_view, _before_a_view, _cast_before, _hooked, _by_data,
+     lambda x, y: Own.apply(x.view(-1, 40), y),
+     lambda x, y: Own.apply(x[:, :-1].contiguous().view(-1, 40), y[:8]),
+     lambda x, y: functional.cross_entropy(x.view(-1, 40), y) + 0.1 * Own.apply(x.view(-1, 40), y),
+     lambda x, y: torch.utils.checkpoint.checkpoint(
+         lambda x: functional.cross_entropy(x.view(-1, 40), y), x, use_reentrant=True)],
+)  # fmt: skip
+def test_what_is_done_to_lazy_logits_is_done_to_logits(loss: Any) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 40)
+    hidden = torch.randn(2, 5, 8, requires_grad=True)
+    targets = torch.randint(0, 40, (10,))
+    given = [hidden, linear.weight, linear.bias]
+    plain = loss(linear(hidden), targets)
+    expected = torch.autograd.grad(plain, given) if plain.grad_fn.name() != (
+        "CheckpointFunctionBackward") else None  # fmt: skip
+    if expected is None:
+        plain.backward()
+        expected = [x.grad.clone() for x in given]
+        for x in given:
+            x.grad = None
+    head = Head(linear)
+    lazy = head.forward(hidden)
+    assert lazy.requires_grad
+    found = loss(lazy, targets)
+    torch.testing.assert_close(found, plain)
+    found.backward()
+    for x, gradient in zip(given, expected, strict=True):
+        torch.testing.assert_close(x.grad, gradient)
+    head.close()
+
+
+@pytest.mark.parametrize("label", [-1, 40, -7])
+def test_labels_outside_of_the_vocabulary_raise(label: int) -> None:
+    head = Head(nn.Linear(8, 40))
+    hidden = torch.randn(3, 8, requires_grad=True)
+    targets = torch.tensor([1, label, -100])
+    for call in (functional.cross_entropy, zero.cross_entropy):
+        with pytest.raises(IndexError, match="out of bounds"):
+            call(head.forward(hidden), targets)
+    with pytest.raises(IndexError, match="out of bounds"):
+        zero.cross_entropy(torch.randn(3, 40), targets)
+
+
+def test_a_function_of_ones_own_after_a_write_is_refused() -> None:
+    head = Head(nn.Linear(8, 40))
+    logits = head.forward(torch.randn(3, 8, requires_grad=True))
+    logits.mul_(2.0)
+    with pytest.raises(UsageError, match="write to a copy"):
+        Own.apply(logits, torch.zeros(3, dtype=torch.int64)).backward()

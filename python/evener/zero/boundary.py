@@ -110,7 +110,7 @@ class _Pass:
         out = self.edge.with_room(self.run, self.drop, self._redo)
         self.edge.changed(self.state)
         self.finished = True
-        leaves, spec = tree_flatten(out)
+        leaves, spec = _flat(out)
         places = self._differentiable(leaves)
         self.outs = [_tensor(leaves[n]) for n in places]
         if not places:
@@ -120,7 +120,7 @@ class _Pass:
         found = _Edge.apply(self, anchor, *given)
         for place, cut in zip(places, found, strict=True):
             old = leaves[place]
-            leaves[place] = old._with(cut) if isinstance(old, LazyLogits) else cut
+            leaves[place] = old.cut(cut) if isinstance(old, LazyLogits) else cut
         return tree_unflatten(leaves, spec)
 
     def _differentiable(self, leaves: list[Any]) -> list[int]:
@@ -147,7 +147,7 @@ class _Pass:
         self._redo()
         with torch.enable_grad(), self.state.casting():
             out = self.run()
-        leaves, _ = tree_flatten(out)
+        leaves, _ = _flat(out)
         self.outs = [_tensor(leaves[n]) for n in self._differentiable(leaves)]
         now.restore()
 
@@ -176,7 +176,17 @@ class _Pass:
 
 def _tensor(x: Any) -> torch.Tensor:
     """What of an output is in the graph."""
-    return x.hidden if isinstance(x, LazyLogits) else x
+    if isinstance(x, LazyLogits):
+        assert x.hidden is not None
+        return x.hidden
+    found: torch.Tensor = x
+    return found
+
+
+def _flat(out: Any) -> tuple[list[Any], Any]:
+    """The leaves of what a model returned: logits that something has made whole are."""
+    leaves, spec = tree_flatten(out)
+    return [x.whole() if isinstance(x, LazyLogits) and not x.parts else x for x in leaves], spec
 
 
 class _Edge(torch.autograd.Function):

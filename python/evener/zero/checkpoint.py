@@ -54,6 +54,7 @@ from evener.errors import EvenerError
 from evener.zero import exits
 from evener.zero.chunk import Chunk
 from evener.zero.engine import Engine
+from evener.zero.tensors import buffers
 
 VERSION = 1
 
@@ -188,6 +189,62 @@ def _keep(chunk: Chunk, kind: str, begin: int, values: torch.Tensor, offset: int
     chunk.write(kind, begin + offset, values)
 
 
+@torch.no_grad()
+def _restore_buffers(engine: Engine, path: Path, same_ranks: bool) -> None:
+    """Each rank's own, or the first one's where the number of ranks was another."""
+    number = engine.ranks.number if same_ranks else 0
+    file = path / f"buffers-{number}.pt"
+    if not file.exists():
+        if any(True for _ in buffers(engine.module)):
+            logger.warning(
+                "%s is of an Evener that saved no buffers: they stay as they are (the means of "
+                "batch norm, ...)",
+                path,
+            )
+        return
+    saved = torch.load(file, weights_only=True)
+    for name, _ in list(buffers(engine.module)):
+        if name not in saved:
+            logger.warning("%s has no buffer %s: it stays as it is", path, name)
+            continue
+        module, _, leaf = name.rpartition(".")
+        owner = engine.module.get_submodule(module)
+        buffer = owner._buffers[leaf]
+        assert buffer is not None
+        if buffer.shape == saved[name].shape:
+            buffer.copy_(saved[name])
+        else:
+            owner._buffers[leaf] = saved[name].to(buffer.device, buffer.dtype)
+
+
+def _packed(value: Any) -> Any:
+    """What JSON cannot hold of a scheduler's state: keys that are numbers, and counters."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and not isinstance(value, Counter):
+            return {key: _packed(each) for key, each in value.items()}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {"evener": kind, "pairs": [[key, _packed(each)] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_packed(each) for each in value]
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    """The inverse. Checkpoints of before have strings: milestones are numbers again."""
+    if isinstance(value, list):
+        return [_unpacked(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("evener") in ("counter", "dict"):
+        made = {key: _unpacked(each) for key, each in value["pairs"]}
+        return Counter(made) if value["evener"] == "counter" else made
+    found = {key: _unpacked(each) for key, each in value.items()}
+    old = found.get("milestones")
+    if isinstance(old, dict) and not isinstance(old, Counter):
+        found["milestones"] = Counter({int(key): each for key, each in old.items()})
+    return found
+
+
 def _random_states() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -230,6 +287,9 @@ class Save:
         """Whether somebody has asked for the result."""
         self._meta = _meta(engine, extra)
         self._random = _random_states()
+        self._buffers = {
+            name: b.detach().to("cpu", copy=True) for name, b in buffers(engine.module)
+        }
         self._progress = _Progress(engine)
         self._entries = _pieces(engine, self._progress)
         self._device = engine.device
@@ -313,7 +373,9 @@ class Save:
         self._progress.finish()
         self._entries = {}
         torch.save(self._random, work / f"random-{self._rank}.pt")
+        torch.save(self._buffers, work / f"buffers-{self._rank}.pt")
         _sync(work / f"random-{self._rank}.pt")
+        _sync(work / f"buffers-{self._rank}.pt")
         self._barrier()
         if self._rank == 0:
             _finish(self._meta, work, self.final)
@@ -366,6 +428,12 @@ def begin(engine: Engine, folder: str | Path, extra: Any = None) -> Save:
         engine.saving.wait()
         if not engine.saving.told:
             engine.saving.result()
+    engine.flush()
+    if engine.micro_steps % engine.accumulation or any(c.filled for c in engine.chunks()):
+        raise CheckpointError(
+            "gradients of micro-batches are waiting for a step, and a checkpoint holds none",
+            "save right after a step, or call zero_grad() to drop them",
+        )
     engine.drain()
     engine.saving = started = Save(engine, Path(folder), extra)
     return started
@@ -384,7 +452,7 @@ def _meta(engine: Engine, extra: Any) -> dict[str, Any]:
             {k: v for k, v in group.items() if k != "params"} for group in engine.param_groups
         ],
         "scaler": dict(vars(engine.scaler)) if engine.scaler else None,
-        "scheduler": engine.scheduler.state_dict() if engine.scheduler else None,
+        "scheduler": _packed(engine.scheduler.state_dict()) if engine.scheduler else None,
         "extra": copy.deepcopy(extra),
     }
 
@@ -472,7 +540,8 @@ def load(engine: Engine, path: str | Path) -> Any:
     if engine.scaler and meta["scaler"]:
         vars(engine.scaler).update(meta["scaler"])
     if engine.scheduler and meta["scheduler"]:
-        engine.scheduler.load_state_dict(meta["scheduler"])
+        engine.scheduler.load_state_dict(_unpacked(meta["scheduler"]))
+    _restore_buffers(engine, path, meta["ranks"] == engine.ranks.size)
     states = path / f"random-{engine.ranks.number}.pt"
     if states.exists() and meta["ranks"] == engine.ranks.size:
         _restore_random(torch.load(states, weights_only=True))
@@ -503,6 +572,13 @@ def _check(path: Path, engine: Engine) -> dict[str, Any]:
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     for name, piece in _pieces(engine).items():
         other = saved.get(name)
+        kept = getattr(getattr(other, "properties", None), "dtype", piece.part.dtype)
+        if name.endswith(".weights") and kept != piece.part.dtype:
+            raise CheckpointError(
+                f"{path} was trained in {kept}, this run is in {piece.part.dtype}: the float32 "
+                "weights lie in another form",
+                "train in the same dtype, or export the checkpoint and give it as `weights=`",
+            )
         if other is None:
             raise CheckpointError(f"{path} has no {name}", "load a checkpoint of this model")
         size = getattr(other, "size", None)

@@ -165,6 +165,8 @@ class Engine:
                 scale=lambda: self.scaler.scale if self.scaler else 1.0,
             ),
         )
+        trained = [chunk for chunk in self.chunks() if chunk.group.trainable]
+        self._gradients.share(trained, gathered=stage == 3)
         self._passes = Passes(
             model,
             store.units,
@@ -460,6 +462,8 @@ class Engine:
         self.global_steps += 1
         jobs = []
         for chunk, places in zip(chunks, moving, strict=True):
+            if not places:
+                continue  # no rank had a gradient of it
             runs = chunk.begin_step(places, self.rank)
             chunk.stale, chunk.loaded = True, False
             hyper = self._hyper(chunk.group.group)

@@ -8,6 +8,11 @@ several ranks all of this is done in a stream of its own, beside the model's bac
 Where nodes have copies of the states, the sum crosses between them once per step: chunk by chunk in
 the last micro-batch's backward pass, or, where nobody says which is the last, before the step.
 
+Several ranks reduce all chunks in one order in every backward pass, with zeros for what has no
+gradient here: which parameters have one, and when, may differ between ranks (an expert without a
+token, a layer that one rank leaves out). The order is that in which the first rank's gradients came
+in its first step. What is complete waits for those before it.
+
 A backward pass that failed for want of memory is run again (see `boundary`). A chunk whose gradient
 it had delivered is passed over then: it comes once per pass.
 """
@@ -20,6 +25,7 @@ from typing import Any
 
 import torch
 
+from evener.errors import UsageError
 from evener.zero.between import Between
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device, Event
@@ -65,10 +71,22 @@ class Gradients:
         self._again: dict[int, set[int]] = {}
         """Those that it had delivered before it failed: places that have come since."""
         self._sums: dict[int, tuple[Chunk, torch.Tensor]] = {}
+        """What is reduced before the step."""
+        self._chunks: list[Chunk] = []
+        """Of several ranks: in the order in which they are reduced."""
+        self._came: list[int] | None = []
+        """The order in which chunks were complete first, until it is agreed."""
+        self._ready: dict[int, torch.Tensor] = {}
+        self._next = 0
+        self._after = False
+        self._open = False
+        """Whether a backward pass may have brought something."""
+        self._passes = 0
         self._leaving: list[tuple[Event, Any]] = []
 
     def add(self, chunk: Chunk, place: int, gradient: torch.Tensor) -> None:
         """One parameter's gradient; the chunk's leave when it is the last one."""
+        self._open = True
         if chunk.index in self._again:
             come = self._again[chunk.index]
             come.add(place)
@@ -86,12 +104,50 @@ class Gradients:
             if chunk.arrived:
                 self._collect(chunk)
             chunk.touched = False
+        if self._open and self._shared:
+            self._passes += 1
+            if not self._once:
+                self._release(all_of_them=True)
+        self._open = False
         self._again.clear()
         self._delivered.clear()
         self._leaving = [entry for entry in self._leaving if not entry[0].query()]
 
+    def share(self, chunks: list[Chunk], gathered: bool) -> None:
+        """All trainable chunks, before the first pass. Unit 0's gradients are the last. `gathered`:
+        other collectives bring weights in the backward pass. Without streams one thread would wait
+        in a gather and another rank's in a reduction, so these come after the pass."""
+        if self._shared:
+            self._chunks = list(reversed(chunks))
+        self._after = gathered and self._device.device.type != "cuda"
+
+    @torch.no_grad()
+    def _release(self, all_of_them: bool = False) -> None:
+        """Reduce what is complete, in order; or all, with zeros for what is missing."""
+        if self._after and not all_of_them:
+            return
+        while self._next < len(self._chunks):
+            chunk = self._chunks[self._next]
+            whole = self._ready.pop(chunk.index, None)
+            if whole is None:
+                if not all_of_them:
+                    return
+                whole = self._zeros(chunk)
+            self._next += 1
+            self._deliver(chunk, whole)
+        if all_of_them:
+            self._next = 0
+
+    def _zeros(self, chunk: Chunk) -> torch.Tensor:
+        assert chunk.gradient is not None
+        where = self._device.device
+        return torch.zeros(chunk.flat.numel(), dtype=chunk.gradient.dtype, device=where)
+
     def begin(self, chunks: list[Chunk]) -> None:
         """Before a backward pass."""
+        if self._open:
+            self.end(chunks)
+        self._open = True
         for chunk in chunks:
             chunk.touched = False
         self._again.clear()
@@ -108,11 +164,33 @@ class Gradients:
         self._leaving.clear()
 
     def finish(self) -> None:
-        """Before an optimizer step: reduce what was kept until now."""
-        sums, self._sums = self._sums, {}
+        """Before an optimizer step: reduce what was kept until now. Collective. Raises UsageError
+        where ranks ran other numbers of backward passes."""
         self.last = True
-        for chunk, whole in sums.values():
-            self._deliver(chunk, whole)
+        if not self._shared:
+            return
+        device, places = self._device.device, {c.index: n for n, c in enumerate(self._chunks)}
+        mine = [self._passes, *(0 for _ in self._chunks), *(0 for _ in self._chunks)]
+        for index in self._sums:
+            mine[1 + places[index]] = 1
+        if self._came is not None and self._ranks.number == 0:
+            known = dict.fromkeys([*self._came, *places])
+            mine[1 + len(places) :] = [places[index] for index in known]
+        found = self._ranks.everywhere(torch.tensor(mine, device=device)).tolist()
+        passes, self._passes = self._passes, 0
+        if found[0] != passes * self._ranks.size:
+            raise UsageError(
+                f"this rank ran {passes} backward passes since the last step, all ranks together "
+                f"{found[0]}",
+                "run as many on every rank; a rank without data may use a loss of 0 * output.sum()",
+            )
+        for chunk, wanted in zip(self._chunks, found[1 : 1 + len(places)], strict=True):
+            if wanted:
+                _, whole = self._sums.pop(chunk.index, (chunk, None))
+                self._deliver(chunk, self._zeros(chunk) if whole is None else whole)
+        if self._came is not None:
+            self._came = None
+            self._chunks = [self._chunks[place] for place in found[1 + len(places) :]]
 
     def cross(self, chunks: list[Chunk], done: bool = True) -> None:
         """What has not crossed between copies does now: before an optimizer step (`done`), or to
@@ -139,6 +217,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget what was kept."""
         self._sums.clear()
+        self._passes = 0
 
     @torch.no_grad()
     def _collect(self, chunk: Chunk) -> None:
@@ -173,9 +252,14 @@ class Gradients:
         del views, found, gradient
         given = set(arrived)
         arrived.clear()
-        if not self._once:
+        if self._came is not None and chunk.index not in self._came:
+            self._came.append(chunk.index)
+        if not self._shared:
             self._deliver(chunk, whole)
-        elif chunk.index in self._sums:
+        elif not self._once and chunk.index not in self._delivered:
+            self._ready[chunk.index] = whole
+            self._release()
+        elif chunk.index in self._sums:  # also what came a second time in one pass
             self._sums[chunk.index][1].add_(whole)
         else:
             self._sums[chunk.index] = chunk, whole

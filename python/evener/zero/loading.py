@@ -65,8 +65,19 @@ class Loading:
         self._place = 0
         self._recording = []
         self._training = torch.is_grad_enabled()
+        self._renew()
         for chunk in self._always:
             self._acquire(chunk)
+
+    def _renew(self) -> None:
+        """Ask for the new weights of what stays here. Several ranks do it in one order: a rank may
+        leave out what others run."""
+        if self._ranks.world == 1:
+            return
+        for chunks in self._units:
+            for chunk in chunks:
+                if chunk.keeps:
+                    self._request(chunk)
 
     def enter(self, unit: int) -> None:
         """Before a unit runs, forward or backward: its weights are there, the next ones asked
@@ -111,6 +122,7 @@ class Loading:
 
     def ahead(self) -> None:
         """Ask for what the next forward pass needs first."""
+        self._renew()
         for index in self._trace[: self.depth]:
             for chunk in self._units[index]:
                 self._request(chunk)
@@ -140,10 +152,16 @@ class Loading:
                 error, chunk.error = chunk.error, None
                 if isinstance(error, torch.OutOfMemoryError):
                     raise error  # the pass may be run again, see `boundary`
+                fix = "lower the batch or the prefetch depth, or raise the GPU budget"
+                if self._ranks.world > 1 and not chunk.keeps:
+                    fix = (
+                        "at stage 3 all ranks run the same blocks in the same order: where one may "
+                        "leave a block out (layerdrop, routing), use stage 2"
+                    )
                 raise EvenerError(
                     f"chunk {chunk.group.name} could not be brought to {self._device.device}: "
                     f"{error}",
-                    "lower the batch or the prefetch depth, or raise the GPU budget",
+                    fix,
                 ) from error
             assert chunk.load_event is not None
             self._device.wait("compute", chunk.load_event)

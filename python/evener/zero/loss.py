@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from evener.zero.vocabulary import LazyLogits, linear_cross_entropy
+from evener.zero.vocabulary import LazyLogits, in_vocabulary, linear_cross_entropy
 
 SLAB = 1024
 """Rows of logits that are widened to float32 at a time."""
@@ -23,6 +24,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
         norms = torch.empty_like(losses)
         kept = targets != ignore
+        in_vocabulary(targets, kept, logits.shape[-1])
         at = torch.where(kept, targets, 0)
         for begin in range(0, logits.shape[0], SLAB):
             rows = slice(begin, begin + SLAB)
@@ -34,6 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.mul_(kept).sum() / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, at, kept, norms, count = ctx.saved_tensors
         found = torch.empty_like(logits)
@@ -58,8 +61,9 @@ def cross_entropy(
     """
     if isinstance(logits, LazyLogits):
         rows = logits.reshape(-1, logits.shape[-1])
-        assert isinstance(rows, LazyLogits)
-        return linear_cross_entropy(rows, targets.reshape(-1), ignore_index)
+        if isinstance(rows, LazyLogits) and rows.parts:
+            return linear_cross_entropy(rows, targets.reshape(-1), ignore_index)
+        logits = logits.whole()
     found: torch.Tensor = _CrossEntropy.apply(
         logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index
     )

@@ -18,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from evener.zero.vocabulary import LazyLogits
+
 PER_CORE = 1_080_000
 """Bytes that a sum of small floats takes at most for each multiprocessor: its partial sums. Found,
 as all that `inside` knows, by benchmarks/zero_diagnose.py on an H200 with torch 2.11."""
@@ -104,7 +106,8 @@ def tensors(given: Any) -> Iterator[torch.Tensor]:
 
 
 def _strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided
+    """Whether it has memory of its own: lazy logits have none."""
+    return tensor.layout == torch.strided and not isinstance(tensor, LazyLogits)
 
 
 class Meter(TorchDispatchMode):

@@ -142,8 +142,7 @@ class Passes:
     def end(self) -> None:
         """After a backward pass, or before a forward pass where the last had none."""
         self._running = False
-        for live in self._live:
-            self._gradients.end(live.chunks)
+        self._gradients.end([chunk for live in self._live for chunk in live.chunks])
         self._settle()
 
     def backward(self) -> None:

@@ -74,11 +74,6 @@ def from_pretrained(folder: str | Path, **changes: Any) -> nn.Module:
     with empty_weights():
         model: nn.Module = kind(config)
     found = source_for(folder, model)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            value = found.buffer(name)
-            if value is not None and value.shape == buffer.shape:
-                buffer.copy_(value)
     setattr(model, ATTRIBUTE, found)
     return model.train()
 
@@ -178,5 +173,19 @@ class ModelSource:
 
 
 def source_for(folder: str | Path, model: nn.Module) -> ModelSource:
-    """Initial values of `model` from the *.safetensors of a folder, or from one file."""
-    return ModelSource(Path(folder), opened(folder), model)
+    """Initial values of `model` from the *.safetensors of a folder, or from one file. Buffers take
+    theirs now, where a file has them."""
+    found = ModelSource(Path(folder), opened(folder), model)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            value = found.buffer(name)
+            if value is None:
+                continue
+            if value.shape != buffer.shape:
+                raise UsageError(
+                    f"buffer {name} has shape {tuple(value.shape)} in {folder}, "
+                    f"{tuple(buffer.shape)} in the model",
+                    "give the weights of this model",
+                )
+            buffer.copy_(value)
+    return found

@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from evener.errors import UsageError
 from evener.zero.engine import Engine
@@ -25,6 +27,12 @@ _NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
@@ -57,9 +65,17 @@ def opened(folder: str | Path) -> dict[str, Any]:
     return found
 
 
+def buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state_dict has."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Write the model as one safetensors file, visible when it is whole. `dtype`: the compute dtype
-    by default. All ranks call it; rank 0 writes."""
+    by default; buffers keep theirs. All ranks call it; rank 0 writes, and its buffers."""
     engine.drain()
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -76,6 +92,17 @@ def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -
                 "data_offsets": [place, end],
             }
             place = end
+    kept = dict(buffers(engine.module))
+    for name, buffer in kept.items():
+        if buffer.dtype not in _NAMES:
+            raise UsageError(f"buffer {name} is {buffer.dtype}", "register it as not persistent")
+        end = place + buffer.nbytes
+        header[name] = {
+            "dtype": _NAMES[buffer.dtype],
+            "shape": list(buffer.shape),
+            "data_offsets": [place, end],
+        }
+        place = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     work = path.with_name(f".{path.name}.writing")
@@ -95,6 +122,9 @@ def export(engine: Engine, path: str | Path, dtype: torch.dtype | None = None) -
             for piece in chunk.group.pieces:
                 data = full[piece.offset : piece.offset + piece.numel].to("cpu", dtype)
                 file.write(data.contiguous().view(torch.uint8).numpy().tobytes())
+        for buffer in kept.values():
+            data = buffer.detach().to("cpu").contiguous().reshape(-1)
+            file.write(data.view(torch.uint8).numpy().tobytes())
         file.flush()
         if first:
             os.fsync(file.fileno())
