@@ -60,6 +60,7 @@ fn run(engine: &Engine, sends: bool, meeting: &mut TcpStream, job: Job) -> Seen 
         meeting.read_exact(&mut handle).expect("a handle");
         let comm = until(|| engine.connect(&mut handle).expect("a comm"));
         lines::send(engine, &comm, job);
+        meeting.write_all(&[0]).expect("a receiver");
         engine.release(&comm);
         return Seen::default();
     }
@@ -67,6 +68,8 @@ fn run(engine: &Engine, sends: bool, meeting: &mut TcpStream, job: Job) -> Seen 
     meeting.write_all(&handle).expect("a sender");
     let comm = until(|| engine.accept(&listener).expect("a comm"));
     let seen = lines::receive(engine, &comm, job);
+    // It has heard that all has arrived.
+    meeting.read_exact(&mut [0]).expect("a sender");
     engine.close_listener(&listener);
     engine.release(&comm);
     seen
