@@ -48,7 +48,7 @@ pub unsafe fn publish(from: Memory, to: Memory) {
             byte(place);
             place += 1;
         }
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
         {
             while place < boundary(lines::ALIGNED) && place + WORD <= end {
                 word(place);
@@ -69,7 +69,7 @@ pub unsafe fn publish(from: Memory, to: Memory) {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 mod lines {
     use std::arch::asm;
 
@@ -123,8 +123,85 @@ mod lines {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
     use proptest::prelude::*;
+
+    const WORDS: usize = 16;
+
+    const LINES: usize = 32;
+
+    /// Copies the same lines again and again, each time with other numbers and in other pieces, while
+    /// another thread reads them: lines that were seen new, and those of them of which data was old.
+    fn read_meanwhile(lines: u64) -> (u64, u64) {
+        let place: Vec<AtomicU64> = (0..2 * LINES * WORDS).map(|_| AtomicU64::new(0)).collect();
+        let skip = place.as_ptr().align_offset(128);
+        let place = &place[skip..skip + LINES * WORDS];
+        let (over, mut seen, mut torn) = (AtomicBool::new(false), 0, 0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut step = 1;
+                for number in 1u64.. {
+                    let mut from = vec![number; place.len()];
+                    let mut at = 0;
+                    while at < place.len() {
+                        step = step * 193 % 1009;
+                        let next = place.len().min(at + 1 + step % 180);
+                        let to = Memory {
+                            start: place[at..next].as_ptr().cast_mut().cast(),
+                            length: (next - at) * WORD,
+                        };
+                        let piece = Memory {
+                            start: from[at..].as_mut_ptr().cast(),
+                            ..to
+                        };
+                        // SAFETY: both are vectors of this test's; the other thread reads words.
+                        unsafe { publish(piece, to) };
+                        at = next;
+                    }
+                    if over.load(Ordering::Relaxed) {
+                        return;
+                    }
+                }
+            });
+            let mut last = [0; LINES];
+            while seen < lines {
+                for (line, last) in place.chunks_exact(WORDS).zip(&mut last) {
+                    let flag = line[WORDS - 1].load(Ordering::Acquire);
+                    if flag > *last {
+                        // What comes later is newer.
+                        let is_old = |word: &AtomicU64| word.load(Ordering::Acquire) < flag;
+                        torn += u64::from(line.iter().any(is_old));
+                        seen += 1;
+                        *last = flag;
+                    }
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        (seen, torn)
+    }
+
+    #[test]
+    fn who_sees_the_flag_of_a_line_sees_the_line() {
+        if cfg!(miri) {
+            return;
+        }
+        let lines = std::env::var("EVENER_TEST_LINES").ok();
+        let lines = lines.and_then(|text| text.parse().ok()).unwrap_or(50_000);
+        assert_eq!(read_meanwhile(lines).1, 0);
+        // And a copy in any order is found.
+        faults::put(&[Fault::AnyOrder]);
+        let (mut seen, mut torn) = (0, 0);
+        while torn == 0 && seen < 100 * lines {
+            let found = read_meanwhile(lines);
+            (seen, torn) = (seen + found.0, torn + found.1);
+        }
+        faults::put(&[]);
+        println!("{torn} of {seen} torn by a copy in any order");
+        assert!(torn > 0);
+    }
 
     proptest! {
         #[test]

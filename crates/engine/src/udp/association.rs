@@ -140,6 +140,8 @@ pub struct Association {
     starved: Vec<u32>,
     /// Where what happens is noted.
     ring: Option<Ring>,
+    /// Before this time no socket is opened: one could not be.
+    opens_again: Duration,
     /// Since when no comm has been here.
     pub idle: Duration,
 }
@@ -188,6 +190,7 @@ impl Association {
             counted: Counted::default(),
             starved: Vec::new(),
             ring,
+            opens_again: Duration::ZERO,
             idle: now,
         };
         for _ in 0..WINDOW {

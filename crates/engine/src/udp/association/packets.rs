@@ -26,6 +26,8 @@ use crate::udp::cards::Cards;
 use crate::udp::ports::{Batch, Came, Port, Reader};
 use crate::udp::signals::{self, Signals};
 
+/// After a socket could not be opened no other is for so long.
+const OPEN_AGAIN: Duration = Duration::from_secs(1);
 /// Most addresses of the peer that packets are sent to.
 const MOST_REMOTES: usize = 16;
 
@@ -229,15 +231,10 @@ impl Association {
                 break;
             };
             self.counted.copied_out(sent.length);
-            let path = usize::from(sent.path);
-            if self.ports.get(path).is_none_or(Option::is_none)
-                && let Err(error) = self.open_port(path, shared, batch)
-            {
+            let Some(path) = self.port_of(usize::from(sent.path), shared, batch, now) else {
                 // As if the network had lost it: the path turns suspect, and another is taken.
-                let text = format!("no UDP socket to {}: {error}", self.peer.name());
-                shared.log(Level::Debug, &text);
                 continue;
-            }
+            };
             let mut length = sent.length;
             let port = self.ports.get(path).and_then(Option::as_ref);
             if let Some(span) = &sent.bare {
@@ -317,6 +314,38 @@ impl Association {
             cards.flush();
         }
         now
+    }
+
+    /// The place of the socket for a path, which is opened if need be. Where there can be no more of them,
+    /// one of those that there are: the process may be short of descriptors, and messages go on.
+    fn port_of(
+        &mut self,
+        path: usize,
+        shared: &Shared,
+        batch: &mut Batch,
+        now: Duration,
+    ) -> Option<usize> {
+        if self.ports.get(path).is_some_and(Option::is_some) {
+            return Some(path);
+        }
+        if now >= self.opens_again {
+            let Err(error) = self.open_port(path, shared, batch) else {
+                return Some(path);
+            };
+            let first = self.opens_again.is_zero();
+            self.opens_again = now + OPEN_AGAIN;
+            let text = format!(
+                "no UDP socket more to {}: {error}; those that there are carry all of it. \
+                 fix: raise the limit of open files (ulimit -n)",
+                self.peer.name()
+            );
+            let level = if first { Level::Warn } else { Level::Debug };
+            shared.log(level, &text);
+        }
+        let open = self.ports.iter().enumerate();
+        let mut open = open.filter_map(|(place, own)| own.as_ref().map(|_| place));
+        let count = open.clone().count();
+        open.nth(path.checked_rem(count)?)
     }
 
     fn open_port(&mut self, path: usize, shared: &Shared, batch: &mut Batch) -> io::Result<()> {
