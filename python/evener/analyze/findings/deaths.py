@@ -87,6 +87,10 @@ def raised(picture: Picture) -> Iterator[Finding]:
     who = sorted({r.rank for r in same if r.rank >= 0})
     if not who and not evidence.ranks and not any(e.local >= 0 for e in evidence.exits):
         who = sorted({r.task for r in same if r.task >= 0})
+    told = [e for e in evidence.exits if e.first and e.rank >= 0 and e.code == 1]
+    by_launcher = not who and not evidence.ranks_named and len(by_kind) == 1 and len(told) == 1
+    if by_launcher:
+        who = [told[0].rank]
     size = world_size(picture)
     text = f"{first.name.rsplit('.', 1)[-1]}: {first.text}".strip(": ")
     at = f" at {first.line}" if first.line else ""
@@ -98,6 +102,10 @@ def raised(picture: Picture) -> Iterator[Finding]:
         also = names(sorted({by_kind[k][0].name.rsplit(".", 1)[-1] for k in others}))
         how = "earlier by the lines' times" if timed else "first in the files; no times tell more"
         detail += f" Others raised {also}; this one is {how}."
+    if by_launcher:
+        detail += (
+            f" The launcher calls {ranks(who)} the first failure; no line of it names its rank."
+        )
     follows = len(evidence.raised) - len(found)
     if follows > 0:
         detail += f" The {follows} other tracebacks only tell that a peer was gone or timed out."
@@ -152,7 +160,7 @@ def raised(picture: Picture) -> Iterator[Finding]:
         "problem",
         title,
         detail,
-        "measured" if len(by_kind) == 1 or timed else "inferred",
+        "measured" if (len(by_kind) == 1 or timed) and not by_launcher else "inferred",
         tuple(r.where for r in same[:5]),
         do,
         command,
@@ -363,7 +371,7 @@ def _system(picture: Picture) -> Iterator[Finding]:
         yield Finding(
             "host.link-down",
             "problem" if troubled else "warning",
-            f"{host}a network link went down",
+            f"{host}a network link went down ({down[0].what[:60]})",
             f"{down[0].text[:200]}. What goes over it waits or fails.",
             "measured",
             tuple(s.where for s in down[:5]),

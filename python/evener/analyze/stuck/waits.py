@@ -46,7 +46,12 @@ def reported(desyncs: list[Desync], waits: list[Wait]) -> Culprit | None:
     return None
 
 
-def waited(waits: list[Wait], world: int, seen: set[int]) -> Culprit | None:
+def waited(
+    waits: list[Wait],
+    world: int,
+    seen: set[int],
+    victims: set[int] = frozenset(),  # type: ignore[assignment]
+) -> Culprit | None:
     """What the watchdogs' lines carry. `seen` are ranks that left any line."""
     if not waits:
         return None
@@ -61,12 +66,16 @@ def waited(waits: list[Wait], world: int, seen: set[int]) -> Culprit | None:
     for group, members in groups.items():
         answers += [
             answer
-            for answer in (_differs(members, group), _behind(members, group))
+            for answer in (
+                _differs(members, group),
+                _behind(members, group),
+                _ahead(members, group),
+            )
             if answer is not None
         ]
     if answers:
         return min(answers, key=lambda a: (len(a.ranks) == 0, -len(a.waiting)))
-    return _silent(groups, world, seen)
+    return _silent(groups, world, seen, victims)
 
 
 def _join_unnamed(groups: dict[str, dict[int, Wait]]) -> None:
@@ -129,10 +138,28 @@ def _behind(members: dict[int, Wait], group: str) -> Culprit | None:
     return _culprit("behind", waiting, ordered(low), group, top, "", "")
 
 
-def _silent(groups: dict[str, dict[int, Wait]], world: int, seen: set[int]) -> Culprit:
+def _ahead(members: dict[int, Wait], group: str) -> Culprit | None:
+    """Ranks that finished the operation in which all the others wait: theirs was another one."""
+    waiting = {rank: wait for rank, wait in members.items() if wait.seq >= 0}
+    low = min((wait.seq for wait in waiting.values()), default=-1)
+    ahead = {r for r, wait in waiting.items() if wait.completed >= low and wait.seq > low}
+    rest = {rank: wait for rank, wait in waiting.items() if rank not in ahead}
+    if not ahead or len(ahead) >= len(rest) or {w.seq for w in rest.values()} != {low}:
+        return None
+    one = waiting[min(ahead)]
+    return _culprit(
+        "ahead", waiting, ordered(ahead), group, low, f"{one.op or 'collective'} {one.seq}", "",
+        sure=False,
+    )  # fmt: skip
+
+
+def _silent(
+    groups: dict[str, dict[int, Wait]], world: int, seen: set[int], victims: set[int]
+) -> Culprit:
     """Nobody differs: the ranks that did not report, where those that did are nearly all."""
     name, members = max(groups.items(), key=lambda item: len(item[1]))
     everyone = set().union(*[set(m) for g, m in groups.items() if not g.startswith("(local)")])
+    everyone |= victims
     local = name.startswith("(local)")
     size = max(world, *(r + 1 for r in (everyone | seen) or {0}), 0)
     missing = set(range(size)) - everyone
