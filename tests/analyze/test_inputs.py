@@ -267,7 +267,7 @@ def check(path: Path) -> None:
         raise done.exception
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 def test_pieces_of_formats_in_any_order(text: str) -> None:
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"evener-fuzz-{os.getpid()}"
@@ -297,7 +297,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(json_values, st.sampled_from(["json", "pickle", "pickle4", "entries", "comms"]))
 def test_documents_of_any_shape(value: object, form: str) -> None:
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"evener-fuzz-trace_rank_{os.getpid()}"
@@ -317,14 +317,14 @@ def test_documents_of_any_shape(value: object, form: str) -> None:
         path.unlink()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_as_a_pickle(data: bytes) -> None:
     with contextlib.suppress(pickles.RefusedError):
         pickles.loads(b"\x80\x02" + data, "x")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -355,7 +355,7 @@ def _leaves(value: object) -> list[object]:
     return [value]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(json_values)
 def test_any_line_of_json_is_unwrapped_or_left(value: object) -> None:
     unwrap.line(made.dumped(value, "json"))  # type: ignore[arg-type]
