@@ -683,3 +683,45 @@ def test_a_traceback_without_a_rank_gets_the_launchers(tmp_path: Path) -> None:
 def test_other_launchers_say_that_it_was_killed(line: str, tmp_path: Path) -> None:
     _, findings = ask(tmp_path, line)
     assert findings[0].id == "cause.killed"
+
+
+def test_messages_have_numbers_of_their_own(tmp_path: Path) -> None:
+    lines = ["world_size: 3", *made.watchdog(1, 7, "RECV"), *made.watchdog(0, 8, "SEND")]
+    lines += made.watchdog(2, 7, "RECV")
+    said, findings = ask(tmp_path, lines)
+    assert findings[0].id == "run.hung"
+    assert "not decided" in said
+
+
+def test_one_silent_rank_among_several_groups(tmp_path: Path) -> None:
+    lines = ["world_size=8", *waiting([0, 1, 2], 50, group="mesh_shard", style="2.6")]
+    lines += waiting([4, 5, 6, 7], 91, group="mesh_replicate", style="2.6")
+    said, findings = ask(tmp_path, lines)
+    assert "rank 3 never joined a collective" in said
+    assert findings[0].confidence == "inferred"
+    lines = [x for x in lines if "rank2" not in x]
+    said, _ = ask(tmp_path, lines)
+    assert "6 ranks of 8" in said
+    assert "not decided" in said
+
+
+def test_torchruns_error_file(tmp_path: Path) -> None:
+    stack = "\n".join(made.traceback(0, "ValueError: bad", prefix=""))
+    text = json.dumps(
+        {"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": stack}}}
+    )
+    said, _ = ask(tmp_path, text)
+    assert "raised ValueError: bad" in said
+
+
+def test_a_job_that_was_told_to_end(tmp_path: Path) -> None:
+    said, findings = ask(
+        tmp_path,
+        made.traceback(
+            0, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 41 got "
+               "signal: 15",
+            prefix="",
+        ),
+    )  # fmt: skip
+    assert findings[0].id == "cause.stopped"
+    assert "SIGTERM" in said

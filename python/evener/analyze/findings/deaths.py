@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from evener.analyze.evidence.records import Evidence, Exit, Raised, Sign
-from evener.analyze.findings.base import CRASHED, KILLED, LIBRARY, RAISED, Finding, check
+from evener.analyze.findings.base import CRASHED, ENDED, KILLED, LIBRARY, RAISED, Finding, check
 from evener.analyze.findings.who import of_process, ranks, world_size
 from evener.analyze.picture import Picture
 from evener.analyze.words import names
@@ -171,11 +171,10 @@ def raised(picture: Picture) -> Iterator[Finding]:
 
 def _title(first: Raised, who: list[int], size: int, text: str, at: str) -> tuple[str, str]:
     short = text if len(text) <= 120 else text[:117] + "..."
-    if len(who) > 1 and (len(who) >= size or len(who) > 4):
-        return (
-            f"{len(who)} ranks raised {short}{at}",
-            " It is the same on all of them: the program or its data, not one rank.",
-        )
+    everyone = 0 < size <= len(who)
+    if len(who) > 1 and (everyone or len(who) > 4):
+        note = ": the program, its data or the machine, not one rank" if everyone else ""
+        return f"{len(who)} ranks raised {short}{at}", f" It is the same on all of them{note}."
     if who:
         return f"{ranks(who)} raised {short}{at}", ""
     host = f" on {first.host}" if first.host else ""
@@ -193,6 +192,7 @@ def killed(evidence: Evidence) -> tuple[list[Sign], list[Exit]]:
     {
         "cause.killed": "a process that the system killed, mostly for host memory",
         "cause.host-gone": "a host or pod that was taken away, or failed",
+        "cause.stopped": "a launcher that was told to end, with no other reason in the files",
         "cause.crash": "a process that crashed (segmentation fault, bus error)",
         "host.link-down": "a network link of a host that went down",
         "host.hung-task": "a process stuck in the kernel, as on a storage that does not answer",
@@ -226,6 +226,22 @@ def ended(picture: Picture) -> Iterator[Finding]:
         )
     yield from _crashed(picture)
     yield from _system(picture)
+    stopped = [r for r in evidence.raised if "SignalException" in r.name and "15" in r.text]
+    if stopped and not evidence.waits and not evidence.exits and not roots(evidence):
+        yield Finding(
+            "cause.stopped",
+            "warning",
+            "the job was ended from outside: its launcher got SIGTERM",
+            f"{stopped[0].text[:200]}. A scheduler, a time limit, another node's launcher or a "
+            f"person "
+            "did; what ended first is not in these files.",
+            "measured",
+            tuple(r.where for r in stopped[:3]),
+            "Look at the scheduler's record of the job, and at the logs of the other nodes.",
+            "sacct -j JOB -o State,ExitCode,Reason; kubectl describe pod POD",
+            "The reason for the signal.",
+            root=ENDED + 5,
+        )
 
 
 def _killed(picture: Picture, signs: list[Sign], exits: list[Exit]) -> Finding:
