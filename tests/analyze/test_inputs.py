@@ -14,6 +14,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def test_docs_read_a_folder_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Bomb:
     def __reduce__(self) -> tuple:
-        return (os.system, ("touch /tmp/evener-pickle-ran",))
+        return (os.system, ("touch evener-pickle-ran",))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ class Bomb:
 def test_a_pickle_that_would_run_code_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "nccl_trace_rank_0"
     path.write_bytes(data)
-    marker = Path("/tmp/evener-pickle-ran")
+    marker = Path("evener-pickle-ran")
     with pytest.raises(UsageError, match="would run code"):
         collect([path])
     assert not marker.exists()
@@ -270,7 +271,7 @@ def check(path: Path) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 def test_pieces_of_formats_in_any_order(text: str) -> None:
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"evener-fuzz-{os.getpid()}"
+    path = Path(tempfile.gettempdir()) / f"evener-fuzz-{os.getpid()}"
     path.write_text(text)
     try:
         check(path)
@@ -300,7 +301,7 @@ json_values = st.recursive(
 @settings(max_examples=80, deadline=None)
 @given(json_values, st.sampled_from(["json", "pickle", "pickle4", "entries", "comms"]))
 def test_documents_of_any_shape(value: object, form: str) -> None:
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"evener-fuzz-trace_rank_{os.getpid()}"
+    path = Path(tempfile.gettempdir()) / f"evener-fuzz-trace_rank_{os.getpid()}"
     if form == "entries":
         value = {
             "version": "2.10",
