@@ -220,3 +220,24 @@ def test_an_edge_that_one_end_tells_is_enough(tmp_path: Path) -> None:
     result = picture(collect([path]))
     assert [(p.source, p.destination) for p in result.tree_pairs] == [(0, 2), (2, 0)]
     assert "The trees on the fabric" in page(result, run_checks(result))
+
+
+def test_reasons_come_before_drawings_and_the_rest_apart(tmp_path: Path) -> None:
+    from tests import incidents as made
+
+    lines = [line for rank in (0, 1, 3) for line in made.watchdog(rank, 7)]
+    html = render(tmp_path, job(Job("2.28.9", direct=False)) + "\n".join(lines))
+    outline(html)
+    assert html.index("What to do") < html.index("Also seen") < html.index("<h2>Fabric")
+
+
+def test_a_matrix_has_its_facts(tmp_path: Path) -> None:
+    text = "\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X \tNV4\tSYS\tSYS\nGPU1\tNV4\t X \tSYS\tSYS\n"
+    text += "GPU2\tSYS\tSYS\t X \tNV4\nGPU3\tSYS\tSYS\tNV4\t X \n"
+    assert "4 GPUs, NVLink in GPU0-GPU1, GPU2-GPU3" in render(tmp_path, text)
+
+
+def test_another_bridge_of_the_same_cpu_is_not_across_the_interconnect(tmp_path: Path) -> None:
+    text = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \tNV4\tNODE\nGPU1\tNV4\t X \t{}\nNIC0\tNODE\t{}\t X \n"
+    assert "host.far-card" not in render(tmp_path, text.replace("{}", "NODE"))
+    assert "host.far-card" in render(tmp_path, text.replace("{}", "SYS"))

@@ -115,7 +115,6 @@ def test_one_wait_counts_once_however_many_lines_tell_it(tmp_path: Path) -> None
         (["RuntimeError: [Rank 0]: Ranks 2, 6 failed to pass monitoredBarrier in 600000 ms"],
          ("ranks 2 and 6",)),
         (["RuntimeError: Rank 3 failed to pass monitoredBarrier in 30000 ms"], ("rank 3",)),
-        (["[1,0]<stderr>:[2026: W stall_inspector.cc:107] grad.3 [missing ranks: 1]"], ("rank 1",)),
     ],
 )  # fmt: skip
 def test_reports_that_name_the_ranks(
@@ -615,3 +614,114 @@ def test_harmless_lines_are_no_reason(text: str, tmp_path: Path) -> None:
 
     said, findings = ask(tmp_path, job(Job("2.28.9")) + text)
     assert not [f for f in findings if f.root], said
+
+
+@pytest.mark.parametrize(
+    "more",
+    [" [missing ranks: 1, 4]\n", "\nMissing ranks:\n1: [grad_0, grad_1]\n4: [grad_0]\n",
+     "\n[1,0]<stderr>:Missing ranks:\n[1,0]<stderr>:1: [grad_0]\n[1,0]<stderr>:4: [grad_0]\n"],
+)  # fmt: skip
+def test_horovods_stall_names_ranks_and_is_no_end(more: str, tmp_path: Path) -> None:
+    line = (
+        "[1,0]<stderr>:[x: W stall_inspector.cc:105] One or more tensors were submitted to be "
+        "reduced, "
+        "gathered or broadcasted by subset of ranks"
+    )
+    _, findings = ask(tmp_path, line + more)
+    assert [f.id for f in findings] == ["run.stalled"]
+    assert "Missing: ranks 1 and 4" in findings[0].detail
+
+
+def test_gloo_tells_by_exceptions(tmp_path: Path) -> None:
+    late = made.GONE[5]
+    lines = ["world size 4", *[x for r in (0, 1, 3) for x in made.traceback(r, late)]]
+    said, _ = ask(tmp_path, lines)
+    assert "rank 2 never joined" in said
+    lines = ["world size 4", *[x for r in (0, 1) for x in made.traceback(r, late)]]
+    lines += [x for r in (2, 3) for x in made.traceback(r, made.GONE[1])]
+    said, _ = ask(tmp_path, lines)
+    assert "never joined" not in said
+
+
+def test_a_rank_that_ran_ahead(tmp_path: Path) -> None:
+    lines = waiting([0, 1, 2], 100) + made.watchdog(3, 101, "ALLGATHER")
+    said, findings = ask(tmp_path, lines)
+    assert "rank 3 left the order" in said
+    assert findings[0].confidence == "inferred"
+
+
+def test_the_error_of_a_data_loaders_worker(tmp_path: Path) -> None:
+    lines = made.traceback(
+        1, "RuntimeError: Caught FileNotFoundError in DataLoader worker process 3."
+    )
+    lines += [
+        "[rank1]: Original Traceback (most recent call last):",
+        '[rank1]:   File "/srv/app/data.py", line 33, in __getitem__',
+        "[rank1]:     with open(path) as file:",
+        "[rank1]: FileNotFoundError: [Errno 2] No such file or directory: '/mnt/7.jpg'",
+    ]
+    said, _ = ask(tmp_path, lines)
+    assert "rank 1 raised FileNotFoundError" in said
+    assert "/srv/app/data.py:33" in said
+
+
+def test_a_traceback_without_a_rank_gets_the_launchers(tmp_path: Path) -> None:
+    lines = made.traceback(0, "IndexError: 7", prefix="") + made.torchrun([], (2, 1, 77))
+    said, findings = ask(tmp_path, lines)
+    assert "rank 2 raised IndexError" in said
+    assert findings[0].confidence == "inferred"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[ERROR] [launch.py:325:sigkill_handler] ['/usr/bin/python', 'train.py', '--local_rank=3'] "
+     "exits "
+     "with return code = -9",
+     "subprocess.CalledProcessError: Command '['x.py']' died with <Signals.SIGKILL: 9>.",
+     "container exited with code 137"],
+)  # fmt: skip
+def test_other_launchers_say_that_it_was_killed(line: str, tmp_path: Path) -> None:
+    _, findings = ask(tmp_path, line)
+    assert findings[0].id == "cause.killed"
+
+
+def test_messages_have_numbers_of_their_own(tmp_path: Path) -> None:
+    lines = ["world_size: 3", *made.watchdog(1, 7, "RECV"), *made.watchdog(0, 8, "SEND")]
+    lines += made.watchdog(2, 7, "RECV")
+    said, findings = ask(tmp_path, lines)
+    assert findings[0].id == "run.hung"
+    assert "not decided" in said
+
+
+def test_one_silent_rank_among_several_groups(tmp_path: Path) -> None:
+    lines = ["world_size=8", *waiting([0, 1, 2], 50, group="mesh_shard", style="2.6")]
+    lines += waiting([4, 5, 6, 7], 91, group="mesh_replicate", style="2.6")
+    said, findings = ask(tmp_path, lines)
+    assert "rank 3 never joined a collective" in said
+    assert findings[0].confidence == "inferred"
+    lines = [x for x in lines if "rank2" not in x]
+    said, _ = ask(tmp_path, lines)
+    assert "6 ranks of 8" in said
+    assert "not decided" in said
+
+
+def test_torchruns_error_file(tmp_path: Path) -> None:
+    stack = "\n".join(made.traceback(0, "ValueError: bad", prefix=""))
+    text = json.dumps(
+        {"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": stack}}}
+    )
+    said, _ = ask(tmp_path, text)
+    assert "raised ValueError: bad" in said
+
+
+def test_a_job_that_was_told_to_end(tmp_path: Path) -> None:
+    said, findings = ask(
+        tmp_path,
+        made.traceback(
+            0, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 41 got "
+               "signal: 15",
+            prefix="",
+        ),
+    )  # fmt: skip
+    assert findings[0].id == "cause.stopped"
+    assert "SIGTERM" in said

@@ -33,7 +33,7 @@ from tests.twins.harness import Program, Twin
 KINDS = (
     "silent", "behind", "mismatch", "size", "exception", "exception-hang", "killed", "xid",
     "crash", "dump-missing", "dump-mismatch", "dump-size", "dump-inside", "dump-groups", "inside",
-    "lost-logs", "nccl-memory", "port", "heartbeat", "healthy",
+    "lost-logs", "messages", "nccl-memory", "port", "heartbeat", "healthy",
 )  # fmt: skip
 UNDECIDED = ("run.hung", "cause.inside")
 RIGHT = {
@@ -167,6 +167,9 @@ def incident(program: Program) -> tuple[dict[int, list[str]], list[str], dict[st
         wait(culprits, op=op, numel=33)
     elif kind == "inside":
         wait(list(range(world)))
+    elif kind == "messages":
+        for rank in range(world):
+            wait([rank], seq + random.randint(0, 3), op=random.choice(["SEND", "RECV"]))
     elif kind == "lost-logs":
         kept = others[: max(2, world // 3)]
         wait(kept)
@@ -346,7 +349,7 @@ def judge(program: Program, said: str, findings: list[Finding]) -> None:
         assert top is None or top.root == 0, f"healthy, and it says: {said}"
         return
     assert findings and top is findings[0], f"{kind}: the reason is not first: {said}"
-    if kind in ("inside", "dump-inside", "lost-logs"):
+    if kind in ("inside", "dump-inside", "lost-logs", "messages"):
         assert top.id in UNDECIDED, f"{kind}, and it says: {said}"
         assert not named(top.title), said
         if kind == "lost-logs":

@@ -1,9 +1,11 @@
-"""`evener analyze`: what NCCL logged and a benchmark measured, joined into a verdict.
+"""`evener analyze`: what a job left and a benchmark measured, joined into a verdict.
 
 parse/      bytes to records, one concept a file
+evidence/   lines to what watchdogs, recorders, launchers and drivers said, one source a file
 collect     records to a run: which line belongs to which communicator
 model       the run
 picture     what follows from it, with a map of the fabric where there is one
+stuck/      who holds a job up, or why that is not decided
 findings/   what is wrong and what to do
 report/     JSON, text, HTML
 """

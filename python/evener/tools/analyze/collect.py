@@ -93,6 +93,10 @@ class Collector:
             recorder.dump(document, name, where, self.run.evidence)
         elif ras.is_ras(document):
             ras.report(document, self.run.evidence, where)
+        elif (stack := _error_file(document)) is not None:
+            self._reader.block(stack)
+            for line in stack.split(b"\n"):
+                self._reader.line(line, where)
         else:
             return False
         self.run.lines += 1
@@ -356,6 +360,14 @@ class Collector:
             if nameless is not None and not nameless.used:
                 run.hosts.pop("")
         return run
+
+
+def _error_file(document: Any) -> bytes | None:
+    """The traceback in a file that torchrun lets a failed rank write; None where it is none."""
+    message = document.get("message") if isinstance(document, dict) else None
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    stack = extra.get("py_callstack") if isinstance(extra, dict) else None
+    return stack.encode("utf-8", "replace") if isinstance(stack, str) else None
 
 
 def _opens(table: Table, record: Device | Row | Summary | Starting | Head) -> bool:

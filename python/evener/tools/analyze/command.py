@@ -25,6 +25,9 @@ import click
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write JSON here; - prints it."
 )
+@click.option(
+    "--compare", is_flag=True, help="FILES are a good and a bad run: say what changed between them."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print the verdict only.")
 def analyze(
     files: tuple[Path, ...],
@@ -32,13 +35,16 @@ def analyze(
     topo_files: tuple[Path, ...],
     html_file: Path | None,
     json_file: Path | None,
+    compare: bool,
     quiet: bool,
 ) -> None:
-    """Read logs and benchmarks, and say what to change.
+    """Read what a job left, and say why it hung, failed or was slow, and what to do.
 
-    FILES are NCCL_DEBUG=INFO logs (NCCL 2.4 to 2.30 and RCCL, of any number of hosts), output of
-    nccl-tests or `evener bench` (text or JSON), NCCL's topology and graph XML, and `nvidia-smi topo
-    -m`, in any mixture and behind any prefix; each is known by its content.
+    FILES are logs, folders, patterns, archives or - for stdin: NCCL_DEBUG=INFO logs (NCCL 2.4 to
+    2.30 and RCCL), PyTorch's watchdogs and flight recorders, tracebacks, torchrun, srun and mpirun,
+    dmesg, ncclras, NCCL Inspector, nvidia-smi, sacct, kubectl describe; output of nccl-tests or
+    `evener bench`, NCCL's XML. In any mixture, packed, in JSON of a log's collector or behind any
+    prefix; each is known by its content.
 
     \b
     Exit status: 0 nothing found, 1 something found or the run failed, 2 a file could not be read.
@@ -47,13 +53,25 @@ def analyze(
     Examples:
       evener analyze run.log
       evener analyze node*.log bench.txt --map map.yaml --html report.html
+      evener analyze logs/ dmesg.txt nccl_trace_rank_*
+      evener analyze --compare good.log bad.log
     """
     from evener.errors import UsageError
     from evener.tools.analyze import collect, document, page, picture, run_checks, terminal
+    from evener.tools.analyze.report.changes import changes, two_runs
     from evener.tools.analyze.report.verdict import verdict
     from evener.tools.fabric import read_map
 
     fabric = read_map(map_file) if map_file else None
+    if compare and len(files) != 2:
+        raise UsageError(
+            f"--compare takes two runs, and {len(files)} are given",
+            "give the good run first, then the bad one; each may be a file or a folder",
+        )
+    if (compare or len(files) == 2) and (both := two_runs(files[0], files[1], compare)):
+        text, differ = changes(*both)
+        click.echo(text.split("\n", 1)[0] if quiet else text, nl=quiet)
+        sys.exit(1 if differ else 0)
     run = collect([*files, *topo_files])
     if not (
         run.nccl_lines

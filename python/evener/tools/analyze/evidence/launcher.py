@@ -23,6 +23,12 @@ _CODE = re.compile(r"^\s*exitcode\s*: (-?\d{1,6}) \(pid: (\d{1,10})\)")
 _HOST = re.compile(r"^\s*host\s*: (\S{1,200})")
 _TRACE = re.compile(r"^\s*traceback\s*: (.{1,400})")
 _FAILED = re.compile(r"failed \(exitcode: (-?\d{1,6})\) local_rank: (\d{1,6}) \(pid: (\d{1,10})\)")
+_RETURN = re.compile(
+    r"(?:--local_rank[= ](?P<local>\d{1,5}).{0,400}?)?(?:exits? with return code ?=? ?|exited "
+    r"with code "
+    r"|[Ee]xit(?: code|code| status):? ?|died with <Signals\.SIG\w+: )(?P<code>-?\d{1,4})\b"
+)
+_POD = re.compile(r"^Name: +([\w.-]{1,253})\s*$")
 _MPI = re.compile(
     r"process rank (\d{1,6}) with PID (\d{1,10}) on node (\S{1,200}) exited on signal (\d{1,3})"
 )
@@ -141,7 +147,9 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
 )
+_NAMED = (4, 7, 8, 9, 11)
 WORDS = (
+    b"return code", b"with code", b"xit code", b"xitcode", b"xit status", b"Signals.SIG", b"Name: ",
     b"local_rank:", b"exitcode", b"traceback :", b"host      :", b"Root Cause", b"exited on signal",
     b"srun: error", b"orld size", b"orld_size", b"WORLD_SIZE", b"--nnodes", b"--nproc",
     b"emory: Kill",
@@ -165,6 +173,7 @@ class Launcher:
         self._first: dict[str, bool] = {}
         self._hosts: dict[str, str] = {}
         self._exit: dict[str, Exit] = {}
+        self._pod = ""
         self._seen: set[tuple[str, str, int]] = set()
 
     def line(self, line: Line) -> None:
@@ -194,6 +203,16 @@ class Launcher:
             self._evidence.add(
                 Exit(-1, int(found[2]), int(found[3]), line.host, max(-code, 0), code, line.where)
             )
+        elif found := _POD.match(text):
+            self._pod = found[1]
+        elif (found := _RETURN.search(text)) and "srun" not in text:
+            code = int(found["code"])
+            number = code if "Signals" in found[0] else -code if code < 0 else max(code - 128, 0)
+            if number in _NAMED:
+                local = int(found["local"]) if found["local"] else -1
+                self._evidence.add(
+                    Exit(-1, local, -1, line.host or self._pod, number, -number, line.where)
+                )
         elif found := _MPI.search(text):
             self._evidence.add(
                 Exit(int(found[1]), -1, int(found[2]), found[3], int(found[4]), -int(found[4]),
@@ -236,8 +255,8 @@ class Launcher:
             if len(self._seen) < 10_000:
                 self._seen.add(key)
             self._evidence.add(
-                Sign(kind, line.text.strip()[:300], line.where, line.host, pid, line.rank,
-                     (groups.get("what") or found[0]).strip())
+                Sign(kind, line.text.strip()[:300], line.where, line.host or self._pod, pid,
+                     line.rank, (groups.get("what") or found[0]).strip())
             )  # fmt: skip
             return
 

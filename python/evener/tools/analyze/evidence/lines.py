@@ -49,6 +49,8 @@ class Line:
 
     text: str
     where: int
+    raw: str = ""
+    """The whole line."""
     rank: int = -1
     local: int = -1
     task: int = -1
@@ -62,7 +64,7 @@ class Line:
 
 def split(text: str, where: int) -> Line:
     """Take the known prefixes off a line."""
-    line = Line(text, where)
+    line = Line(text, where, text)
     position, parts = 0, []
     for _ in range(6):
         while position < len(text) and text[position] in " \t" and not _indented(text, position):

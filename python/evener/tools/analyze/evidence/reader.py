@@ -51,7 +51,9 @@ class Reader:
 
     def line(self, raw: bytes, where: int, host: str = "") -> None:
         """Take one line of a program, a launcher or the system."""
-        stateful = self._traces.active or self._state.active or self._ras.active
+        stateful = (
+            self._traces.active or self._state.active or self._ras.active or self._watchdog.active
+        )
         if not stateful and not any(word in raw for word in self._words):
             return
         timed = raw[:1] == b"{" and any(word in raw for word in inspector.WORDS)
@@ -66,7 +68,8 @@ class Reader:
         if self._traces.line(line, text) and HEAD not in text and ": " not in line.text:
             return
         for part in (watchdog, launcher, store, kernel):
-            if any(word in raw for word in part.WORDS):
+            listed = part is watchdog and self._watchdog.active
+            if listed or any(word in raw for word in part.WORDS):
                 self._part(part).line(line)
         self._state.line(line)
         self._ras.line(line)

@@ -9,6 +9,10 @@ _MOST = 20_000
 """Records of one kind that are kept; a file can hold any number."""
 
 
+GLOO = "gloo"
+"""The group of waits that Gloo tells by an exception: it gives no number."""
+
+
 @dataclass(slots=True)
 class Wait:
     """One rank's watchdog gave up on an operation. -1 where the text does not say a number."""
@@ -34,7 +38,7 @@ class Desync:
     """A report that names ranks: torch's desync report, monitoredBarrier, Horovod, DETAIL."""
 
     kind: str
-    """`behind` or `mismatch`."""
+    """`behind`, `mismatch`, or `stalled`, which may pass."""
     ranks: tuple[int, ...]
     text: str
     where: int
@@ -231,6 +235,11 @@ class Evidence:
         self.read[type(record).__name__] += 1
         if len(kept) < _MOST * (10 if isinstance(record, Timing) else 1):
             kept.append(record)
+
+    @property
+    def ranks_named(self) -> bool:
+        """Whether any traceback names its rank."""
+        return any(raised.rank >= 0 for raised in self.raised)
 
     def __bool__(self) -> bool:
         return bool(self.read)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from evener.tools.analyze.evidence.lines import Line
-from evener.tools.analyze.evidence.records import Evidence, Raised
+from evener.tools.analyze.evidence.records import GLOO, Evidence, Raised, Wait
 
 HEAD = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{0,120}))?')
@@ -27,6 +27,7 @@ CHAINS = tuple(text.encode() for text in _CHAIN)
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib/python\d|<frozen |<string>|/torchrun$|^torch/|^importlib"
 )
+_TIMED_OUT = re.compile(r"Timed out waiting (\d{1,12}) ?ms for (?:recv|send|a) ")
 _STREAMS = 4096
 _FRAMES = 400
 
@@ -34,10 +35,11 @@ _FRAMES = 400
 class _Open:
     """A traceback under way in one stream."""
 
-    __slots__ = ("chained", "deepest", "ended", "frames", "line", "own", "where")
+    __slots__ = ("chained", "deepest", "ended", "frames", "inner", "line", "own", "where")
 
     def __init__(self, where: int, line: Line) -> None:
         self.where, self.line = where, line
+        self.inner = False
         self.own, self.deepest = "", ""
         self.frames = 0
         self.chained = False
@@ -88,7 +90,7 @@ class Traces:
         if len(self._open) >= _STREAMS:
             self._open.pop(next(iter(self._open)))
         one = _Open(line.where, line)
-        one.chained = line.stream in self._done and self._done[line.stream].where < 0
+        one.inner = raw[:at].endswith("Original ")
         self._open[line.stream] = one
 
     def _chain(self, line: Line) -> bool:
@@ -101,14 +103,21 @@ class Traces:
 
     def _end(self, one: _Open, line: Line, found: re.Match[str]) -> None:
         before = self._done.get(line.stream)
+        if one.inner and before is not None and before.text.startswith("Caught "):
+            # A data loader's worker: what it raised says more than that it did.
+            before.text = (
+                f"{found[2].strip() if found.re is _ERROR else ''} (in a worker of the data loader)"
+            )
+            before.name, before.line = found[1], one.own or before.line
+            return
         if before is not None and before.stream == "chain":
             before.stream = line.stream  # the first of a chain is what began it
             # A wrapper of the same event says less; only what is more specific is taken over.
             return
         text = found[2] if found.re is _ERROR else ""
-        rank = one.line.rank
+        rank = one.line.rank if one.line.rank >= 0 else line.rank
         raised = Raised(
-            rank if rank >= 0 else line.rank,
+            rank,
             one.line.host or line.host,
             found[1],
             text.strip()[:400],
@@ -120,6 +129,10 @@ class Traces:
             line.stream,
         )
         self._evidence.add(raised)
+        if rank >= 0 and (late := _TIMED_OUT.search(raised.text)):
+            self._evidence.add(
+                Wait(rank, line.where, waited_ms=int(late[1] or -1), group=GLOO, time=raised.time)
+            )
         if raised.rank >= 0:
             self._evidence.ranks.setdefault(raised.rank, line.where)
         self._done[line.stream] = raised

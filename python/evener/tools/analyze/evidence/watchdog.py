@@ -49,6 +49,7 @@ _OUTSTANDING = re.compile(r"workMetaList_\.size\(\) ?= ?(\d{1,9})")
 _NEW = re.compile(r"Operation timed out after (\d{1,12}) ?ms")
 _NEW_ABORT = re.compile(r"Aborting process on rank (\d{1,6}) due to (timeout|error) - ")
 _STALLED = re.compile(r"\[missing ranks: ?([\d, ]{1,400})\]")
+_LISTED = re.compile(r".*?\b(\d{1,6}): ?\[[^\]]")
 WORDS = (
     b"atchdog", b"WorkNCCL(", b"last enqueued", b"didn't join collective", b"monitoredBarrier",
     b"Detected mismatch between", b"workMetaList_", b"Operation timed out after",
@@ -63,6 +64,7 @@ class Watchdog:
         self._evidence = evidence
         self._waits: dict[tuple[int, int, str], Wait] = {}
         self._last: dict[int, Wait] = {}
+        self._list = 0
 
     def line(self, line: Line) -> None:
         """Take one line that has one of WORDS."""
@@ -95,11 +97,27 @@ class Watchdog:
                 )
             )
         elif found := _STALLED.search(text):
-            self._evidence.add(Desync("behind", _numbers(found[1]), text[:300], line.where))
+            self._stalled(_numbers(found[1]), line)
+        if text.strip() == "Missing ranks:":
+            self._list = 1000
+        elif self._list:
+            self._list -= 1
+            if found := _LISTED.match(line.raw):
+                self._stalled((int(found[1]),), line)
+            else:
+                self._list = 0
         if (found := _NEW.search(text)) and line.rank >= 0:
             self._wait(line, line.rank, -1, "").waited_ms = int(found[1])
         elif (found := _NEW_ABORT.search(text)) and found[2] == "timeout":
             self._wait(line, int(found[1]), -1, "")
+
+    @property
+    def active(self) -> bool:
+        """Whether a list of ranks is under way, so that every line matters."""
+        return self._list > 0
+
+    def _stalled(self, ranks: tuple[int, ...], line: Line) -> None:
+        self._evidence.add(Desync("stalled", ranks, line.text[:300], line.where))
 
     def _caught(self, line: Line, found: re.Match[str], group: re.Match[str] | None) -> None:
         fields = dict(_FIELD.findall(found[2]))

@@ -358,6 +358,8 @@ def known_warnings(picture: Picture) -> Iterator[Finding]:
         if id == "network.ib-qp":
             title, detail = _queue_pair(texts[id])
         elif id in ("network.ib-port", "run.gpu-memory") and who:
+            if re.search(r"catastrophic|[Ff]atal|FATAL", texts[id]):
+                title = "a card failed, and its port with it"
             title = f"{who}: {title}"
         yield Finding(
             id,

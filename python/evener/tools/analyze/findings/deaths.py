@@ -12,7 +12,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from evener.tools.analyze.evidence.records import Evidence, Exit, Raised, Sign
-from evener.tools.analyze.findings.base import CRASHED, KILLED, LIBRARY, RAISED, Finding, check
+from evener.tools.analyze.findings.base import (
+    CRASHED,
+    ENDED,
+    KILLED,
+    LIBRARY,
+    RAISED,
+    Finding,
+    check,
+)
 from evener.tools.analyze.findings.who import of_process, ranks, world_size
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import names
@@ -87,6 +95,10 @@ def raised(picture: Picture) -> Iterator[Finding]:
     who = sorted({r.rank for r in same if r.rank >= 0})
     if not who and not evidence.ranks and not any(e.local >= 0 for e in evidence.exits):
         who = sorted({r.task for r in same if r.task >= 0})
+    told = [e for e in evidence.exits if e.first and e.rank >= 0 and e.code == 1]
+    by_launcher = not who and not evidence.ranks_named and len(by_kind) == 1 and len(told) == 1
+    if by_launcher:
+        who = [told[0].rank]
     size = world_size(picture)
     text = f"{first.name.rsplit('.', 1)[-1]}: {first.text}".strip(": ")
     at = f" at {first.line}" if first.line else ""
@@ -98,6 +110,10 @@ def raised(picture: Picture) -> Iterator[Finding]:
         also = names(sorted({by_kind[k][0].name.rsplit(".", 1)[-1] for k in others}))
         how = "earlier by the lines' times" if timed else "first in the files; no times tell more"
         detail += f" Others raised {also}; this one is {how}."
+    if by_launcher:
+        detail += (
+            f" The launcher calls {ranks(who)} the first failure; no line of it names its rank."
+        )
     follows = len(evidence.raised) - len(found)
     if follows > 0:
         detail += f" The {follows} other tracebacks only tell that a peer was gone or timed out."
@@ -152,7 +168,7 @@ def raised(picture: Picture) -> Iterator[Finding]:
         "problem",
         title,
         detail,
-        "measured" if len(by_kind) == 1 or timed else "inferred",
+        "measured" if (len(by_kind) == 1 or timed) and not by_launcher else "inferred",
         tuple(r.where for r in same[:5]),
         do,
         command,
@@ -163,11 +179,10 @@ def raised(picture: Picture) -> Iterator[Finding]:
 
 def _title(first: Raised, who: list[int], size: int, text: str, at: str) -> tuple[str, str]:
     short = text if len(text) <= 120 else text[:117] + "..."
-    if len(who) > 1 and (len(who) >= size or len(who) > 4):
-        return (
-            f"{len(who)} ranks raised {short}{at}",
-            " It is the same on all of them: the program or its data, not one rank.",
-        )
+    everyone = 0 < size <= len(who)
+    if len(who) > 1 and (everyone or len(who) > 4):
+        note = ": the program, its data or the machine, not one rank" if everyone else ""
+        return f"{len(who)} ranks raised {short}{at}", f" It is the same on all of them{note}."
     if who:
         return f"{ranks(who)} raised {short}{at}", ""
     host = f" on {first.host}" if first.host else ""
@@ -185,6 +200,7 @@ def killed(evidence: Evidence) -> tuple[list[Sign], list[Exit]]:
     {
         "cause.killed": "a process that the system killed, mostly for host memory",
         "cause.host-gone": "a host or pod that was taken away, or failed",
+        "cause.stopped": "a launcher that was told to end, with no other reason in the files",
         "cause.crash": "a process that crashed (segmentation fault, bus error)",
         "host.link-down": "a network link of a host that went down",
         "host.hung-task": "a process stuck in the kernel, as on a storage that does not answer",
@@ -218,6 +234,22 @@ def ended(picture: Picture) -> Iterator[Finding]:
         )
     yield from _crashed(picture)
     yield from _system(picture)
+    stopped = [r for r in evidence.raised if "SignalException" in r.name and "15" in r.text]
+    if stopped and not evidence.waits and not evidence.exits and not roots(evidence):
+        yield Finding(
+            "cause.stopped",
+            "warning",
+            "the job was ended from outside: its launcher got SIGTERM",
+            f"{stopped[0].text[:200]}. A scheduler, a time limit, another node's launcher or a "
+            f"person "
+            "did; what ended first is not in these files.",
+            "measured",
+            tuple(r.where for r in stopped[:3]),
+            "Look at the scheduler's record of the job, and at the logs of the other nodes.",
+            "sacct -j JOB -o State,ExitCode,Reason; kubectl describe pod POD",
+            "The reason for the signal.",
+            root=ENDED + 5,
+        )
 
 
 def _killed(picture: Picture, signs: list[Sign], exits: list[Exit]) -> Finding:
@@ -363,7 +395,7 @@ def _system(picture: Picture) -> Iterator[Finding]:
         yield Finding(
             "host.link-down",
             "problem" if troubled else "warning",
-            f"{host}a network link went down",
+            f"{host}a network link went down ({down[0].what[:60]})",
             f"{down[0].text[:200]}. What goes over it waits or fails.",
             "measured",
             tuple(s.where for s in down[:5]),

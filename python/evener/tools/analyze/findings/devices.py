@@ -13,11 +13,11 @@ from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import names
 
 _WHO = {
-    "memory": "its memory is at fault, a hardware error",
-    "link": "an NVLink error, a hardware or fabric fault",
-    "bus": "it is lost",
-    "firmware": "its firmware stopped",
-    "gpu": "an error of the GPU",
+    "memory": "Its memory is at fault, a hardware error",
+    "link": "That is hardware or the NVLink fabric",
+    "bus": "It is lost to the system, a hardware fault",
+    "firmware": "Its firmware stopped",
+    "gpu": "That is an error of the GPU",
 }
 
 
@@ -91,14 +91,14 @@ def _hardware(picture: Picture, hard: list[Xid], all_: list[Xid]) -> Finding:
         else " The programs' errors follow from it."
     )
     text = f": {main.text[:120]}" if main.text else ""
-    kind = "ECC, " if what.who == "memory" else ""
+    kind = " (ECC)" if what.who == "memory" else ""
     return Finding(
         "cause.gpu",
         "problem",
         f"{word} {main.code} on {place}: {what.text}"
         if not main.switch
         else f"{word} {main.code} on {place}: {main.text[:80] or 'an NVLink error'}",
-        f"The driver reports {codes}{text}. {kind}{_WHO.get(what.who, _WHO['gpu'])}; the program "
+        f"The driver reports {codes}{kind}{text}. {_WHO.get(what.who, _WHO['gpu'])}; the program "
         f"is not the cause.{follow}",
         "measured",
         tuple(x.where for x in [main, *hard][:5]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from evener.tools.analyze.evidence.records import GLOO
 from evener.tools.analyze.findings.base import NAMED, UNDECIDED, Finding, check
 from evener.tools.analyze.findings.who import ranks, world_size
 from evener.tools.analyze.picture import Picture
@@ -54,7 +55,8 @@ def finding(culprit: Culprit, size: int) -> Finding:
     """One culprit in words."""
     speak = {
         "missing": _missing, "silent": _missing, "behind": _missing, "mismatch": _mismatch,
-        "size": _mismatch, "dtype": _mismatch, "cycle": _cycle, "inside": _inside,
+        "size": _mismatch, "dtype": _mismatch, "ahead": _mismatch,
+        "cycle": _cycle, "inside": _inside,
     }.get(culprit.kind, _undecided)  # fmt: skip
     if not culprit.ranks and culprit.kind in ("missing", "silent", "behind"):
         speak = _undecided
@@ -65,7 +67,7 @@ def _operation(culprit: Culprit) -> str:
     """`ALLREDUCE 8042 of group 1 (dp)`."""
     op = culprit.op or "a collective"
     number = f" {culprit.seq}" if culprit.seq >= 0 else ""
-    group = culprit.group
+    group = culprit.group if culprit.group != GLOO else ""
     known = f" of group {group}" if group and "default" not in group and group != "0" else ""
     return f"{op}{number}{known}"
 
@@ -138,7 +140,13 @@ def _mismatch(culprit: Culprit, size: int) -> Finding:
     who = ranks(culprit.ranks) if culprit.ranks else ranks(culprit.waiting)
     op = _operation(culprit)
     what = {"size": "other sizes", "dtype": "another type"}.get(culprit.kind, "another operation")
-    if not culprit.ranks or len(culprit.ranks) == size == 2 or culprit.source.startswith("TORCH"):
+    if culprit.kind == "ahead":
+        title = (
+            f"{who} left the order: finished collective {culprit.seq}, in which "
+            f"{ranks(culprit.waiting)} wait, and waits in {culprit.theirs}"
+        )
+        detail = "By the numbers of the watchdogs: what it finished was another operation."
+    elif not culprit.ranks or len(culprit.ranks) == size == 2 or culprit.source.startswith("TORCH"):
         one = ranks(culprit.ranks or culprit.waiting)
         title = f"{one} ran different collectives under one number ({op}), and waited for ever"
         said = culprit.others if not culprit.theirs else f"{culprit.theirs}; {culprit.others}"

@@ -8,8 +8,9 @@ from evener.tools.analyze.findings.base import Finding, check
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.words import count
 
-_NEAR = ("PIX", "PXB", "PHB")
-_FAR = ("SYS", "NODE")
+_NEAR = ("PIX", "PXB", "PHB", "NODE")
+# NODE is another PCIe host bridge of the same CPU: its interconnect is not crossed.
+_FAR = ("SYS",)
 
 
 @check({"host.far-card": "GPUs with no card on their CPU"})
@@ -41,7 +42,7 @@ def _far(distances: dict[str, list[str]], where: int, source: str) -> Iterator[F
         "host.far-card",
         "warning",
         f"{count(len(far), 'GPU')} without a card on the same CPU: {', '.join(far)}",
-        f"{source} shows only SYS or NODE between them and every card: each byte crosses the "
+        f"{source} shows only SYS between them and every card: each byte crosses the "
         "interconnect of the CPUs, and GPUDirect RDMA is off at that distance.",
         "measured",
         (where,),

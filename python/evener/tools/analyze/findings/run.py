@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 
 from evener.tools.analyze.findings.base import ENDED, Finding, Severity, check
 from evener.tools.analyze.findings.causes import follows
+from evener.tools.analyze.findings.who import ranks
 from evener.tools.analyze.model import Process, Run
 from evener.tools.analyze.parse.failures import RESULTS, Ended
 from evener.tools.analyze.picture import Picture
@@ -74,7 +75,7 @@ def ended(picture: Picture) -> Iterator[Finding]:
     for record, where in run.ended:
         kinds.setdefault(record.kind, []).append((record, where))
     said = kinds.get("failed", [])
-    yield from _waited(kinds)
+    yield from _waited(kinds, run)
     processes = failing(run)
     if not processes and not said:
         return
@@ -116,7 +117,7 @@ def ended(picture: Picture) -> Iterator[Finding]:
     )
 
 
-def _waited(kinds: dict[str, list[tuple[Ended, int]]]) -> Iterator[Finding]:
+def _waited(kinds: dict[str, list[tuple[Ended, int]]], run: Run) -> Iterator[Finding]:
     for kind, severity, title, detail, do in _WAITS:
         found = kinds.get(kind, [])
         if found:
@@ -124,11 +125,17 @@ def _waited(kinds: dict[str, list[tuple[Ended, int]]]) -> Iterator[Finding]:
                 f"run.{'time-limit' if kind == 'limit' else kind}",
                 severity,
                 title,
-                f"{found[0][0].text.rstrip('.')}. {detail}",
+                f"{found[0][0].text.rstrip('.')}. {detail}{_missing(kind, run)}",
                 "measured",
                 tuple(where for _, where in found[:5]),
                 do,
             )
+
+
+def _missing(kind: str, run: Run) -> str:
+    """The ranks that Horovod names as missing."""
+    missing = {r for d in run.evidence.desyncs if d.kind == "stalled" for r in d.ranks}
+    return f" Missing: {ranks(missing)}." if kind == "stalled" and missing else ""
 
 
 @check(

@@ -134,7 +134,12 @@ class _Drawing:
             if y1 == y2:
                 state = f", {max(shares):.0%} of busbw each way" if busy else ", idle"
                 self.parts.append(
-                    svg.text((x1 + x2) / 2, y1 - 20, words + state, class_="small halo")
+                    svg.text(
+                        (x1 + x2) / 2,
+                        y1 - _SWITCH_HEIGHT / 2 - 8,
+                        words + state,
+                        class_="small halo",
+                    )
                 )
             else:
                 self.parts.append(

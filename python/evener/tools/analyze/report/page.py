@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from evener import __version__
 from evener.tools.analyze.findings import Finding
+from evener.tools.analyze.findings.base import FOLLOWS
 from evener.tools.analyze.picture import Picture
 from evener.tools.analyze.report.curve import curve
 from evener.tools.analyze.report.drawing import MOST_HOSTS, MOST_HOSTS_NARROW, drawing
@@ -40,6 +41,7 @@ def page(picture: Picture, findings: list[Finding]) -> str:
             (finding, [picture.run.cite(where) for where in finding.evidence])
             for finding in findings
         ],
+        apart=_apart(findings),
         bad=any(finding.severity != "note" for finding in findings),
         curve=[curve(picture, narrow=narrow) for narrow in _WIDTHS],
         bandwidth=picture.bandwidth,
@@ -63,6 +65,13 @@ def page(picture: Picture, findings: list[Finding]) -> str:
         f"{picture.run.unknown} of them not understood",
         version=__version__,
     )
+
+
+def _apart(findings: list[Finding]) -> int | None:
+    """How many findings can be the reason that the run ended; None where it did not end badly."""
+    if not any(finding.root > FOLLOWS for finding in findings):
+        return None
+    return sum(finding.root > 0 for finding in findings)
 
 
 @cache

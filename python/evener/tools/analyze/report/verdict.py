@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evener.tools.analyze.findings import Finding
 from evener.tools.analyze.findings.base import CONTEXT, ENDED, FOLLOWS, UNDECIDED
+from evener.tools.analyze.findings.tables import islands
 from evener.tools.analyze.picture import Bandwidth, Picture
 from evener.tools.analyze.words import count, size
 
@@ -104,6 +105,40 @@ def _judged(picture: Picture) -> bool:
     )
 
 
+_SOURCES = {
+    "Wait": "watchdogs", "Desync": "reports of waiting ranks", "Beat": "heartbeats",
+    "Dump": "flight recorders", "Counts": "RAS counts", "Absentee": "RAS absentees",
+    "Timing": "Inspector's collectives", "Raised": "tracebacks", "Exit": "exits",
+    "Meeting": "rendezvous errors", "Xid": "Xids", "Sign": "lines of the system",
+}  # fmt: skip
+
+
+def _topologies(picture: Picture) -> list[str]:
+    """What a matrix of nvidia-smi or NCCL's file says of a host, in a line each."""
+    lines = []
+    for matrix, where in picture.run.matrices[:4]:
+        gpus, cards = matrix.gpus(), matrix.cards()
+        joined = [one for one in islands(matrix) if len(one) > 1]
+        nvlink = "no NVLink"
+        if joined:
+            all_of = len(joined) == 1 and len(joined[0]) == len(gpus)
+            nvlink = (
+                "NVLink between all"
+                if all_of
+                else "NVLink in " + ", ".join("-".join(one) for one in joined[:4])
+            )
+        lines.append(
+            f"{count(len(gpus), 'GPU')}, {nvlink}; {count(len(cards), 'card')} "
+            f"({picture.run.cite(where)})"
+        )
+    for topology, where in picture.run.topologies[:4]:
+        lines.append(
+            f"{count(len(topology.gpus), 'GPU')}, {count(len(topology.nets), 'card')} "
+            f"({picture.run.cite(where)})"
+        )
+    return lines
+
+
 def facts(picture: Picture) -> list[tuple[str, str]]:
     """Names and values of the head of a report; what is not known is left out."""
     run, world, found = picture.run, picture.world, picture.bandwidth
@@ -122,6 +157,10 @@ def facts(picture: Picture) -> list[tuple[str, str]]:
         shown = ", ".join(hosts[:6]) + (" ..." if len(hosts) > 6 else "")
         text = f"{count(len(hosts), 'host')}, {count(len(devices), 'rank')}: {shown}"
         rows.append(("cluster", text))
+    rows += [("topology", text) for text in _topologies(picture)]
+    if run.evidence.read:
+        known = ", ".join(f"{_SOURCES.get(k, k)} {n}" for k, n in run.evidence.read.most_common(8))
+        rows.append(("evidence", known))
     if run.versions:
         rows.append(("NCCL", ", ".join(sorted(run.versions))))
     if (several := sum(comm.copies for comm in run.communicators)) > 1:

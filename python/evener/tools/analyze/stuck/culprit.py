@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 Kind = Literal[
-    "missing", "mismatch", "size", "dtype", "behind", "silent", "inside", "cycle", "undecided"
+    "missing",
+    "mismatch",
+    "size",
+    "dtype",
+    "behind",
+    "ahead",
+    "silent",
+    "inside",
+    "cycle",
+    "undecided",
 ]
 Value = TypeVar("Value", bound=Hashable)
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evener.tools.analyze.evidence.records import Evidence
+from evener.tools.analyze.evidence.records import GLOO, Evidence
 from evener.tools.analyze.stuck.culprit import Culprit
 from evener.tools.analyze.stuck.recorders import recorded
 from evener.tools.analyze.stuck.waits import beaten, reported, waited
 
 _UNNAMED = ("undecided", "inside")
+
+
+def _victims(evidence: Evidence) -> set[int]:
+    """Ranks that are known not to be missing: where Gloo is all that tells, all that spoke."""
+    if all(wait.group == GLOO for wait in evidence.waits):
+        return {raised.rank for raised in evidence.raised if raised.rank >= 0}
+    return set()
 
 
 def decide(evidence: Evidence, world: int) -> Culprit | None:
@@ -19,7 +26,7 @@ def decide(evidence: Evidence, world: int) -> Culprit | None:
         for answer in (
             recorded(evidence.dumps),
             reported(evidence.desyncs, evidence.waits),
-            waited(evidence.waits, world, set(evidence.ranks)),
+            waited(evidence.waits, world, set(evidence.ranks), _victims(evidence)),
             beaten(evidence.beats, world),
         )
         if answer is not None

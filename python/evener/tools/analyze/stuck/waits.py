@@ -7,6 +7,7 @@ operation. Silence is a weaker sign than a number: a log may be missing too.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from evener.tools.analyze.evidence.records import Beat, Desync, Wait
 from evener.tools.analyze.stuck.culprit import Culprit, Kind, minority, ordered, split
@@ -14,6 +15,8 @@ from evener.tools.analyze.words import ranges
 
 # Operations whose ranks may bring different sizes.
 _UNEVEN = ("ALLTOALL", "SCATTER", "GATHER", "SEND", "RECV", "COALESCED", "BARRIER", "UNKNOWN")
+# Messages between two ranks count in a series of their own.
+_MESSAGES = ("SEND", "RECV", "COALESCED")
 _EVEN = ("_REDUCE_SCATTER_BASE", "_ALLGATHER_BASE")
 
 
@@ -46,7 +49,12 @@ def reported(desyncs: list[Desync], waits: list[Wait]) -> Culprit | None:
     return None
 
 
-def waited(waits: list[Wait], world: int, seen: set[int]) -> Culprit | None:
+def waited(
+    waits: list[Wait],
+    world: int,
+    seen: set[int],
+    victims: set[int] = frozenset(),  # type: ignore[assignment]
+) -> Culprit | None:
     """What the watchdogs' lines carry. `seen` are ranks that left any line."""
     if not waits:
         return None
@@ -61,12 +69,16 @@ def waited(waits: list[Wait], world: int, seen: set[int]) -> Culprit | None:
     for group, members in groups.items():
         answers += [
             answer
-            for answer in (_differs(members, group), _behind(members, group))
+            for answer in (
+                _differs(members, group),
+                _behind(members, group),
+                _ahead(members, group),
+            )
             if answer is not None
         ]
     if answers:
         return min(answers, key=lambda a: (len(a.ranks) == 0, -len(a.waiting)))
-    return _silent(groups, world, seen)
+    return _silent(groups, world, seen, victims)
 
 
 def _join_unnamed(groups: dict[str, dict[int, Wait]]) -> None:
@@ -87,7 +99,7 @@ def _differs(members: dict[int, Wait], group: str) -> Culprit | None:
         if len(ranks) < 2:
             continue
         ops = {rank: wait.op for rank, wait in ranks.items()}
-        if all(op in ("SEND", "RECV", "COALESCED") for op in ops.values()):
+        if any(op in _MESSAGES for op in ops.values()):
             continue  # messages: each rank's own, under numbers of their own
         if found := minority(ops):
             odd, theirs, others = found
@@ -114,9 +126,16 @@ def _each(values: dict[int, object] | dict[int, str] | dict[int, int], unit: str
     return "; ".join(parts[:6])
 
 
+def _collectives(members: dict[int, Wait]) -> dict[int, Wait]:
+    """Waits whose numbers can be compared; none where any rank waits for a message."""
+    if any(wait.op in _MESSAGES for wait in members.values()):
+        return {}
+    return {rank: wait for rank, wait in members.items() if wait.seq >= 0}
+
+
 def _behind(members: dict[int, Wait], group: str) -> Culprit | None:
     """Ranks that never enqueued what others wait in, or wait in an earlier operation."""
-    waiting = {rank: wait for rank, wait in members.items() if wait.seq >= 0}
+    waiting = _collectives(members)
     if len(waiting) < 2:
         return None
     seqs = {rank: wait.seq for rank, wait in waiting.items()}
@@ -129,15 +148,49 @@ def _behind(members: dict[int, Wait], group: str) -> Culprit | None:
     return _culprit("behind", waiting, ordered(low), group, top, "", "")
 
 
-def _silent(groups: dict[str, dict[int, Wait]], world: int, seen: set[int]) -> Culprit:
+def _ahead(members: dict[int, Wait], group: str) -> Culprit | None:
+    """Ranks that finished the operation in which all the others wait: theirs was another one."""
+    waiting = _collectives(members)
+    low = min((wait.seq for wait in waiting.values()), default=-1)
+    ahead = {r for r, wait in waiting.items() if wait.completed >= low and wait.seq > low}
+    rest = {rank: wait for rank, wait in waiting.items() if rank not in ahead}
+    if not ahead or len(ahead) >= len(rest) or {w.seq for w in rest.values()} != {low}:
+        return None
+    one = waiting[min(ahead)]
+    return _culprit(
+        "ahead", waiting, ordered(ahead), group, low, f"{one.op or 'collective'} {one.seq}", "",
+        sure=False,
+    )  # fmt: skip
+
+
+def _silent(
+    groups: dict[str, dict[int, Wait]], world: int, seen: set[int], victims: set[int]
+) -> Culprit:
     """Nobody differs: the ranks that did not report, where those that did are nearly all."""
     name, members = max(groups.items(), key=lambda item: len(item[1]))
     everyone = set().union(*[set(m) for g, m in groups.items() if not g.startswith("(local)")])
+    everyone |= victims
     local = name.startswith("(local)")
     size = max(world, *(r + 1 for r in (everyone | seen) or {0}), 0)
     missing = set(range(size)) - everyone
     seqs = {wait.seq for wait in members.values()}
-    if local or len(groups) > 2 or not everyone:
+    if len(missing) == 1 and len(everyone) >= 2 and not local and len(everyone) == size - 1:
+        alike = len(groups) == 1 and len(seqs) == 1
+        waiting = members if alike else {rank: Wait(rank, 0) for rank in everyone}
+        shown = {r: w for m in groups.values() for r, w in m.items()}
+        found = _culprit("silent", waiting, ordered(missing), "", min(seqs), "", "", sure=False)
+        if alike:
+            return replace(found, group=name)
+        longest = max(w.waited_ms for w in shown.values())
+        return replace(
+            found, seq=-1, where=tuple(w.where for w in list(shown.values())[:5]), waited_ms=longest
+        )
+    if len(groups) > 1 and not local:
+        members = {r: w for m in groups.values() for r, w in m.items()}
+        return replace(
+            _culprit("undecided", members, (), "", -1, "", "", among=ordered(missing)), op=""
+        )
+    if local or not everyone:
         return _culprit("undecided", members, (), name, -1, "", "")
     if not missing and size == len(everyone) and world >= len(everyone) and len(seqs) == 1:
         return _culprit("inside", members, (), name, min(seqs), "", "")
