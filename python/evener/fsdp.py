@@ -63,7 +63,7 @@ def accelerate(
 
     `mode`: a form (`MODES`): "exact" (the default; lossless), "fp16", "bf16", "int8", "topk" ...,
     from "int8" on with error feedback, norms and biases exact. "auto": measure the network and one
-    step, and send each unit in the mildest form that hides, down to `floor` ("fp16"); what is not
+    step, and send each unit in the mildest form that hides, down to `floor` ("bf16"); what is not
     faster than exact in a trial is not kept. `ratio`, `warmup_steps`: as in `evener.ddp`. A
     LIGHT_TOPK_* variable that is set wins. `scaler`: the GradScaler of FP16 training.
 
