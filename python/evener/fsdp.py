@@ -19,6 +19,7 @@ dicts and gradient clipping work as before. Evener carries the reduction between
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -131,6 +132,24 @@ class _Door:
             model.register_forward_hook(ended),
         ):
             self._undo.append(handle.remove)
+        self._follow_methods(model, begins, ended)
+
+    def _follow_methods(self, model: nn.Module, begins: Any, ended: Any) -> None:
+        """Also around what `register_fsdp_forward_method` has made of other methods.
+
+        Those call the root's FSDP2 state by name; its own forward calls what was there before.
+        """
+        state = getattr(model, "_get_fsdp_state", lambda: None)()
+        for name, tell in (("_pre_forward", begins), ("_post_forward", ended)):
+            if (inner := getattr(state, name, None)) is None:
+                continue
+
+            def around(*args: Any, inner: Any = inner, tell: Any = tell) -> Any:
+                tell()
+                return inner(*args)
+
+            setattr(state, name, around)
+            self._undo.append(functools.partial(delattr, state, name))
 
     def begins(self) -> None:
         """A forward that will be differentiated."""
