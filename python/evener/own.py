@@ -66,6 +66,8 @@ class OwnReducer:
             return self._never or "the model is gone"
         if model.find_unused_parameters or model.static_graph:
             return "parameters may be unused, or come several times"
+        if model.gradient_as_bucket_view:
+            return "gradients are views of DDP's buckets, which it lays out anew in a forward"
         if not model.evener.unused.needs_all:
             return "a parameter was not used"
         if model.evener.arrivals.repeats:
@@ -112,7 +114,7 @@ class OwnReducer:
         if model is None or not self.on:
             return
         # All ranks are here. DDP would do it in the next forward, which may be one rank's own.
-        if not model.gradient_as_bucket_view and model.reducer._rebuild_buckets():
+        if model.reducer._rebuild_buckets():
             model._has_rebuilt_buckets = True
         model.evener_steps.own_backward_ended()
 
