@@ -19,6 +19,7 @@ dicts and gradient clipping work as before. Evener carries the reduction between
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def accelerate(
 
     `mode`: a form (`MODES`): "exact" (the default; lossless), "fp16", "bf16", "int8", "topk" ...,
     from "int8" on with error feedback, norms and biases exact. "auto": measure the network and one
-    step, and send each unit in the mildest form that hides, down to `floor` ("fp16"); what is not
+    step, and send each unit in the mildest form that hides, down to `floor` ("bf16"); what is not
     faster than exact in a trial is not kept. `ratio`, `warmup_steps`: as in `evener.ddp`. A
     LIGHT_TOPK_* variable that is set wins. `scaler`: the GradScaler of FP16 training.
 
@@ -131,6 +132,24 @@ class _Door:
             model.register_forward_hook(ended),
         ):
             self._undo.append(handle.remove)
+        self._follow_methods(model, begins, ended)
+
+    def _follow_methods(self, model: nn.Module, begins: Any, ended: Any) -> None:
+        """Also around what `register_fsdp_forward_method` has made of other methods.
+
+        Those call the root's FSDP2 state by name; its own forward calls what was there before.
+        """
+        state = getattr(model, "_get_fsdp_state", lambda: None)()
+        for name, tell in (("_pre_forward", begins), ("_post_forward", ended)):
+            if (inner := getattr(state, name, None)) is None:
+                continue
+
+            def around(*args: Any, inner: Any = inner, tell: Any = tell) -> Any:
+                tell()
+                return inner(*args)
+
+            setattr(state, name, around)
+            self._undo.append(functools.partial(delattr, state, name))
 
     def begins(self) -> None:
         """A forward that will be differentiated."""

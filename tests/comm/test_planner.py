@@ -270,7 +270,7 @@ def test_the_mildest_that_hides_is_taken_and_the_floor_holds() -> None:
         slower = play(VGG, stages, free.sequence, True, losses).step_ms
         assert slower > free.step_ms, f"bucket {bucket} need not be {choice.form}"
     floored = choose.choose(VGG, network(1), down_to("fp16"))
-    assert forms(floored) <= {"exact", "fp16"} and not floored.hidden
+    assert forms(floored) <= {"exact", "bf16"} and not floored.hidden
     assert forms(choose.choose(VGG, network(1), EXACT)) == {"exact"}
     forced = choose.choose(VGG, network(400), ["fp16"])
     assert forms(forced) == {"fp16"}

@@ -453,7 +453,7 @@ EVENER_FLOOR = _text(
     _DOOR,
     "EVENER_FLOOR",
     "",
-    "The least exact form in which EVENER_DDP=auto may send gradients. Unset: fp16.",
+    "The least exact form in which EVENER_DDP=auto may send gradients. Unset: bf16.",
     allowed="a form that accelerate(floor=...) takes",
 )
 EVENER_DDP_PLAIN = _number(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,13 @@ from evener.comm.groups import Communicators
 from evener.comm.options import Options
 
 Signature = list[tuple[str, str]]
+
+
+def everyones(communicators: Communicators, mine: Any) -> list[Any]:
+    """What every rank has where this one has `mine`, by rank. Collective."""
+    found: list[Any] = [None] * communicators.size
+    dist.all_gather_object(found, mine, group=communicators.control.handle)
+    return found
 
 
 def signature(

@@ -22,7 +22,7 @@ Counts = tuple[int, int, int]
 def memory(tensor: torch.Tensor) -> int:
     """How many tensors lie in this tensor's memory, by torch's count."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def is_kept(parameter: torch.Tensor, memory_too: bool = True) -> bool:
@@ -66,7 +66,7 @@ def share_memory(parameters: Iterable[torch.Tensor]) -> bool:
         storage = parameter.untyped_storage()
         key = storage._cdata
         if key not in beside:
-            beside[key] = int(torch._C._storage_Use_Count(key)) - _alone()[2]  # type: ignore[attr-defined]
+            beside[key] = int(torch._C._storage_Use_Count(key)) - _alone()[2]
         else:
             beside[key] -= 1
     return any(left > 0 for left in beside.values())

@@ -85,7 +85,7 @@ class Options:
     ) -> Options:
         """`resolve`, for doors whose `mode` is a form that is forced, "auto", or None.
 
-        `floor`: how far "auto" may go, by default "fp16". Raises UsageError for names that are not
+        `floor`: how far "auto" may go, by default "bf16". Raises UsageError for names that are not
         known, and for two that say the same.
         """
         if mode is not None:
@@ -102,7 +102,7 @@ class Options:
         if mode not in (None, "exact", "auto"):
             wire = mode
         if mode == "auto":
-            given["floor"] = floor or "fp16"
+            given["floor"] = floor or "bf16"
         return cls.resolve(wire=wire, **given)
 
     @classmethod

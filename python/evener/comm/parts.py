@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from evener.comm import lookups, wires
+from evener.comm.agree import everyones
 from evener.comm.arrivals import Arrivals
 from evener.comm.buckets import Bucket, Buckets
 from evener.comm.errors import CommError
@@ -150,11 +151,15 @@ class Parts:
             and p.shape[0] < 2**31
             and p.numel() * p.element_size() >= options.rows_bytes
         }
-        found = lookups.candidates(model, places)
+        found, name = lookups.candidates(model, places), lookups.compiled(model)
+        everyone = everyones(reducer.communicators, (found, name))
+        # A model may be compiled on one rank alone.
+        name = next((other for _, other in everyone if other is not None), None)
+        found = {i: tied for i, tied in found.items() if all(i in other for other, _ in everyone)}
         self._layers = {index: tied for index, tied in found.items() if layers or not tied}
         self._seen = {index: _Seen() for index in self._layers}
         watched = {index: reducer.parameters[index] for index in self._layers}
-        if watched and (name := lookups.compiled(model)) is not None:
+        if watched and name is not None:
             for index in watched:
                 self._say_whole(index, f"{name or 'the model'} is compiled")
             self._layers, self._seen = {}, {}

@@ -7,6 +7,9 @@ step 0   the reducer measures the order of gradients and lays out its buckets
 3        with a planner: one with communication beside backward tells how much each costs the other
 then     rank 0 decides for all: the order of issue, and with a planner what each bucket does
 after    steps as decided, overlapped where there is an optimizer to defer
+
+Where ranks talk of what follows, all of them are: at the end of a backward that was reduced. A
+forward may be one rank's own (an evaluation, a sample that is logged), and waits for nobody.
 """
 
 from __future__ import annotations
@@ -45,9 +48,7 @@ class Steps:
         self.profile: StepProfile | None = None
         # Called when a forward begins that will be differentiated; for who counts or times them.
         self.on_forward: Callable[[], None] | None = None
-        self._count = self._begun = 0
-        self._own_began = False  # a backward of DDP's own
-        self._told = False  # `on_forward` was called for the forward that begins
+        self._count = 0
         self._profile_at = _PROFILED
         self._recorder: Recorder | None = None
         self._taken: list[Recorder] = []
@@ -74,10 +75,6 @@ class Steps:
             self._recorder.mark("end")
             self._taken.append(self._recorder)
             self._recorder = self.reducer.recorder = None
-            if len(self._taken) == len(self._held):
-                taken, self._taken = self._taken, []
-                self._settle(taken)
-        self._turn()
         place = self._count - self._profile_at
         if self._wanted and 0 <= place < len(self._held):
             if self._recorder is None:
@@ -90,40 +87,29 @@ class Steps:
             self.overlap.forward_begins()
 
     def _tell(self) -> None:
-        told, self._told = self._told, False
-        if self.on_forward is not None and not told:
+        if self.on_forward is not None:
             self.on_forward()
 
     def _turn(self) -> None:
-        """A step may begin: the planner's turn."""
-        if self.planner is not None and self._begun < self._count:
-            self._begun = self._count
-            if self.planner.step_begins():
-                self._profile_at = self._count
+        """A step's reductions have been issued, here as on all ranks: what follows?"""
+        self._count += 1
+        if len(self._taken) == len(self._held):
+            taken, self._taken = self._taken, []
+            self.finish("")  # what is measured next has the network for itself
+            self._settle(taken)
+        if self.planner is not None and self.planner.step_begins():
+            self._profile_at = self._count
 
     @_disable_dynamo
-    def own_forward_began(self, syncs: bool) -> None:
-        """Before a forward whose gradients DDP's own reducer takes (`evener.ddp.torch_reducer`).
+    def own_forward_began(self) -> None:
+        """Before a forward whose gradients DDP's own reducer takes (`evener.ddp.torch_reducer`)."""
+        if torch.is_grad_enabled():
+            self._tell()
 
-        `syncs`: its backward will be synchronised. Afterwards it may be Evener's.
-        """
-        if not torch.is_grad_enabled():
-            return
-        self._tell()
-        if not syncs:
-            return
-        if self._own_began:
-            self._own_began = False
-            self._count += 1
-            self.reducer.steps += 1
+    def own_backward_ended(self) -> None:
+        """DDP's own reducer has reduced."""
+        self.reducer.steps += 1
         self._turn()
-        # Where the turn is Evener's now, `forward_began` follows, for the same forward.
-        library = None if self.planner is None else self.planner.library
-        self._told = library is None or not library.on
-
-    def own_backward_began(self, _: Any) -> None:
-        """A hook of its outputs: there is a step, once the next forward begins."""
-        self._own_began = True
 
     @_disable_dynamo
     def forward_ended(self) -> None:
@@ -152,7 +138,7 @@ class Steps:
         self.reducer.arrivals.active = False
         if self._recorder is not None:  # without the other marks: it tells nothing
             self._recorder.mark("landed")
-        self._count += 1
+        self._turn()
 
     def backward_ended(self, at_once: bool = False) -> None:
         """A backward that brought gradients has ended: reduce what is missing, bring it in.
@@ -170,7 +156,7 @@ class Steps:
             self.overlap.backward_ended(at_once=at_once or recorder is not None)
         if recorder is not None:
             recorder.mark("landed")
-        self._count += 1
+        self._turn()
 
     def finish(self, reason: str) -> None:
         """Bring in what is on its way across the step; see `StepOverlap.finish`."""

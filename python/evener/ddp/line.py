@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-from evener.base import log
+from evener.base import log, settings
 from evener.base.log import info0
 from evener.comm import forms, wires
+from evener.comm.agree import everyones
+from evener.comm.errors import CommError
 from evener.comm.options import Options
 from evener.comm.overlap import StepOverlap, innermost, refusal, refuse_model
 from evener.comm.planner.live import Planner
@@ -60,7 +62,7 @@ def accelerate(
 
     `mode`: "exact" or "auto" let a planner measure this network and one step of this model, and
     choose for every bucket the algorithm and the mildest form behind which the network hides: with
-    "exact" lossless ones only, with "auto" down to `floor` ("fp16"; "topk" takes in "topk-chunk").
+    "exact" lossless ones only, with "auto" down to `floor` ("bf16"; "topk" takes in "topk-chunk").
     One of `MODES` but "exact" forces that form: "fp16", "bf16", "int8", "topk" (the share `ratio`
     of largest magnitude) or "topk-chunk" (the same share of every 4,096); from int8 on with error
     feedback, norms and biases exact; where `optimizer` is given, the planner chooses the order in
@@ -132,12 +134,15 @@ def accelerate(
             "own state_dict()"
         )
     try:
-        overlap = _overlap(reducer, optimizer, model.module)
+        overlap = _overlap(reducer, optimizer, model.module, mode)
         planner = _planner(reducer, mode, options, overlap)
         # A layer's part beside the rows is more bytes: to be hidden, compressed, or found worth it.
         apart = overlap is not None and (planner is not None or options.wire != "exact")
         reducer.parts.watch(model.module, layers=apart)
         look_at_moments(reducer, optimizer, planner)
+        if planner is not None:
+            allowed = everyones(reducer.communicators, planner.forms)
+            planner.forms = tuple(f for f in planner.forms if all(f in other for other in allowed))
         if planner is not None and planner.forced is None:
             reducer.parts.forms = planner.forms
         wrapped = wrap(model, reducer, Steps(reducer, overlap, planner))
@@ -179,16 +184,38 @@ def _check_momentum(optimizer: torch.optim.Optimizer | None, options: Options) -
 
 
 def _overlap(
-    reducer: Reducer, optimizer: torch.optim.Optimizer | None, module: torch.nn.Module
+    reducer: Reducer,
+    optimizer: torch.optim.Optimizer | None,
+    module: torch.nn.Module,
+    mode: str | None,
 ) -> StepOverlap | None:
-    if optimizer is None:
-        return None
-    why = refusal(optimizer) or refuse_model(reducer, module)
-    if reducer.communicators.rank == 0:
-        kind = type(optimizer).__name__
+    """What defers steps, on all ranks or on none. Collective.
+
+    Raises CommError where ranks disagree on what is planned.
+    """
+    why = ""
+    if optimizer is not None:
+        why = refusal(optimizer) or refuse_model(reducer, module)
+    kind = "" if optimizer is None else type(optimizer).__name__
+    mine = {"mode": mode, "EVENER_TRIAL_STEPS": settings.EVENER_TRIAL_STEPS.get()}
+    everyone = everyones(reducer.communicators, (mine, kind, why))
+    for rank, (theirs, _, _) in enumerate(everyone):
+        for name, value in everyone[0][0].items():
+            if theirs[name] != value:
+                raise CommError(
+                    f"the ranks do not agree: rank 0 has {name} = {value!r}, rank {rank} has "
+                    f"{theirs[name]!r}",
+                    "give the same on every rank",
+                )
+    first = next((rank for rank, (_, _, why) in enumerate(everyone) if why), None)
+    if first is not None:
+        why = everyone[first][2] + (f" (rank {first})" if first else "")
+    elif len({kind for _, kind, _ in everyone}) > 1:
+        why = "the ranks have different optimizers"
+    if reducer.communicators.rank == 0 and any(kind for _, kind, _ in everyone):
         said = f"no, {why}" if why else f"yes, {kind} bucket by bucket"
         logger.info("overlap across the step: %s", said)
-    return None if why else StepOverlap(reducer, optimizer, module)
+    return None if why or optimizer is None else StepOverlap(reducer, optimizer, module)
 
 
 def refuse_unsupported(model: DistributedDataParallel) -> None:

@@ -70,18 +70,17 @@ class AcceleratedDataParallel(DistributedDataParallel):
         if self._evener_ended:
             return self._forward_as_before(*inputs, **kwargs)
         if self._evener_own.takes():
-            self.evener_steps.own_forward_began(self.require_backward_grad_sync)
-            if self._evener_own.takes():  # unless the planner has just ended it
-                return self._forward_of_ddp(*inputs, **kwargs)
+            self.evener_steps.own_forward_began()
+            output = DistributedDataParallel.forward(self, *inputs, **kwargs)
+            if torch.is_grad_enabled() and self.require_backward_grad_sync:
+                self._evener_own.expects = True
+            return output
         self._forward_began()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        # Behind those: a rank that has joined takes part in them first.
         self.evener_steps.forward_began(compiled=torch.compiler.is_compiling() or self._compiled())
-        if self._evener_own.takes():  # the planner has just begun with it
-            return self._forward_of_ddp(*inputs, **kwargs)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
@@ -95,16 +94,6 @@ class AcceleratedDataParallel(DistributedDataParallel):
             self._sync_buffers()
         self.evener_steps.forward_ended()
         self._forward_ended(output)
-        return output
-
-    def _forward_of_ddp(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DDP's own forward, with its own reducer; and how a step is told from a mere forward."""
-        output = DistributedDataParallel.forward(self, *inputs, **kwargs)
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            for tensor in _find_tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self.evener_steps.own_backward_began)
-                    break
         return output
 
     @_disable_dynamo
@@ -383,7 +372,12 @@ def taken(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]
     Which of them do so now is another matter: what is unfrozen later is reduced by DDP, too.
     """
     ignored = set(getattr(model, "parameters_to_ignore", ()))
-    named = [(n, p) for n, p in model.module.named_parameters() if n not in ignored]
+    # The names are those that the parts would have if nothing was compiled, on this rank or others.
+    named = [
+        (n.replace("_orig_mod.", ""), p)
+        for n, p in model.module.named_parameters()
+        if n not in ignored
+    ]
     if model._get_ddp_logging_data().get("num_parameter_tensors") == len(named):
         return named
     buckets = model.reducer._get_zeros_like_grad_buckets()  # the only place that names them

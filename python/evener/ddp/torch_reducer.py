@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import _register_comm_hook
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel
 
@@ -49,6 +50,10 @@ class OwnReducer:
         self._logger: Any = None  # the C++ reducer knows it, and does not keep it
         self._never = ""
         self.on = ""
+        # Of the parameter whose gradients say that a step is there: all come in each of them.
+        self._node: Any = None
+        self._hook: Any = None
+        self.expects = False  # a forward was synchronised, and its backward is to come
 
     def takes(self) -> bool:
         """Whether it takes the gradients now."""
@@ -61,6 +66,8 @@ class OwnReducer:
             return self._never or "the model is gone"
         if model.find_unused_parameters or model.static_graph:
             return "parameters may be unused, or come several times"
+        if model.gradient_as_bucket_view:
+            return "gradients are views of DDP's buckets, which it lays out anew in a forward"
         if not model.evener.unused.needs_all:
             return "a parameter was not used"
         if model.evener.arrivals.repeats:
@@ -85,7 +92,31 @@ class OwnReducer:
         self._logger, model.__dict__["logger"] = model.logger, self._stand_in
         if form in _HOOKS:
             _register_comm_hook(model.reducer, model.process_group, _HOOKS[form])
+        with thawed(model.evener.parameters[:1]):
+            self._node = torch.autograd.graph.get_gradient_edge(model.evener.parameters[0]).node
+        this = weakref.ref(self)
+        self._hook = self._node.register_hook(
+            lambda *_: None if (own := this()) is None else own._came()
+        )
+        self.expects = False
         self.on = form
+
+    def _came(self) -> None:
+        """A backward has brought a gradient: where it is reduced, go on when it has ended."""
+        if self.expects:
+            self.expects = False
+            # Behind what DDP has queued for that moment, and will have until then.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._reduced))
+
+    def _reduced(self) -> None:
+        model = self._model()
+        if model is None or not self.on:
+            return
+        # All ranks are here. DDP would do it in the next forward, which may be one rank's own.
+        if model.reducer._rebuild_buckets():
+            model._has_rebuilt_buckets = True
+        model.evener_steps.own_backward_ended()
 
     def leave(self) -> None:
         """Evener takes them again, from the step that begins now on."""
@@ -99,6 +130,8 @@ class OwnReducer:
         model = self._model()
         if self.on and model is not None:
             model.__dict__["reducer"] = model.__dict__["logger"] = self._stand_in
+            self._hook.remove()
+        self._node = self._hook = None
         self.on, self._stand_in, self._logger = "", None, None
 
     def never(self, why: str) -> None:

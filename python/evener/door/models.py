@@ -47,7 +47,7 @@ _forward: Callable[..., Any] = DistributedDataParallel.forward
 _followers: weakref.WeakKeyDictionary[torch.nn.Module, Follower] = weakref.WeakKeyDictionary()
 _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 _reports: collections.deque[Callable[[], str]] = collections.deque(maxlen=8)
-_votes = 0
+_votes: collections.Counter[str] = collections.Counter()
 
 
 def follow(kind: type[DistributedDataParallel]) -> None:
@@ -147,13 +147,14 @@ class Follower:
     # --- the decision ---
 
     def _decide(self, model: DistributedDataParallel) -> bool:
-        global _votes
         optimizers.leave(self._call)
         model.__dict__[_MARK] = True
         if self.before is not None:
             self.before.mark()
-        _votes += 1
-        key = f"evener/door/{self._group_name()}/{_votes}/{_digest(model)}"
+        # Counted by what all ranks of this group have in common: others may be in other groups too.
+        key = f"evener/door/{self._group_name()}/{_digest(model)}"
+        _votes[key] += 1
+        key += f"/{_votes[key]}"
         seconds = settings.EVENER_TIMEOUT.get()
         why = agree(key, _refusal(model), self.group, seconds)
         if why:

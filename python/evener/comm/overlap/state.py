@@ -27,15 +27,15 @@ class Watched(defaultdict[Any, Any]):
 
     told: Callable[[], None] | None = None
 
-    def __copy__(self) -> defaultdict[Any, Any]:
+    def __copy__(self) -> Any:
         return self.copy()
 
-    def copy(self) -> defaultdict[Any, Any]:
+    def copy(self) -> Any:
         """A plain one, as a copy or a pickle of the optimizer has it."""
         _tell(self)
         return _PLAIN(self.default_factory, _PLAIN.items(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.copy(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -149,15 +149,19 @@ class StateWatch:
 
     def close(self) -> None:
         """The optimizer's state is a plain dict again."""
-        if self._state is not None and self._optimizer.__dict__.get("state") is self._state:
-            self._state.told = None
-            self._optimizer.__dict__["state"] = self._state.copy()
+        state = self._state
         self._state = None
+        if state is None:
+            return
+        state.told = None
+        there = self._optimizer.__dict__.get("state") is state
+        if there:
+            self._optimizer.__dict__["state"] = state.copy()
 
 
 class _Has:
     def __init__(self) -> None:
-        self.state = _PLAIN(dict)
+        self.state: defaultdict[Any, Any] = _PLAIN(dict)
 
 
 def _alone() -> int:

@@ -126,6 +126,9 @@ class Wire(ABC):
     # Takes the optimizer's momentum into account before it selects (DGC); for others it is applied
     # to the result.
     sparse: ClassVar[bool] = False
+    # A gradient that the optimizer could take may be too large for it. No planner chooses such a
+    # form: one loss spike, which clipping makes harmless, would be infinite on its way.
+    overflows: ClassVar[bool] = False
     # The dtype in which all entries cross, where that is all that it does.
     cast: ClassVar[torch.dtype | None] = None
     # The form in which the rows of an embedding go (`comm.rows`); one with `rows_*` below.
@@ -232,10 +235,14 @@ def candidates(floor: str) -> tuple[str, ...]:
     """What a planner may choose from, down to `floor`, in the order in which it tries them.
 
     All that stand before it and send a gradient at once, and its like. Of those that send as much
-    as each other only the last: it has the wider range, or is the one that was asked for.
+    as each other only the last, which has the wider range; none that overflows, but what it falls
+    back to: BF16 for FP16.
     """
     last = get(floor)
+    while last.overflows:
+        last = get(last.milder)
     before = [get(name) for name in names() if get(name).place <= last.place]
+    before = [form for form in before if not form.overflows]
     before = [form for form in before if form.late in ("", last.late)]
     shares = [(form.late, form.paper(0.01).payload(4 << 20)) for form in before]
     kept = [

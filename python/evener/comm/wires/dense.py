@@ -159,6 +159,7 @@ class FP16Wire(CastWire):
     late = ""
     first_update = 0.02
     milder, rows_as = "bf16", "fp16"
+    overflows = True
     cast = torch.float16
     limits = Limits(cosine=0.99, each=_LEAST)
 
