@@ -570,3 +570,88 @@ def test_a_parameter_without_a_gradient_does_not_move(resident: set[str], kind: 
     steps = [s for chunk in engine.chunks() for s in chunk.steps]
     assert sorted(steps) == [3, 3, 4, 4, 5, 5]
     engine.close()
+
+
+def test_a_gradient_of_the_inputs_leaves_the_weights_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = start(model, optimizer=sgd, gradient_clipping=0.0)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(4, 8)
+        attacked = []
+        for net in (engine, plain):
+            given = x.clone().requires_grad_()
+            (found,) = torch.autograd.grad(net(given).square().mean(), given)
+            attacked.append((x + 0.1 * found.sign()).detach())
+        assert torch.equal(*attacked)
+        engine.backward(engine(attacked[0]).square().mean())
+        engine.step()
+        plain(attacked[1]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = weights(engine)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(values[name], parameter.detach(), rtol=0, atol=1e-7)
+    given = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(UsageError, match="gradient of a gradient"):
+        torch.autograd.grad(engine(given).sum(), given, create_graph=True)
+    engine.close()
+
+
+def test_the_given_optimizer_and_its_scheduler_go_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    pairs: list[Any] = []
+    for net in (model, plain):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, s / 3))
+        for _ in range(2):
+            net(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        pairs.append((optimizer, scheduler))
+    engine, *_ = zero.initialize(
+        model=model, optimizer=pairs[0][0], config={"evener": {"device": "cpu"}}, resident=set()
+    )
+    for net, (optimizer, scheduler) in zip((engine, plain), pairs, strict=True):
+        for _ in range(4):
+            net(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    values = weights(engine)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(values[name], parameter.detach(), rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match="takes no more"):
+        pairs[0][0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(4, 4).double(), nn.Linear(4, 4).to(torch.complex64),
+     nn.Embedding(4, 4, sparse=True)],
+)  # fmt: skip
+def test_parameters_that_a_chunk_cannot_hold_are_refused(model: nn.Module) -> None:
+    with pytest.raises(UsageError):
+        start(model)
+
+
+def test_an_optimizer_of_another_class_is_refused_by_more_than_its_name() -> None:
+    class AdamW(torch.optim.AdamW):
+        pass
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="no fused kernel"):
+        zero.initialize(
+            model=model,
+            optimizer=AdamW(model.parameters()),
+            config={"evener": {"device": "cpu"}},
+            resident=set(),
+        )

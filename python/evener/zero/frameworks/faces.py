@@ -49,9 +49,6 @@ def take_over(
     engine, front, _, _ = initialize(
         model=root or model, optimizer=optimizer, config=settings, example=example, batch=batch
     )
-    optimizer.param_groups = front.param_groups
-    # A scheduler warns of a loop that never steps its optimizer: here the engine's steps.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
     _show(model, engine)
     return engine, front
 
