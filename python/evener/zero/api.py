@@ -36,8 +36,10 @@ from evener.zero.spans import Spans
 from evener.zero.store import Source, build, group_numbers
 from evener.zero.transformers import fill_buffers, without_cache
 from evener.zero.units import Unit, cut
+from evener.zero.values import show
 from evener.zero.vocabulary import Head
 from evener.zero.vocabulary import find as find_head
+from evener.zero.weight import Weight
 
 Batch = tuple[int, int] | int
 """Of a micro-batch: (sequences, tokens of each), or tokens."""
@@ -313,8 +315,13 @@ def _take_over(optimizer: torch.optim.Optimizer, front: ZeroOptimizer) -> None:
 
 
 def _able(model: nn.Module) -> None:
-    """Refuse what chunks of one floating-point dtype cannot hold."""
+    """Refuse what chunks of one floating-point dtype cannot hold, and what is held already."""
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, Weight):
+            raise UsageError(
+                f"parameter {name} belongs to an engine already",
+                "take the model's weights back first: zero.give_back(engine)",
+            )
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(
                 f"parameter {name} is {parameter.dtype}: evener.zero holds float32, bfloat16 and "
@@ -402,6 +409,7 @@ def initialize(
         undo()
         device.unlimit()
         raise
+    show(model, engine)
     front = ZeroOptimizer(engine, groups)
     if optimizer is not None:
         _take_over(optimizer, front)

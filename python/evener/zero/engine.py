@@ -208,6 +208,9 @@ class Engine:
             room=self.room.make,
             retry=self.ranks.size == 1,
         )
+        for chunk in self.chunks():
+            for piece in chunk.group.pieces:
+                vars(piece.parameter)["wake"] = self._passes.wake
         self._gradients.last = accumulation == 1
         self._head = head
         self._chunked = chunked
@@ -472,6 +475,8 @@ class Engine:
             else:
                 chunk.updated.clear()
                 jobs.append(Update(chunk, hyper, scale, runs))
+            if not chunk.loaded:
+                chunk.guard()
         self._lanes.put(jobs)
         if self.spans.on:
             now = time.perf_counter()
