@@ -749,3 +749,25 @@ def test_clipping_gradients_that_have_left_is_refused() -> None:
     engine.update()
     engine.module.zero_grad()
     engine.close()
+
+
+def test_what_would_not_train_is_refused() -> None:
+    engine, _, _ = _pair()
+    engine.module.first[0].add_module("adapter", nn.Linear(8, 8))
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    with pytest.raises(UsageError, match=r"first\.0\.adapter\.weight came, or was unfrozen"):
+        engine.step()
+    engine.close()
+    model = Parts()
+    model.first.requires_grad_(False)
+    engine = start(model)
+    model.first.requires_grad_(True)
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    with pytest.raises(UsageError, match="was unfrozen"):
+        engine.step()
+    engine.close()
+    engine = start(Parts(), fp16={"enabled": True})
+    engine(torch.randn(4, 8)).float().square().mean().backward()
+    with pytest.raises(UsageError, match="loss was not scaled"):
+        engine.update()
+    engine.close()

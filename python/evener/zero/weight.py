@@ -100,7 +100,7 @@ class Away(Weight):
             "read it from engine.module.state_dict(), or take all back with zero.give_back(engine)",
         )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"weight {self.place[2]} {tuple(self.shape)}, away"
 
 
@@ -131,6 +131,6 @@ def away(parameter: nn.Parameter) -> None:
 def free(parameter: nn.Parameter) -> None:
     """It is nobody's."""
     if isinstance(parameter, Weight):
-        parameter.__class__ = nn.Parameter
+        _become(parameter, nn.Parameter)
         vars(parameter).pop("place", None)
         vars(parameter).pop("wake", None)
