@@ -354,6 +354,14 @@ class Pair:
         if self.plain_scheduler is not None:
             self.plain_scheduler.load_state_dict(scheduler)
 
+    def do_resume(self, x: torch.Tensor, y: torch.Tensor, elsewhere: bool) -> None:
+        """Save, go on, and go back."""
+        self.do_train(x, y, "plain")
+        self.do_save()
+        self.do_train(y, x, "plain")
+        self.do_load(x, y, elsewhere)
+        self.compare()
+
     def do_back(self, *_: Any) -> None:
         """The weights back in a plain model, and under an engine again: moments go on from none."""
         zero.give_back(self.engine)
@@ -361,6 +369,7 @@ class Pair:
         self.plain_optimizer = _optimizer(self.program["optimizer"], self.plain)
         self.plain_scheduler = self._schedule(self.plain_optimizer)
         self.saved = None
+        model.requires_grad_(True)  # what is frozen now could not be trained later
         self._start(model)
 
 
@@ -400,6 +409,8 @@ STEPS = st.one_of(
     _step("refused", st.sampled_from(["copy", "again", "group", "clip"])),
     _step("save"),
     _step("load", st.booleans()),
+    _step("resume", st.booleans()),
+    _step("resume", st.booleans()),
     _step("back"),
 )
 PROGRAMS = st.fixed_dictionaries(

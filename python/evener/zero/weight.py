@@ -100,12 +100,12 @@ class Away(Weight):
             "read it from engine.module.state_dict(), or take all back with zero.give_back(engine)",
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"weight {self.place[2]} {tuple(self.shape)}, away"
 
 
 def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    parameter.__class__ = kind  # type: ignore[assignment]
+    parameter.__class__ = kind
 
 
 def take(parameter: nn.Parameter, chunk: Any, place: int, name: str) -> None:
