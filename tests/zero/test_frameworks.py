@@ -78,7 +78,7 @@ def test_a_model_under_the_engine_shows_and_takes_its_values() -> None:
             model.load_state_dict({**first, "norm.weight": torch.zeros(3)})
         model.load_state_dict(later)
     finally:
-        faces.give_back(model, engine)
+        faces.give_back(engine, model)
     for name, value in later.items():
         assert torch.equal(model.state_dict()[name], value), name
 

@@ -23,6 +23,8 @@ from .test_engine import configuration, weights
 class Lion(torch.optim.Optimizer):
     """Lion as users have it: its own class, which no library of ours knows."""
 
+    __module__ = "lion_pytorch.lion_pytorch"
+
     def __init__(self, params: Any, lr: float = 1e-4, **other: Any) -> None:
         options = {"betas": (0.9, 0.99), "weight_decay": 0.0, "decoupled_weight_decay": False}
         super().__init__(params, {"lr": lr, **options, **other})

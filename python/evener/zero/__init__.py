@@ -24,6 +24,7 @@ from evener.zero.planning import NoFitError
 from evener.zero.pretrained import empty_weights, from_pretrained
 from evener.zero.probe import Probe, probe
 from evener.zero.tensors import export
+from evener.zero.values import give_back
 
 __all__ = [
     "Budget",
@@ -44,6 +45,7 @@ __all__ = [
     "empty_weights",
     "export",
     "from_pretrained",
+    "give_back",
     "initialize",
     "load_checkpoint",
     "plan",

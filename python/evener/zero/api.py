@@ -36,8 +36,10 @@ from evener.zero.spans import Spans
 from evener.zero.store import Source, build, group_numbers
 from evener.zero.transformers import fill_buffers, without_cache
 from evener.zero.units import Unit, cut
+from evener.zero.values import show
 from evener.zero.vocabulary import Head
 from evener.zero.vocabulary import find as find_head
+from evener.zero.weight import Weight
 
 Batch = tuple[int, int] | int
 """Of a micro-batch: (sequences, tokens of each), or tokens."""
@@ -229,7 +231,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
+        self._complete = False
         super().__init__(groups, engine.rule.values)
+        self._complete = True
         self.engine = engine
         engine.param_groups = self.param_groups
         # Schedulers look for it, to warn of a loop that never steps; here engine.step() does.
@@ -244,6 +248,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.engine.update()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """While the engine is made; refused later, as the plan holds no more."""
+        if self._complete:
+            raise UsageError(
+                "the engine holds the parameters that it was given, and takes no more",
+                "give all groups to initialize; unfreeze by close() and initialize again",
+            )
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, and each parameter's step and moments: copies on the CPU, in their own dtype.
@@ -268,7 +281,8 @@ def _groups(
     model: nn.Module, parameters: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None
 ) -> list[dict[str, Any]]:
     if optimizer is not None:
-        return [dict(group) for group in optimizer.param_groups]
+        # The same dicts: a scheduler that was made on the given optimizer goes on writing here.
+        return list(optimizer.param_groups)
     given: list[Any] = list(parameters if parameters is not None else model.parameters())
     if not given or not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -280,13 +294,54 @@ def _groups(
     return groups
 
 
+def _take_over(optimizer: torch.optim.Optimizer, front: ZeroOptimizer) -> None:
+    """The given optimizer speaks for the engine's: it steps it, and its moments go on."""
+    if optimizer.state:
+        moments.install(
+            front.engine, front.param_groups, torch.optim.Optimizer.state_dict(optimizer)
+        )
+    optimizer.param_groups = front.param_groups
+    given: Any = optimizer
+
+    def step(closure: Any = None) -> Any:
+        return front.step(closure)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+    given.step, given.zero_grad = step, front.zero_grad
+    given.state_dict, given.load_state_dict = front.state_dict, front.load_state_dict
+    given.add_param_group = front.add_param_group
+    # Schedulers look for it, to warn of a loop that never steps.
+    given._opt_called = True
+
+
+def _able(model: nn.Module) -> None:
+    """Refuse what chunks of one floating-point dtype cannot hold, and what is held already."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, Weight):
+            raise UsageError(
+                f"parameter {name} belongs to an engine already",
+                "take the model's weights back first: zero.give_back(engine)",
+            )
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UsageError(
+                f"parameter {name} is {parameter.dtype}: evener.zero holds float32, bfloat16 and "
+                "float16, and would change it",
+                "keep what is not trained in buffers, or train this model without evener.zero",
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UsageError(
+                f"{name or 'the model'} has sparse gradients", "give sparse=False to the embedding"
+            )
+
+
 def initialize(
     *,
     model: nn.Module,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     model_parameters: Iterable[Any] | None = None,
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    lr_scheduler: Any = None,
     batch: Batch | None = None,
     machine: Machine | None = None,
     weights: Source | str | Path | None = None,
@@ -326,6 +381,12 @@ def initialize(
         _leave_meta(model)
     elif isinstance(weights, str | Path):
         weights = source_for(weights, model)
+    if hasattr(lr_scheduler, "step") and getattr(lr_scheduler, "optimizer", None) is not optimizer:
+        raise UsageError(
+            "lr_scheduler was made on another optimizer",
+            "make it on the one that is given, or give a function of an optimizer",
+        )
+    _able(model)
     groups = _groups(model, model_parameters, optimizer)
     listed = {id(p) for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
@@ -348,8 +409,13 @@ def initialize(
         undo()
         device.unlimit()
         raise
+    show(model, engine)
     front = ZeroOptimizer(engine, groups)
-    scheduler = lr_scheduler(front) if lr_scheduler is not None else None
+    if optimizer is not None:
+        _take_over(optimizer, front)
+    scheduler = lr_scheduler
+    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        scheduler = lr_scheduler(front)
     if scheduler is None and settings.scheduler is not None:
         scheduler = schedule.make(front, *settings.scheduler)
     engine.scheduler = scheduler

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from evener.errors import EvenerError
+from evener.errors import EvenerError, UsageError
 from evener.zero.device import Device
 from evener.zero.passes import Passes
 from evener.zero.vocabulary import LazyLogits
@@ -151,10 +151,15 @@ class _Pass:
         self.outs = [_tensor(leaves[n]) for n in self._differentiable(leaves)]
         now.restore()
 
-    def backward(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the inputs; those of the weights go their way by the hooks."""
+    def backward(
+        self, gradients: list[torch.Tensor | None], weights: bool
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs; those of the weights go their way by the hooks, where they are
+        asked for (`weights`)."""
         edge = self.edge
-        edge.passes.backward()
+        if weights:
+            edge.passes.backward()
+        found: list[torch.Tensor | None] = []
 
         def attempt() -> None:
             if self.outs is None or edge.current is not self:
@@ -164,12 +169,14 @@ class _Pass:
             outs, given = [o for o, _ in pairs], [g for _, g in pairs]
             self.outs = None
             del pairs
-            if outs:
+            if outs and weights:
                 torch.autograd.backward(outs, given)
+            elif outs and self.inputs:
+                torch.autograd.backward(outs, given, inputs=self.inputs)
+            found.extend(x.grad for x in self.inputs)
 
-        edge.with_room(attempt, self.drop, lambda: None)
+        edge.with_room(attempt, self.drop, found.clear)
         edge.passes.end()
-        found = [x.grad for x in self.inputs]
         self.drop()
         return found
 
@@ -189,6 +196,16 @@ def _flat(out: Any) -> tuple[list[Any], Any]:
     return [x.whole() if isinstance(x, LazyLogits) and not x.parts else x for x in leaves], spec
 
 
+def _wants_weights(ctx: Any) -> bool:
+    """Whether this backward pass gathers gradients in the weights, for which the anchor stands: not
+    where torch.autograd.grad, or `backward(inputs=...)`, asks for others."""
+    anchor = ctx.next_functions[0][0]
+    try:
+        return bool(torch._C._will_engine_execute_node(anchor))
+    except RuntimeError:  # torch does not say it of a leaf while autograd.grad runs
+        return False
+
+
 class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Pass, *_: torch.Tensor) -> Any:
@@ -199,7 +216,13 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, None, *ctx.run.backward(list(gradients))
+        if torch.is_grad_enabled():  # create_graph
+            raise UsageError(
+                "a gradient of a gradient (create_graph=True) cannot go through the engine: the "
+                "model's graph is gone by then",
+                "train a model with such a penalty without evener.zero",
+            )
+        return None, None, *ctx.run.backward(list(gradients), _wants_weights(ctx))
 
 
 class Boundary:

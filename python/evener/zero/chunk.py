@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from evener.zero import weight
 from evener.zero.device import Event
 from evener.zero.ssd import Away
 from evener.zero.states import States, part
@@ -79,6 +80,8 @@ class Chunk:
         self.saved.set()
         self.bytes = self.flat.numel() * self.flat.element_size()
         self.steps = self.steps or [0] * len(self.group.pieces)
+        for place, piece in enumerate(self.group.pieces):
+            weight.take(piece.parameter, self, place, piece.name)
 
     def begin_step(self, moving: set[int], rank: int) -> list[Run]:
         """Count a step of the parameters at the places `moving`: what of this rank's share is
@@ -153,17 +156,26 @@ class Chunk:
         """Parameters become views of the flat buffer."""
         for piece in self.group.pieces:
             end = piece.offset + piece.numel
+            weight.lend(piece.parameter)
             piece.parameter.data = self.flat[piece.offset : end].view(piece.shape)
 
     def unbind(self) -> None:
         """Parameters become NaN without memory."""
         for piece in self.group.pieces:
+            weight.lend(piece.parameter)
             piece.parameter.data = self.placeholder.expand(piece.shape)
+        self.guard()
+
+    def guard(self) -> None:
+        """Who computes with the parameters now would take values of before the last step."""
+        for piece in self.group.pieces:
+            weight.away(piece.parameter)
 
     def refresh(self) -> None:
         """The states were written: what is on the accelerator is old, unless it is the states."""
         if not (self.keeps and self.states.weights.data_ptr() == self.flat.data_ptr()):
             self.stale, self.loaded = True, False
+            self.guard()
 
     def allocate(self) -> None:
         """Room for the whole weights."""

@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from evener.base.records import StatsFile
-from evener.errors import EvenerError
+from evener.errors import EvenerError, UsageError
 from evener.zero.activations import Offload
 from evener.zero.between import Between
 from evener.zero.boundary import Boundary
@@ -208,8 +208,18 @@ class Engine:
             room=self.room.make,
             retry=self.ranks.size == 1,
         )
+        for chunk in self.chunks():
+            for piece in chunk.group.pieces:
+                vars(piece.parameter)["wake"] = self._passes.wake
         self._gradients.last = accumulation == 1
         self._head = head
+        self._known = {
+            id(piece.parameter): chunk.group.trainable
+            for chunk in self.chunks()
+            for piece in chunk.group.pieces
+        }
+        self._scaled = False
+        """Whether a loss was scaled since the last step."""
         self._chunked = chunked
         self._undo = undo
         self._seen: dict[Any, list[int]] = {}
@@ -332,6 +342,7 @@ class Engine:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, divided by the accumulation steps: what to call
         `backward()` on in a loop of one's own."""
+        self._scaled = True
         factor = self.scaler.scale if self.scaler else 1.0
         if factor == 1.0 and self.accumulation == 1:
             return loss
@@ -444,6 +455,7 @@ class Engine:
     def update(self) -> bool:
         """Update the weights from all gradients since the last time; False where it was skipped."""
         self.flush()
+        self._refuse_strangers()
         self._gradients.finish()
         self._gradients.last = self.accumulation == 1
         chunks = [c for c in self.chunks() if c.group.trainable and c.filled]
@@ -472,6 +484,8 @@ class Engine:
             else:
                 chunk.updated.clear()
                 jobs.append(Update(chunk, hyper, scale, runs))
+            if not chunk.loaded:
+                chunk.guard()
         self._lanes.put(jobs)
         if self.spans.on:
             now = time.perf_counter()
@@ -482,6 +496,22 @@ class Engine:
         if self._stats and self._stats.due:
             self._write_stats(self._stats)
         return True
+
+    def _refuse_strangers(self) -> None:
+        """Raise where something would be left out of this step, or divided by a scale in vain."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and not self._known.get(id(parameter), False):
+                raise UsageError(
+                    f"parameter {name} came, or was unfrozen, after initialize: the engine does "
+                    "not train it",
+                    "zero.give_back(engine), change the model, and initialize again",
+                )
+        scaled, self._scaled = self._scaled, False
+        if self.scaler is not None and not scaled and any(c.filled for c in self.chunks()):
+            raise UsageError(
+                "the loss was not scaled, and fp16 divides its gradients by the loss scale",
+                "call engine.backward(loss), or engine.scale(loss).backward()",
+            )
 
     def _endurance(self) -> None:
         """What the step before has moved to and from the SSD; said once."""

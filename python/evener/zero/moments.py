@@ -77,6 +77,7 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
         if part is None:
             continue
         if entry is not None:
+            entry = _cut(engine, part, entry, names, parameter.numel())
             _check(engine, part, number, entry, names)
         jobs.append((part, entry or {}))
     with torch.no_grad():
@@ -89,6 +90,20 @@ def install(engine: Engine, groups: list[dict[str, Any]], given: dict[str, Any])
                 part.write(own, None if value is None else value.reshape(-1))
     for group, values in zip(groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def _cut(
+    engine: Engine, part: _Part, entry: dict[str, Any], names: Mapping[str, str], whole: int
+) -> dict[str, Any]:
+    """This rank's part of what torch's own optimizer holds."""
+    if engine.world == 1 or "range" in entry:
+        return entry
+    cut = dict(entry)
+    for name in names:
+        value = cut.get(name)
+        if value is not None and value.numel() == whole:
+            cut[name] = value.reshape(-1)[part.low : part.high]
+    return cut
 
 
 def _check(

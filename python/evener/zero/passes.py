@@ -196,6 +196,12 @@ class Passes:
         self._running = True
         self._loading.begin()
 
+    def wake(self) -> None:
+        """A pass that begins elsewhere than in the model's forward: in one of its other methods,
+        or in a part of it."""
+        if not self._running and not self._suspended:
+            self._begin()
+
     def _begin(self) -> None:
         if self._suspended:
             return
@@ -212,6 +218,11 @@ class Passes:
             inner = torch.compile(inner, backend=backend)
 
         def body(*args: Any, **kwargs: Any) -> Any:
+            again = torch._C._current_graph_task_id() != -1
+            with _kept(module) if again else contextlib.nullcontext():
+                return run(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
             if live.in_backward:  # recomputed: the weights are here
                 return inner(*args, **kwargs)
             self._loading.enter(live.index)
@@ -224,6 +235,8 @@ class Passes:
             head = self._head
             if head is not None and module is head.linear and head.lazy():
                 return inner(*args, **kwargs)  # computes nothing yet
+            if torch._C._current_graph_task_id() == -1:  # not recomputed
+                self.wake()
             if not torch.is_grad_enabled():
                 return body(*args, **kwargs)
             if live.index in self.recompute:
@@ -287,3 +300,20 @@ class Passes:
             live.in_backward = False
             self._spans.since(live.mark, "compute", "compute", f"backward {live.unit.name}")
             self._loading.leave(live.index)
+
+
+@contextlib.contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Inside, a block runs a second time: its buffers stay as the first has left them."""
+    before = [
+        (each._buffers, name, buffer, buffer.detach().clone())
+        for each in module.modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer, value in before:
+            buffers[name] = buffer
+            buffer.data.copy_(value)  # its version stays: autograd may have saved it

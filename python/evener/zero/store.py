@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from evener.errors import UsageError
+from evener.zero import weight
 from evener.zero.chunk import Chunk
 from evener.zero.device import Device
 from evener.zero.host import HostMemory, pages
@@ -167,6 +168,8 @@ def build(
                     chunk.flat.copy_(old)
                     chunk.stale = False
                 chunk.bind()
+                if chunk.stale:
+                    chunk.guard()  # it comes with the first pass
             else:
                 chunk.empty()
                 chunk.unbind()
@@ -252,6 +255,7 @@ def _fill(
     share = chunk.states.weights.numel()
     begin, end = ranks.rank * share, (ranks.rank + 1) * share
     for piece in chunk.group.pieces:
+        weight.lend(piece.parameter)
         given = piece.parameter if source is None else source(piece.name, piece.parameter)
         if given.is_meta:
             raise UsageError(

@@ -174,7 +174,7 @@ class ZeroStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """The module gets its weights back."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            faces.give_back(self.lightning_module, engine)
+            faces.give_back(engine, self.lightning_module)
             self._steps = None
         super().teardown()
 

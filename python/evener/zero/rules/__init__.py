@@ -40,18 +40,38 @@ def named(name: str, **given: Any) -> Rule:
 
 
 def of(optimizer: torch.optim.Optimizer) -> Rule:
-    """The same optimizer as this one of torch or of another library, by the name of its class.
+    """The same optimizer as this one, by its class. Of other libraries those that are known to do
+    the same are taken, by their module and name.
 
     Raises UsageError where there is none, and where it does something that ours does not.
     """
     kind = type(optimizer).__name__
     for rule in RULES:
-        if rule.title == kind:
+        if rule.title == kind and _known(type(optimizer)):
+            if getattr(optimizer, "decoupled_wd", False):  # no default of lion_pytorch's
+                raise UsageError(f"{kind}(decoupled_weight_decay=True)", "use False")
             return rule(**rule.read(kind, optimizer.defaults))
     _refuse_whole(kind)
+    if any(rule.title == kind for rule in RULES):
+        kind = f"{type(optimizer).__module__}.{kind}"
     raise UsageError(
         f"optimizer {kind} has no fused kernel",
         f"use {_choice('title')}, or name one in the configuration",
+    )
+
+
+LIBRARIES = (
+    "lion_pytorch.lion_pytorch",
+    "bitsandbytes.optim",
+    "timm.optim",
+    "deepspeed.ops",
+    "apex.optimizers",
+)
+
+
+def _known(kind: type) -> bool:
+    return getattr(torch.optim, kind.__name__, None) is kind or kind.__module__.startswith(
+        LIBRARIES
     )
 
 

@@ -1,0 +1,496 @@
+"""The memory engine against plain torch, in one process on the simulated device.
+
+A program is a small model, an optimizer, perhaps a schedule, and what a training script does. Both
+run it; losses, outputs, weights and buffers agree to the rounding of sums (`CLOSE`). What Evener
+refuses must raise UsageError, and leave everything as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from evener import zero
+from evener.errors import UsageError
+from evener.zero import api, boundary, checkpoint, passes, vocabulary, weight
+from evener.zero.passes import Passes
+from tests.twins.harness import Twin
+
+WIDTH, WORDS = 8, 24
+CLOSE: dict[str, Any] = {"rtol": 3e-3, "atol": 3e-4}
+MACHINE = zero.Machine(1e12, 1e10, 1e10, 1e9, 1e9)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        kinds = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+        self.norm = kinds[norm](WIDTH) if norm in kinds else nn.Identity()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, side: bool) -> torch.Tensor:
+        y = self.norm(x.reshape(-1, WIDTH)).view_as(x)
+        y = x + self.down(functional.gelu(self.up(y)))
+        out: torch.Tensor = y + torch.tanh(self.side(x)) if side else y
+        return out
+
+
+class Net(nn.Module):
+    """Embedding, blocks that may be left out or run twice, a head that may be tied."""
+
+    def __init__(self, blocks: int, norm: str, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(norm) for _ in range(blocks))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def body(self, x: torch.Tensor, side: bool = True, skip: int = -1) -> torch.Tensor:
+        if not x.is_floating_point():
+            x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x = layer(x, side)
+        return x * self.scale
+
+    def forward(self, x: torch.Tensor, side: bool = True, skip: int = -1) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x, side, skip))
+        return out
+
+
+class Own(torch.autograd.Function):
+    """A cross-entropy with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = logits.float().log_softmax(-1)
+        ctx.save_for_backward(found.exp(), targets)
+        return -found.gather(1, targets[:, None]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        found, targets = ctx.saved_tensors
+        found = found.clone()
+        found[torch.arange(len(targets)), targets] -= 1
+        return gradient * found / len(targets), None
+
+
+def _ce(x: torch.Tensor, y: torch.Tensor, **given: Any) -> torch.Tensor:
+    return functional.cross_entropy(x.float().view(-1, WORDS), y.view(-1), **given)
+
+
+def _cooled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.div_(0.5)
+    return _ce(x, y)
+
+
+def _masked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows = x.view(-1, WORDS)
+    x[..., :2] = -4.0
+    return functional.cross_entropy(rows, y.view(-1).clamp(min=2))
+
+
+def _written_view(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x[0].mul_(2.0)
+    return _ce(x, y)
+
+
+def _shifted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _ce(x[:, :-1].contiguous(), y[:, 1:].contiguous())
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "plain": _ce,
+    "smooth": lambda x, y: _ce(x, y, label_smoothing=0.1),
+    "sum": lambda x, y: _ce(x, y, reduction="sum") / y.numel(),
+    "weighted": lambda x, y: (_ce(x, y, reduction="none") * torch.linspace(0, 1, y.numel())).mean(),
+    "ignored": lambda x, y: _ce(x, y.masked_fill(y % 2 == 0, -100)),
+    "z": lambda x, y: _ce(x, y) + 1e-2 * x.logsumexp(-1).square().mean(),
+    "gathered": lambda x, y: -x.log_softmax(-1).gather(2, y[..., None]).mean(),
+    "own": lambda x, y: Own.apply(x.view(-1, WORDS), y.view(-1)),
+    "own of a slice": lambda x, y: Own.apply(x[:, 0], y[:, 0]),
+    "both": lambda x, y: _ce(x, y) + Own.apply(x.view(-1, WORDS), y.view(-1)),
+    "cooled": _cooled,
+    "masked": _masked,
+    "written view": _written_view,
+    "shifted": _shifted,
+    "transposed": lambda x, y: functional.cross_entropy(x.transpose(1, 2), y),
+    "looked at": lambda x, y: x.argmax(-1).sum() * 0 + _ce(x, y),
+}
+
+
+def _scheduled(kind: str, optimizer: torch.optim.Optimizer) -> Any:
+    rates = torch.optim.lr_scheduler
+    if kind == "warm":
+        return rates.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+    if kind == "milestones":
+        return rates.MultiStepLR(optimizer, [2, 4], 0.5)
+    return rates.StepLR(optimizer, 3, 0.5)
+
+
+def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    # A large epsilon: a gradient that is zero but for rounding moves nothing.
+    return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+
+
+class Pair:
+    """Evener's model and torch's."""
+
+    def __init__(self, program: dict[str, Any], folder: str) -> None:
+        self.program, self.folder = program, folder
+        self.saved: Any = None
+        torch.manual_seed(program["seed"])
+        self.plain = self._net()
+        self.plain_optimizer = _optimizer(program["optimizer"], self.plain)
+        self.plain_scheduler = self._schedule(self.plain_optimizer)
+        self.frozen: set[int] = set()
+        model = copy.deepcopy(self.plain)
+        self._start(model)
+
+    def _net(self) -> Net:
+        given = self.program
+        return Net(given["blocks"], given["norm"], given["tied"])
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        kind = self.program["schedule"]
+        return _scheduled(kind, optimizer) if kind else None
+
+    def _start(self, model: Net) -> None:
+        program = self.program
+        optimizer = _optimizer(program["optimizer"], model)
+        scheduler = self._schedule(optimizer)
+        names = {f"layers.{n}/0" for n in range(program["resident"])}
+        self.engine, self.optimizer, _, self.scheduler = zero.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config={
+                "gradient_accumulation_steps": program["accumulate"],
+                "gradient_clipping": program["clip"],
+                "zero_optimization": {"stage3_param_persistence_threshold": 0},
+                "evener": {
+                    "device": "cpu",
+                    "loss": "fused",
+                    "checkpointing": program["recompute"],
+                },
+            },
+            resident=names,
+            machine=MACHINE,
+        )
+        self.engine.threads = 1
+        self.model = model
+        for number, layer in enumerate(self.model.layers):
+            layer.requires_grad_(number not in self.frozen)
+
+    def compare(self) -> None:
+        state = self.model.state_dict()
+        torch.testing.assert_close(dict(state), dict(self.plain.state_dict()), **CLOSE)
+
+    def data(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.Generator().manual_seed(seed)
+        x = torch.randint(0, WORDS, (3, 4), generator=made)
+        return x, torch.randint(0, WORDS, (3, 4), generator=made)
+
+    def both(self, call: Callable[[Any, Net], torch.Tensor]) -> list[torch.Tensor]:
+        found = [call(self.engine, self.model), call(self.plain, self.plain)]
+        torch.testing.assert_close(found[0].detach(), found[1].detach(), **CLOSE)
+        return found
+
+    def train(self, call: Callable[[Any, Net], torch.Tensor]) -> None:
+        accumulate = self.program["accumulate"]
+        for _ in range(accumulate):
+            mine, theirs = self.both(call)
+            self.engine.backward(mine)
+            self.engine.step()
+            (theirs / accumulate).backward()
+        if self.program["clip"]:
+            trained = [p for p in self.plain.parameters() if p.requires_grad]
+            torch.nn.utils.clip_grad_norm_(trained, self.program["clip"])
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+        if self.plain_scheduler is not None:
+            self.plain_scheduler.step()
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self.engine.close()
+
+    def run(self, step: list[Any]) -> None:
+        kind, seed = step[0], step[1]
+        x, y = self.data(seed)
+        getattr(self, f"do_{kind}")(x, y, *step[2:])
+
+    def do_train(self, x: torch.Tensor, y: torch.Tensor, loss: str) -> None:
+        self.train(lambda net, _: LOSSES[loss](net(x), y))
+
+    def do_branch(self, x: torch.Tensor, y: torch.Tensor, side: bool, skip: int) -> None:
+        self.train(lambda net, _: _ce(net(x, side, skip), y))
+
+    def do_twice(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Two passes and one loss."""
+        self.train(lambda net, _: _ce(net(x), y) + _ce(net(x.flip(0), False), y))
+
+    def do_body(self, x: torch.Tensor, _y: torch.Tensor) -> None:
+        """A method beside forward."""
+        self.train(lambda _, model: model.body(x).square().mean())
+
+    def do_evaluate(self, x: torch.Tensor, _y: torch.Tensor, inner: bool) -> None:
+        for net in (self.model, self.plain):
+            net.eval()
+        with torch.no_grad():
+            self.both(lambda net, model: model.body(x) if inner else net(x))
+        for net in (self.model, self.plain):
+            net.train()
+
+    def do_attack(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """A gradient of the inputs, which leaves the weights' alone."""
+        found: list[torch.Tensor] = []
+        given = functional.one_hot(x, WIDTH * 3)[..., :WIDTH].float()
+        for net in (self.engine, self.plain):
+            inputs = given.clone().requires_grad_()
+            found += torch.autograd.grad(_ce(net(inputs), y), inputs)
+        torch.testing.assert_close(*found, **CLOSE)
+
+    def do_state(self, *_: Any) -> None:
+        self.compare()
+
+    def do_freeze(self, *given: Any) -> None:
+        number = given[2] % len(self.model.layers)
+        self.frozen ^= {number}
+        for net in (self.model, self.plain):
+            net.layers[number].requires_grad_(number not in self.frozen)
+
+    def do_forget(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """A backward pass of which nothing is used."""
+        for loss in self.both(lambda net, _: _ce(net(x), y)):
+            loss.backward()
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
+
+    def do_fail(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """An error in a forward pass, caught."""
+
+        class MineError(Exception):
+            pass
+
+        def fail(*_: Any) -> None:
+            raise MineError
+
+        for net, model in ((self.engine, self.model), (self.plain, self.plain)):
+            last: Any = model.layers[-1]
+            hook = last.up.register_forward_pre_hook(fail)
+            with contextlib.suppress(MineError):
+                net(x)
+                raise AssertionError("the hook was not called")
+            hook.remove()
+
+    def do_label(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """A label outside of the vocabulary raises with both."""
+        bad = y.clone()
+        bad[0, 0] = WORDS
+        for net in (self.engine, self.plain):
+            try:
+                _ce(net(x), bad)
+            except IndexError:
+                continue
+            raise AssertionError("a label outside of the vocabulary gave a loss")
+
+    def do_refused(self, x: torch.Tensor, y: torch.Tensor, what: str) -> None:
+        """What the engine cannot do says so."""
+        calls: dict[str, Callable[[], Any]] = {
+            "copy": lambda: copy.deepcopy(self.model),
+            "again": lambda: zero.initialize(model=self.model, config={}, resident=set()),
+            "group": lambda: self.optimizer.add_param_group({"params": [nn.Parameter(x.float())]}),
+            "clip": lambda: torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1),
+        }  # fmt: skip
+        if what == "clip":
+            for loss in self.both(lambda net, _: _ce(net(x), y)):
+                loss.backward()
+        try:
+            calls[what]()
+        except UsageError:
+            pass
+        else:
+            raise AssertionError(f"{what} was not refused")
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
+
+    def do_save(self, *_: Any) -> None:
+        zero.save_checkpoint(self.engine, self.folder)
+        self.saved = copy.deepcopy(
+            (
+                self.plain.state_dict(),
+                self.plain_optimizer.state_dict(),
+                self.plain_scheduler and self.plain_scheduler.state_dict(),
+            )
+        )
+
+    def do_load(self, _x: torch.Tensor, _y: torch.Tensor, elsewhere: bool) -> None:
+        """Back to the last checkpoint, here or in an engine of a model that was drawn anew."""
+        if self.saved is None:
+            return
+        if elsewhere:
+            self.engine.close()
+            self._start(self._net())
+        zero.load_checkpoint(self.engine, self.folder)
+        model, optimizer, scheduler = copy.deepcopy(self.saved)
+        self.plain.load_state_dict(model)
+        self.plain_optimizer.load_state_dict(optimizer)
+        if self.plain_scheduler is not None:
+            self.plain_scheduler.load_state_dict(scheduler)
+
+    def do_resume(self, x: torch.Tensor, y: torch.Tensor, elsewhere: bool) -> None:
+        """Save, go on, and go back."""
+        self.do_train(x, y, "plain")
+        self.do_save()
+        self.do_train(y, x, "plain")
+        self.do_load(x, y, elsewhere)
+        self.compare()
+
+    def do_back(self, *_: Any) -> None:
+        """The weights back in a plain model, and under an engine again: moments go on from none."""
+        zero.give_back(self.engine)
+        model = self.model
+        self.plain_optimizer = _optimizer(self.program["optimizer"], self.plain)
+        self.plain_scheduler = self._schedule(self.plain_optimizer)
+        self.saved = None
+        model.requires_grad_(True)  # what is frozen now could not be trained later
+        self._start(model)
+
+
+def check(program: dict[str, Any]) -> None:
+    """Run it with both."""
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(program, folder)
+        try:
+            for step in program["steps"]:
+                pair.run(step)
+            pair.do_train(*pair.data(1), "plain")
+            pair.compare()
+        finally:
+            pair.close()
+
+
+_seeds = st.integers(0, 1000)
+
+
+def _step(kind: str, *given: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.tuples(st.just(kind), _seeds, *given).map(list)
+
+
+STEPS = st.one_of(
+    _step("train", st.sampled_from(sorted(LOSSES))),
+    _step("train", st.sampled_from(sorted(LOSSES))),
+    _step("branch", st.booleans(), st.integers(-1, 2)),
+    _step("twice"),
+    _step("body"),
+    _step("evaluate", st.booleans()),
+    _step("attack"),
+    _step("state"),
+    _step("freeze", st.integers(0, 2)),
+    _step("forget"),
+    _step("fail"),
+    _step("label"),
+    _step("refused", st.sampled_from(["copy", "again", "group", "clip"])),
+    _step("save"),
+    _step("load", st.booleans()),
+    _step("resume", st.booleans()),
+    _step("resume", st.booleans()),
+    _step("back"),
+)
+PROGRAMS = st.fixed_dictionaries(
+    {
+        "seed": _seeds,
+        "blocks": st.integers(1, 3),
+        "norm": st.sampled_from(["none", "layer", "batch"]),
+        "tied": st.booleans(),
+        "optimizer": st.sampled_from(["SGD", "AdamW"]),
+        "schedule": st.sampled_from(["", "warm", "milestones", "steps"]),
+        "accumulate": st.integers(1, 2),
+        "clip": st.sampled_from([0.0, 0.5]),
+        "recompute": st.booleans(),
+        "resident": st.integers(0, 2),
+        "steps": st.lists(STEPS, min_size=1, max_size=7),
+    }
+)
+
+
+def _put(target: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(target, name, value)
+
+
+@contextlib.contextmanager
+def _no_graph() -> Iterator[None]:
+    """Lazy logits that need no gradient, as functions of one's own see them."""
+    made = vocabulary.LazyLogits.of
+
+    def of(hidden: torch.Tensor, head: Any, raw: Any = None) -> Any:
+        with torch.no_grad():
+            found = made(hidden, head, raw)
+        found.hidden = hidden
+        return found
+
+    with mock.patch.object(vocabulary.LazyLogits, "of", staticmethod(of)):
+        yield
+
+
+@contextlib.contextmanager
+def _unguarded() -> Iterator[None]:
+    """Weights that are away are NaN, and those of the last step are read where none are brought."""
+    with (
+        mock.patch.object(weight, "away", lambda _: None),
+        mock.patch.object(Passes, "wake", lambda _: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _strings() -> Iterator[None]:
+    with (
+        mock.patch.object(checkpoint, "_packed", lambda value: value),
+        mock.patch.object(checkpoint, "_unpacked", lambda value: value),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _copied_groups() -> Iterator[None]:
+    def groups(model: Any, parameters: Any, optimizer: Any) -> Any:
+        return [dict(group) for group in optimizer.param_groups]
+
+    with (
+        mock.patch.object(api, "_groups", groups),
+        mock.patch.object(api, "_take_over", lambda *_: None),
+    ):
+        yield
+
+
+FAULTS = {
+    "recomputation moves buffers twice": _put(passes, "_kept", lambda _: contextlib.nullcontext()),
+    "writes to logits are dropped": _put(vocabulary.LazyLogits, "parts", property(lambda _: True)),
+    "functions of one's own get no gradient": _no_graph,
+    "checkpoints hold no buffers": _put(checkpoint, "_restore_buffers", lambda *_: None),
+    "a gradient of inputs adds those of weights": _put(boundary, "_wants_weights", lambda _: True),
+    "torch's clipping does nothing": _put(weight.Weight, "_refuse_gone", lambda *_: None),
+    "weights that are away are NaN": _unguarded,
+    "state_dicts are NaN": _put(api, "show", lambda *_: None),
+    "the given optimizer's groups are copied": _copied_groups,
+    "milestones become strings": _strings,
+    "labels outside of the vocabulary pass": _put(vocabulary, "in_vocabulary", lambda *_: None),
+}
+TWIN = Twin("zero", PROGRAMS, check, FAULTS)
