@@ -79,6 +79,6 @@ def partial(gradients: Iterable[tuple[torch.Tensor, float]], norm_type: float) -
 def whole(parts: Sequence[float], norm_type: float) -> float:
     """The norm, from what the ranks add."""
     if math.isinf(norm_type):
-        return float(torch.tensor(parts).max())
+        return float(torch.tensor(parts, dtype=torch.float64).max())
     total = sum(parts)
     return total if norm_type == 0 else total ** (1 / norm_type)
