@@ -178,3 +178,12 @@ def test_the_layer_trains_all_its_parts() -> None:
     (out.square().mean() + 0.01 * layer.aux_loss).backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_a_batch_without_a_token() -> None:
+    """Also with groups of experts; the auxiliary loss is 0 then, not the mean of nothing."""
+    layer = moe.MoE(4, 3, 4, 2, groups=2, top_groups=1)
+    out = layer(torch.zeros(0, 4))
+    assert out.shape == (0, 4)
+    assert layer.aux_loss is not None and layer.aux_loss.item() == 0
+    (out.sum() + layer.aux_loss).backward()

@@ -151,6 +151,9 @@ def whole(rank: int, size: int) -> None:
     one, two = model.state_dict(), other.state_dict()
     for name in one:
         torch.testing.assert_close(one[name], two[name], msg=name)
+    # torch's own takes the same norm: by this rank's part of it ranks would run apart.
+    of_all = moe.clip_gradients(model, 1e9)
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 1e9), of_all)
     norm = moe.clip_gradients(model, 1e-3)
     squares = model[1].experts.gate_up_proj.grad.square().sum()
     assert norm > squares.sqrt() and norm > 1e-3

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from evener import pipeline
 from evener.errors import UsageError
+from evener.pipeline import torch_names
 from tests import worlds
 
 RATES = pipeline.Rates(1e11, 1e10, 1e-6)
@@ -376,3 +377,10 @@ def test_a_capture_leaves_the_model_as_it_was() -> None:
     pipeline.capture(model, {"x": x}, target=y, loss=mse)
     assert model.middle.calls == 0
     assert not model.layers[0].training and model.layers[1].training
+
+
+def test_a_torch_with_other_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_names.require()
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
+    with pytest.raises(UsageError, match=r"torch 2.9 to 2.11, and this is 2.15.0"):
+        torch_names.require()

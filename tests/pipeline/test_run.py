@@ -118,7 +118,7 @@ def two(folder: Path) -> worlds.Several:
     cases["resume"] = train, f"{folder}/here", 2, True, {}
     cases["meta"] = (on_meta,)
     cases["record"] = record, f"{folder}/deep/step.json"
-    return worlds.several([2], cases)
+    return worlds.several([2], cases, timeout=300)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -81,7 +81,7 @@ class Router(nn.Module):
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if self.top_groups < self.groups:
-            grouped = scores.view(len(scores), self.groups, -1)
+            grouped = scores.view(len(scores), self.groups, self.num_experts // self.groups)
             worth = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
             best = worth.topk(self.top_groups, -1, sorted=False).indices
             out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
@@ -106,4 +106,6 @@ def load_balancing_loss(
         chance = chance / (chance.sum(-1, keepdim=True) + 1e-20)
     chosen = torch.zeros(count, device=logits.device)
     chosen.index_add_(0, experts.reshape(-1), torch.ones(experts.numel(), device=logits.device))
-    return count * (chosen / max(1, len(experts)) * chance.mean(0)).sum()
+    # Without a token it is 0, not the mean of nothing.
+    tokens = max(1, len(experts))
+    return count * (chosen / tokens * (chance.sum(0) / tokens)).sum()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evener.comm import total_norm
 from evener.comm.watch import Watch
 from evener.comm.world.topology import host_identity, nodes_of
 from evener.errors import UsageError
@@ -106,6 +107,8 @@ def spread(
         layer.register_state_dict_post_hook(_gather_state)
         layer.register_load_state_dict_pre_hook(_take_own)
     model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+    _models.add(model)
+    total_norm.ask(asked)
     return model
 
 
@@ -349,6 +352,40 @@ def clip_gradients(model: nn.Module, most: float) -> torch.Tensor:
         if parameter.grad is not None:
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
     return norm
+
+
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def asked(
+    gradients: Sequence[torch.Tensor], norm_type: float, plain: total_norm.Plain
+) -> torch.Tensor | None:
+    """For torch's clip_grad_norm_: the norm of all of a model with spread experts."""
+    here = {id(gradient) for gradient in gradients}
+    for model in list(_models):
+        if not any(p.grad is not None and id(p.grad) in here for p in model.parameters()):
+            continue
+        of_experts = {
+            id(matrix.grad): layer.parallel.shared
+            for _, layer in layers(model)
+            if layer.parallel is not None
+            for matrix in (layer.gate_up_proj, layer.down_proj)
+        }
+        others = [g for g in gradients if id(g) not in of_experts]
+        mine = [(g, 1.0) for g in gradients if id(g) in of_experts]
+        shared = next(iter(of_experts.values()))
+        told = torch.tensor(
+            [total_norm.partial(mine, norm_type)], dtype=torch.float64, device=shared.lane.device
+        )
+        everyone = [torch.empty_like(told) for _ in range(shared.ranks.size)]
+        dist.all_gather(everyone, told, group=shared.ranks.group)
+        parts = [float(one) for one in everyone]
+        if others:
+            parts.append(total_norm.partial([(plain(others), 1.0)], norm_type))
+        kind = torch.promote_types(gradients[0].dtype, torch.float32)
+        found = total_norm.whole(parts, norm_type)
+        return torch.tensor(found, device=gradients[0].device, dtype=kind)
+    return None
 
 
 def loads(found: Iterable[tuple[str, Experts]]) -> list[torch.Tensor]:

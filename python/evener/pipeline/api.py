@@ -26,7 +26,7 @@ from evener.base.log import logger
 from evener.comm import forms
 from evener.comm.world.topology import host_identity
 from evener.errors import EvenerError, UsageError
-from evener.pipeline import links
+from evener.pipeline import links, torch_names
 from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, Example, capture, place_of
 from evener.pipeline.plan import Plan, Planned, digest, planned
@@ -83,6 +83,7 @@ def auto(
             "start the script with torchrun or evener launch, and call "
             "torch.distributed.init_process_group() first",
         )
+    torch_names.require()
     forms.require(gradients, "gradients")
     if average not in ("batch", "microbatches"):
         raise UsageError(f"average={average!r} is not known", "give 'batch' or 'microbatches'")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from fractions import Fraction
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from evener.base.log import logger
+from evener.comm import total_norm
 from evener.errors import UsageError
-from evener.pipeline import checkpoint, clip, report, schedules
+from evener.pipeline import checkpoint, report, schedules
 from evener.pipeline import tensor as divided
 from evener.pipeline.capture import Captured, Example, autocast_now
 from evener.pipeline.faults import PipelineError, Watch
@@ -35,6 +37,7 @@ from evener.pipeline.weigh import Weighing, scaled
 from evener.pipeline.wire import LIMIT, Wire
 
 _COUNT = itertools.count()
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 Weights = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -125,7 +128,8 @@ class Pipeline:
         self._watch = Watch(f"{name}/{everyone[0]}", everyone.index(dist.get_rank()),
                             len(everyone), list(groups))  # fmt: skip
         self._record: Path | None = None
-        clip.own(self)
+        _pipelines.add(self)
+        total_norm.ask(_norm_over_stages)
 
     # --- What an optimizer and a checkpoint see ------------------------------------------------
 
@@ -156,11 +160,11 @@ class Pipeline:
             if p.grad is not None and (some is None or id(p.grad) in some)
         ]
         norm_type = float(norm_type)
-        told = torch.tensor([clip.partial(mine, norm_type)], dtype=torch.float64)
+        told = torch.tensor([total_norm.partial(mine, norm_type)], dtype=torch.float64)
         everyone = [torch.empty_like(told) for _ in range(dist.get_world_size(self._all))]
         with self._watch.step("the norm of gradients"):
             dist.all_gather(everyone, told, group=self._all)
-        found = clip.whole([float(one) for one in everyone], norm_type)
+        found = total_norm.whole([float(one) for one in everyone], norm_type)
         first = next(self.parameters(), None)
         dtype = torch.float32 if first is None or first.dtype.itemsize < 8 else torch.float64
         return torch.tensor(found, device=self.device, dtype=dtype)
@@ -588,10 +592,31 @@ class Pipeline:
 
     def close(self) -> None:
         """End the thread that listens for errors, and give groups back. On all ranks."""
-        clip.disown(self)
+        _pipelines.discard(self)
         self._watch.close()
         if self._gradients is not None and self._watch.heard is None:
             self._gradients.close()
+
+
+def _norm_over_stages(
+    gradients: Sequence[torch.Tensor], norm_type: float, _: total_norm.Plain
+) -> torch.Tensor | None:
+    """For torch's clip_grad_norm_: the norm of all stages where the gradients are a pipeline's."""
+    here = {id(gradient) for gradient in gradients}
+    pipes = list(_pipelines)
+    if not here:
+        # A stage without any of these parameters takes part in the norm of the others'.
+        return pipes[0].grad_norm(norm_type, []) if len(pipes) == 1 else None
+    for pipe in pipes:
+        mine = here & {id(p.grad) for p in pipe.parameters() if p.grad is not None}
+        if mine and mine != here:
+            raise UsageError(
+                "gradients of a pipeline and others are clipped together",
+                "clip pipe.parameters() alone; pipe.grad_norm() gives their norm",
+            )
+        if mine:
+            return pipe.grad_norm(norm_type, gradients)
+    return None
 
 
 def _autocast(state: tuple[Any, ...]) -> str:

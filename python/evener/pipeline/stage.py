@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
-from torch.distributed.pipelining.stage import _RecvInfo
 
 from evener.pipeline import schedules
 from evener.pipeline.simulate import Mark
 from evener.pipeline.split import Edge, Split, StageModule
+from evener.pipeline.torch_names import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    _RecvInfo,
+)
 from evener.pipeline.wire import Wire
 
 _TYPES = {

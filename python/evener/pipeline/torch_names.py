@@ -1,33 +1,34 @@
-"""Names of torch that are not promised to stay, and for which versions they are known.
+"""Names of torch's pipelining that are not promised to stay, and where they hold.
 
-All of what a pipeline takes from torch beside its documented interface is here. Seen in 2.9 to
-2.15.
+A stage here goes into torch's own at many places: its caches of forward and backward, what it
+receives and sends, its runtime's actions. They are as this module says in torch 2.9 to 2.11. torch
+2.12 infers shapes in another way, and 2.15 has other caches. Planning needs none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch.nn.utils import clip_grad
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.pipelining.stage import _RecvInfo
 
-_Norm = Callable[..., torch.Tensor]
+from evener.errors import UsageError
+
+FIRST, LAST = (2, 9), (2, 11)
+
+__all__ = ["_Action", "_ComputationType", "_PipelineScheduleRuntime", "_RecvInfo", "require"]
 
 
-def replace_total_norm(asked: Callable[..., torch.Tensor]) -> None:
-    """Let torch.nn.utils.clip_grad_norm_ take the norm from `asked(torch's own, ...)`.
-
-    `clip_grad._get_total_norm`: 2.6 to 2.15, also as `torch.nn.utils.get_total_norm`.
-    """
-    plain: _Norm | None = getattr(clip_grad, "_get_total_norm", None)
-    if plain is None or getattr(plain, "evener", False):
-        return
-
-    def total_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return asked(plain, *args, **kwargs)
-
-    total_norm.evener = True  # type: ignore[attr-defined]
-    clip_grad._get_total_norm = total_norm
-    torch.nn.utils.get_total_norm = total_norm
+def require() -> None:
+    """Raises UsageError for a torch whose stages are others."""
+    version = torch.__version__.partition("+")[0]
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if not FIRST <= found <= LAST:
+        raise UsageError(
+            f"evener.pipeline.auto runs on torch 2.9 to 2.11, and this is {version}: its "
+            "torch.distributed.pipelining is another",
+            "install torch 2.11, or train with evener.zero or FSDP2; plans can be made here",
+        )

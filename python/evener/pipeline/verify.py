@@ -61,39 +61,41 @@ def verify(
                 _refuse_functions(whole(*given))
             return Verified(_static(captured))
         staged = _Staged(captured, cuts, whole, place)
-        # Twice: what a model counts from call to call shows in the second.
-        for again in (False, True):
-            try:
-                eager = list(_eager(whole, given, 1 + again))[-1]
-            except UsageError:
-                raise
-            except Exception as error:
-                raise UsageError(
-                    f"{type(model).__name__} cannot run one microbatch of {call.rows} row(s): "
-                    f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
-                    "give a batch that divides into microbatches along its first dimension",
-                ) from error
-            found = list(staged.run(call, 1 + again))[-1]
-            if said := _differs(captured, eager, found):
+        try:
+            eager = list(_eager(whole, given))
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{type(model).__name__} cannot run one microbatch of {call.rows} row(s): "
+                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+                "give a batch that divides into microbatches along its first dimension",
+            ) from error
+        stages = list(staged.run(call, 2))
+        for k, (wanted, found) in enumerate(zip(eager, stages, strict=True)):
+            if said := _differs(captured, wanted, found):
                 where = _first_operation(whole, given, captured, call)
                 raise UsageError(
                     f"a pipeline of {type(model).__name__} would compute something else: {said}"
-                    f"{' in the second call' if again else ''}{where}",
+                    f"{' in the second call' if k else ''}{where}",
                     "keep the forward free of what a trace does not see: counters, caches, hooks, "
                     "branches on values; train it with evener.zero or FSDP2 otherwise",
                 )
+        del eager, stages
         return Verified(_evaluates(whole, given, staged, call))
 
 
 # --- The model as it is ---------------------------------------------------------------------------
 
 
-def _eager(whole: Trained, given: tuple[Any, ...], passes: int) -> Iterator[Pass]:
+def _eager(whole: Trained, given: tuple[Any, ...]) -> Iterator[Pass]:
+    """Two calls, the second without gradients: what a model counts shows in it."""
     trained = {n: p for n, p in whole.named_parameters() if p.requires_grad}
     with as_it_was(whole), _values_kept(whole):
-        for k in range(passes):
+        for k in range(2):
             torch.manual_seed(_SEED + k)
-            value = whole(*given)
+            with torch.set_grad_enabled(k == 0):
+                value = whole(*given)
             _refuse_functions(value)
             gradients = _gradients(value, trained)
             yield Pass(value.detach().clone(), gradients,
@@ -176,18 +178,22 @@ class _Staged:
         with as_it_was(*self.modules), _values_kept(self.whole, *self.modules):
             for k in range(passes):
                 torch.manual_seed(_SEED + k)
-                crossing: tuple[torch.Tensor, ...] = ()
-                for s, module in enumerate(self.modules):
-                    edges = self.split.edge(self.split.bounds[s])
-                    crossing = tuple(
-                        self.split.laid(edge, tensor, call.rows)
-                        for edge, tensor in zip(edges, crossing, strict=True)
-                    )
-                    crossing = module(*crossing, **leaves)
-                value = crossing[0]
+                with torch.set_grad_enabled(grad and k == 0):
+                    value = self._forward(leaves, call.rows)
                 buffers = {n: b.detach().clone() for m in self.modules
                            for n, b in m.named_buffers()}  # fmt: skip
-                yield Pass(value.detach().clone(), self._gradients(value) if grad else {}, buffers)
+                yield Pass(value.detach().clone(), self._gradients(value), buffers)
+
+    def _forward(self, leaves: dict[str, Any], rows: int) -> torch.Tensor:
+        crossing: tuple[torch.Tensor, ...] = ()
+        for s, module in enumerate(self.modules):
+            edges = self.split.edge(self.split.bounds[s])
+            crossing = tuple(
+                self.split.laid(edge, tensor, rows)
+                for edge, tensor in zip(edges, crossing, strict=True)
+            )
+            crossing = module(*crossing, **leaves)
+        return crossing[0]
 
     def _gradients(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -327,7 +333,7 @@ def _evaluates(whole: Trained, given: tuple[Any, ...], staged: _Staged, call: Ex
     staged.draw.off = True
     try:
         with torch.no_grad():
-            found = next(iter(staged.run(call, 1, grad=False)))
+            (found,) = staged.run(call, 1, grad=False)
     finally:
         staged.draw.off = False
     said = _differs(staged.captured, wanted, found)

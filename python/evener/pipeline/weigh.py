@@ -219,11 +219,22 @@ def _of_classes(captured: Captured, node: fx.Node) -> _Found:
         return "rows", None
     if target not in captured.free:
         return None, None
-    if weight is not None and (
-        weight.op != "get_attr" or attribute(captured.module, str(weight.target)).is_meta
-    ):
+    if weight is not None and (weight not in captured.free or not _has_values(captured, weight)):
         return None, None
     return "count", Counted(target, None, weight, int(_given(node, "ignore_index", -100)))
+
+
+def _has_values(captured: Captured, node: fx.Node) -> bool:
+    """Whether what a node is made from is there, and not on the meta device."""
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if one.op == "placeholder":
+            return False
+        if one.op == "get_attr" and attribute(captured.module, str(one.target)).is_meta:
+            return False
+        todo += one.all_input_nodes
+    return True
 
 
 def _both(one: _Found, other: _Found) -> _Found:
