@@ -386,6 +386,16 @@ impl Worker {
             }
             Task::Drop(peer, path, why) => self.drop_path(&peer, path, why),
             Task::Reclaim(peer, path) => self.reclaim(&peer, path),
+            Task::Ended(peer) => {
+                let now = self.now();
+                let effects = {
+                    let mut link = lock(&peer.link);
+                    link.lane.peer_ended();
+                    link.events(now);
+                    link.effects()
+                };
+                self.apply(&peer, effects);
+            }
             Task::Detach(peer) => {
                 self.detach(&peer);
             }

@@ -1,5 +1,6 @@
 //! Connections before frames flow on them: dialled or accepted, greeted, answered, handed to a worker.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -141,7 +142,7 @@ impl Control {
         }
     }
 
-    pub(super) fn give_up(&mut self, index: usize, why: &str) {
+    pub(super) fn give_up(&mut self, index: usize, why: &std::io::Error) {
         let Some(shake) = self.handshakes.get_mut(index).and_then(Option::take) else {
             return;
         };
@@ -158,6 +159,7 @@ impl Control {
                 let text = format!("no connection from {nic} to {name}: {why}; trying again");
                 self.shared.log(Level::Debug, &text);
             }
+            self.answered(peer, why.kind() == ErrorKind::ConnectionRefused);
         }
     }
 
@@ -165,7 +167,7 @@ impl Control {
     pub(super) fn step(&mut self, index: usize) {
         match self.try_step(index) {
             Ok(()) => {}
-            Err(error) => self.give_up(index, &error.to_string()),
+            Err(error) => self.give_up(index, &error),
         }
     }
 
@@ -266,6 +268,7 @@ impl Control {
                     return Ok(());
                 };
                 state.dialer.connected(flow, path, now);
+                state.refused = None;
                 let peer = state.peer.clone();
                 {
                     let mut known = lock(&peer.addresses);

@@ -149,7 +149,7 @@ pub struct Association {
 fn code(why: Why) -> usize {
     match why {
         Why::Oversize { .. } => OVERSIZE,
-        Why::PeerClosed | Why::NoPath(_) => REMOTE,
+        Why::PeerClosed | Why::NoPath(_) | Why::PeerEnded => REMOTE,
     }
 }
 
@@ -371,7 +371,7 @@ impl Association {
         if end.requests.failure().is_none() {
             let level = match why {
                 Why::PeerClosed => Level::Debug,
-                Why::Oversize { .. } | Why::NoPath(_) => Level::Warn,
+                Why::Oversize { .. } | Why::NoPath(_) | Why::PeerEnded => Level::Warn,
             };
             let text = format!("comm {} with {}: {why}", end.requests.id, self.peer.name());
             shared.log(level, &text);
