@@ -50,6 +50,11 @@ const ENDED: (Duration, u32) = (Duration::from_millis(500), 3);
 const MEASURE: Duration = Duration::from_millis(100);
 /// A peer without comms is dialled for this long after it was first heard of.
 const FRESH: Duration = Duration::from_secs(5);
+/// After so many paths in a row that carried nothing but small packets, the network may swallow large ones
+/// without a word: new connections have segments that every network carries.
+const FRUITLESS: u32 = 3;
+/// Bytes of those: the least MTU of IPv6, 1280, less the headers of IPv6 and TCP.
+const SMALL: u32 = 1200;
 /// Unsent bytes in the kernel under which a new connection has room; its worker adapts it.
 const LOW_WATER: u32 = 64 << 10;
 const PORTS: std::ops::Range<u64> = 20_000..60_000;
@@ -67,6 +72,8 @@ struct PeerState {
     unserved: Option<Duration>,
     /// Since when every dial was refused, and how many.
     refused: Option<(Duration, u32)>,
+    /// How many paths in a row have ended and carried nothing but small packets.
+    fruitless: u32,
     last: HashMap<PathId, (u64, u64)>,
     measured: Duration,
 }
@@ -160,9 +167,18 @@ impl Control {
             for news in self.shared.take_news() {
                 match news {
                     News::Want(key) => self.want(key),
-                    News::Lost(key, path) | News::Suspected(key, path) => {
+                    News::Lost(key, path)
+                    | News::Fruitless(key, path)
+                    | News::Suspected(key, path) => {
                         let now = self.now();
                         if let Some(state) = self.peers.get_mut(&key) {
+                            match news {
+                                News::Fruitless(..) => state.fruitless += 1,
+                                News::Lost(..) if state.fruitless < FRUITLESS => {
+                                    state.fruitless = 0
+                                }
+                                _ => {}
+                            }
                             state.dialer.down(path, now);
                             state.last.remove(&path);
                         }
@@ -264,6 +280,7 @@ impl Control {
             since: self.now(),
             unserved: None,
             refused: None,
+            fruitless: 0,
             last: HashMap::new(),
             measured: self.now(),
         };

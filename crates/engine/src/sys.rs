@@ -20,7 +20,8 @@ pub use self::publish::publish;
 pub use self::sockets::{
     Notice, PIECES, TcpInfo, allow_zero_copy, congestion, disconnect, network_error, notice,
     receive, send, send_more, send_zero_copy, set_congestion, set_errors_told, set_late_port,
-    set_paced, set_reset_on_close, set_unsent_low_water, tcp_info, unacknowledged,
+    set_most_segment, set_paced, set_reset_on_close, set_unsent_low_water, tcp_info,
+    unacknowledged,
 };
 
 use std::ffi::c_void;

@@ -217,6 +217,16 @@ pub fn set_paced(fd: RawFd) -> io::Result<()> {
     Ok(())
 }
 
+/// Segments have at most so many bytes, either way: to be set before it connects.
+pub fn set_most_segment(fd: RawFd, bytes: u32) -> io::Result<()> {
+    set_option(
+        fd,
+        libc::IPPROTO_TCP,
+        libc::TCP_MAXSEG,
+        bytes as libc::c_int,
+    )
+}
+
 /// A port is chosen when the socket connects, so that one port can serve several peers.
 pub fn set_late_port(fd: RawFd) -> io::Result<()> {
     set_option(fd, libc::SOL_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1)
