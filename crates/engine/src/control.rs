@@ -16,6 +16,7 @@
 mod handshake;
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -42,10 +43,18 @@ const GREETING_TIME: Duration = Duration::from_secs(2);
 /// A dial of a port that was used before is given up after this long, another after twice as long.
 const DIAL_TIME: Duration = Duration::from_millis(500);
 const UNSERVED: Duration = Duration::from_secs(2);
+/// A process has ended when its host has refused every dial for so long, and so many of them, while no
+/// path was left: it listens from its start to its end. A network that is cut refuses nothing.
+const ENDED: (Duration, u32) = (Duration::from_millis(500), 3);
 /// Between two looks at what the paths delivered.
 const MEASURE: Duration = Duration::from_millis(100);
 /// A peer without comms is dialled for this long after it was first heard of.
 const FRESH: Duration = Duration::from_secs(5);
+/// After so many paths in a row that carried nothing but small packets, the network may swallow large ones
+/// without a word: new connections have segments that every network carries.
+const FRUITLESS: u32 = 3;
+/// Bytes of those: the least MTU of IPv6, 1280, less the headers of IPv6 and TCP.
+const SMALL: u32 = 1200;
 /// Unsent bytes in the kernel under which a new connection has room; its worker adapts it.
 const LOW_WATER: u32 = 64 << 10;
 const PORTS: std::ops::Range<u64> = 20_000..60_000;
@@ -61,6 +70,10 @@ struct PeerState {
     keeps: bool,
     since: Duration,
     unserved: Option<Duration>,
+    /// Since when every dial was refused, and how many.
+    refused: Option<(Duration, u32)>,
+    /// How many paths in a row have ended and carried nothing but small packets.
+    fruitless: u32,
     last: HashMap<PathId, (u64, u64)>,
     measured: Duration,
 }
@@ -154,9 +167,18 @@ impl Control {
             for news in self.shared.take_news() {
                 match news {
                     News::Want(key) => self.want(key),
-                    News::Lost(key, path) | News::Suspected(key, path) => {
+                    News::Lost(key, path)
+                    | News::Fruitless(key, path)
+                    | News::Suspected(key, path) => {
                         let now = self.now();
                         if let Some(state) = self.peers.get_mut(&key) {
+                            match news {
+                                News::Fruitless(..) => state.fruitless += 1,
+                                News::Lost(..) if state.fruitless < FRUITLESS => {
+                                    state.fruitless = 0
+                                }
+                                _ => {}
+                            }
                             state.dialer.down(path, now);
                             state.last.remove(&path);
                         }
@@ -257,6 +279,8 @@ impl Control {
             keeps,
             since: self.now(),
             unserved: None,
+            refused: None,
+            fruitless: 0,
             last: HashMap::new(),
             measured: self.now(),
         };
@@ -269,7 +293,8 @@ impl Control {
             if let Some(shake) = &self.handshakes[index]
                 && shake.until <= now
             {
-                self.give_up(index, "no answer in time");
+                let error = std::io::Error::new(ErrorKind::TimedOut, "no answer in time");
+                self.give_up(index, &error);
             }
         }
         let keys: Vec<PeerKey> = self.peers.keys().copied().collect();
@@ -355,8 +380,28 @@ impl Control {
                     if let Some(state) = self.peers.get_mut(&key) {
                         state.dialer.failed(flow, now);
                     }
+                    self.answered(key, error.kind() == ErrorKind::ConnectionRefused);
                 }
             }
+        }
+    }
+
+    /// A peer's host has refused a dial, or something else came of it.
+    fn answered(&mut self, key: PeerKey, refused: bool) {
+        let now = self.now();
+        let Some(state) = self.peers.get_mut(&key) else {
+            return;
+        };
+        if !refused || state.peer.connections.load(Relaxed) > 0 {
+            state.refused = None;
+            return;
+        }
+        let (since, times) = state.refused.unwrap_or((now, 0));
+        state.refused = Some((since, times + 1));
+        if times + 1 >= ENDED.1 && now >= since + ENDED.0 {
+            state.refused = None;
+            let task = Task::Ended(state.peer.clone());
+            self.shared.workers[state.peer.home].ask(task);
         }
     }
 

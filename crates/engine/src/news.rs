@@ -11,6 +11,8 @@ pub enum News {
     Want(PeerKey),
     /// A path is gone.
     Lost(PeerKey, PathId),
+    /// The same, of one that comms wanted and that has carried nothing but what is small.
+    Fruitless(PeerKey, PathId),
     /// A path is suspect.
     Suspected(PeerKey, PathId),
     /// And carries again.

@@ -55,6 +55,8 @@ pub enum Task {
         /// From where.
         from: SocketAddr,
     },
+    /// A peer's process has ended.
+    Ended(Arc<Peer>),
     /// An interface lost its carrier.
     InterfaceDown(u32),
     /// The end.

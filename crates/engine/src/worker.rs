@@ -54,6 +54,8 @@ const FULL_LOOK: Duration = Duration::from_millis(1);
 const ROOMY: usize = 8;
 /// This many bytes being sent are worth a wake, and keep a network busy for longer than it takes.
 const BULK: u64 = 2 << 20;
+/// A path that has carried less than this has perhaps let nothing through but small packets.
+const FRUIT: u64 = 8 << 10;
 /// Timers are looked at this often where the loop is busy.
 const TICK: Duration = Duration::from_millis(2);
 /// A worker that is told to stop goes on for this long at most, until every peer has confirmed that it
@@ -386,6 +388,16 @@ impl Worker {
             }
             Task::Drop(peer, path, why) => self.drop_path(&peer, path, why),
             Task::Reclaim(peer, path) => self.reclaim(&peer, path),
+            Task::Ended(peer) => {
+                let now = self.now();
+                let effects = {
+                    let mut link = lock(&peer.link);
+                    link.lane.peer_ended();
+                    link.events(now);
+                    link.effects()
+                };
+                self.apply(&peer, effects);
+            }
             Task::Detach(peer) => {
                 self.detach(&peer);
             }
@@ -588,6 +600,9 @@ impl Worker {
             return;
         };
         let now = self.now();
+        let carried = sys::tcp_info(conn.fd.as_raw_fd())
+            .map_or(u64::MAX, |info| info.bytes_acknowledged)
+            .saturating_add(conn.stats.report().received);
         sys::set_reset_on_close(conn.fd.as_raw_fd());
         let Some(Some(mine)) = self.links.get_mut(conn.link) else {
             return;
@@ -615,7 +630,11 @@ impl Worker {
             stats.nic, stats.port, stats.peer
         );
         self.shared.log(level, &text);
-        self.shared.news(News::Lost(peer.key, conn.path));
+        self.shared.news(if !idle && carried < FRUIT {
+            News::Fruitless(peer.key, conn.path)
+        } else {
+            News::Lost(peer.key, conn.path)
+        });
         drop(conn);
         self.apply(&peer, effects);
         if others {

@@ -45,6 +45,7 @@ with_each_engine! {
     connections_that_are_cut_cost_nothing_but_time
     strangers_stop_nothing
     closing_with_requests_in_flight_fails_the_other_end
+    who_ends_without_a_word_is_missed_within_seconds
     a_message_that_is_too_long_is_refused_on_both_ends
     a_closed_listener_declines
     comms_come_and_go_without_growth
@@ -401,6 +402,23 @@ fn closing_with_requests_in_flight_fails_the_other_end(choice: Choice) {
     finish(posted);
     finish(sent);
     assert_eq!(from, to);
+}
+
+/// EVENER_NET_TIMEOUT is for networks that are cut: of a process that is gone its host tells.
+fn who_ends_without_a_word_is_missed_within_seconds(choice: Choice) {
+    let (a, b) = (engine(choice, 1), engine(choice, 1));
+    let (_send, receive) = pair(&a, &b);
+    let mut to = vec![0; 4 << 20];
+    let posted = post(&b, &receive, &mut to).unwrap();
+    let ended = Instant::now();
+    a.stop();
+    until(|| match posted.test() {
+        Status::Pending => None,
+        Status::Failed(_) => Some(()),
+        Status::Done(_) => panic!("nothing was sent"),
+    });
+    assert!(ended.elapsed() < Duration::from_secs(10));
+    b.release(&receive);
 }
 
 fn a_message_that_is_too_long_is_refused_on_both_ends(choice: Choice) {

@@ -501,15 +501,25 @@ impl Lane {
             && !self.is_idle()
         {
             self.pathless = Some(now);
-            let why = Why::NoPath(now - since);
-            let sends = self.sends.drain().map(|(comm, _)| (Side::Send, comm));
-            let receives = self.receives.drain().map(|(comm, _)| (Side::Receive, comm));
-            let lost: Vec<_> = sends.chain(receives).collect();
-            for (side, comm) in lost {
-                self.events.push_back(Event::Failed { comm, side, why });
-                // Should the peer come back, it must not wait for us.
-                self.closing.insert((side, comm));
-            }
+            self.fail_all(Why::NoPath(now - since));
+        }
+    }
+
+    /// The driver knows that the peer's process has ended. Where a path is there, it was mistaken.
+    pub fn peer_ended(&mut self) {
+        if self.paths.is_empty() {
+            self.fail_all(Why::PeerEnded);
+        }
+    }
+
+    fn fail_all(&mut self, why: Why) {
+        let sends = self.sends.drain().map(|(comm, _)| (Side::Send, comm));
+        let receives = self.receives.drain().map(|(comm, _)| (Side::Receive, comm));
+        let lost: Vec<_> = sends.chain(receives).collect();
+        for (side, comm) in lost {
+            self.events.push_back(Event::Failed { comm, side, why });
+            // Should the peer come back, it must not wait for us.
+            self.closing.insert((side, comm));
         }
     }
 

@@ -1,5 +1,6 @@
 //! Connections before frames flow on them: dialled or accepted, greeted, answered, handed to a worker.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -9,7 +10,10 @@ use evener_proto::PathId;
 use evener_proto::dial::Route;
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::{Control, DIAL_TIME, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_GREETINGS, PORTS};
+use super::{
+    Control, DIAL_TIME, FRUITLESS, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_GREETINGS,
+    PORTS, SMALL,
+};
 use crate::hello::{ANSWER, Answer, GREETING, Greeting, MOST_ADDRESSES};
 use crate::lock::lock;
 use crate::log::Level;
@@ -35,11 +39,27 @@ impl Control {
             .copied()
             .ok_or_else(none)?;
         let to = SocketAddr::new(remote, state.peer.port);
+        let small = state.fruitless >= FRUITLESS;
+        if state.fruitless == FRUITLESS {
+            let name = state.peer.name();
+            let text = format!(
+                "large packets to {name} seem to vanish: segments of {SMALL} bytes are taken. \
+                 fix: the MTU of this node's interfaces, or of a link on the way"
+            );
+            self.shared.log(Level::Warn, &text);
+            if let Some(state) = self.peers.get_mut(&key) {
+                state.fruitless += 1;
+            }
+        }
         let mut entropy = entropy;
         let mut tries = 0;
         let socket = loop {
             let socket = new_socket(&remote)?;
             self.prepare(&socket, Some(&nic.name), &remote);
+            if small {
+                // Before it connects: the peer is told as well.
+                let _ = sys::set_most_segment(socket.as_raw_fd(), SMALL);
+            }
             // Ports in a row hash badly on some fabrics; these are all over the range.
             let span = PORTS.end - PORTS.start;
             let port = (PORTS.start + entropy % span) as u16;
@@ -141,7 +161,7 @@ impl Control {
         }
     }
 
-    pub(super) fn give_up(&mut self, index: usize, why: &str) {
+    pub(super) fn give_up(&mut self, index: usize, why: &std::io::Error) {
         let Some(shake) = self.handshakes.get_mut(index).and_then(Option::take) else {
             return;
         };
@@ -158,6 +178,7 @@ impl Control {
                 let text = format!("no connection from {nic} to {name}: {why}; trying again");
                 self.shared.log(Level::Debug, &text);
             }
+            self.answered(peer, why.kind() == ErrorKind::ConnectionRefused);
         }
     }
 
@@ -165,7 +186,7 @@ impl Control {
     pub(super) fn step(&mut self, index: usize) {
         match self.try_step(index) {
             Ok(()) => {}
-            Err(error) => self.give_up(index, &error.to_string()),
+            Err(error) => self.give_up(index, &error),
         }
     }
 
@@ -266,6 +287,7 @@ impl Control {
                     return Ok(());
                 };
                 state.dialer.connected(flow, path, now);
+                state.refused = None;
                 let peer = state.peer.clone();
                 {
                     let mut known = lock(&peer.addresses);

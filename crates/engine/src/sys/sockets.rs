@@ -100,6 +100,18 @@ pub fn notice(fd: RawFd) -> Option<Notice> {
     /// `SO_EE_ORIGIN_ZEROCOPY` and `SO_EE_CODE_ZEROCOPY_COPIED` of linux/errqueue.h.
     const ORIGIN: u8 = 5;
     const COPIED: u8 = 1;
+    let error = queued_error(fd)??;
+    (error.ee_origin == ORIGIN && error.ee_errno == 0).then_some(Notice {
+        first: error.ee_info,
+        last: error.ee_data,
+        copied: error.ee_code & COPIED != 0,
+    })
+}
+
+/// Takes the oldest message of a socket's queue of errors, and the error that it names.
+fn queued_error(fd: RawFd) -> Option<Option<libc::sock_extended_err>> {
+    /// `SO_EE_ORIGIN_NONE` of linux/errqueue.h.
+    const NONE: u8 = 0;
     // Aligned as a cmsghdr must be.
     let mut control = [0u64; 32];
     // SAFETY: a msghdr of zeros is valid; `control` lives through the calls, and the kernel's headers
@@ -116,18 +128,36 @@ pub fn notice(fd: RawFd) -> Option<Notice> {
             let least = libc::CMSG_LEN(size_of::<libc::sock_extended_err>() as u32) as usize;
             if one.cmsg_len >= least as _ {
                 let error = data.cast::<libc::sock_extended_err>().read_unaligned();
-                if error.ee_origin == ORIGIN && error.ee_errno == 0 {
-                    return Some(Notice {
-                        first: error.ee_info,
-                        last: error.ee_data,
-                        copied: error.ee_code & COPIED != 0,
-                    });
+                let known = [
+                    (libc::SOL_IP, libc::IP_RECVERR),
+                    (libc::SOL_IPV6, libc::IPV6_RECVERR),
+                ];
+                if known.contains(&(one.cmsg_level, one.cmsg_type)) && error.ee_origin != NONE {
+                    return Some(Some(error));
                 }
             }
             header = libc::CMSG_NXTHDR(&raw const message, header);
         }
     }
-    None
+    Some(None)
+}
+
+/// Has the kernel tell of what the network says about packets of this UDP socket ([`network_error`]).
+pub fn set_errors_told(fd: RawFd, v6: bool) -> io::Result<()> {
+    if v6 {
+        set_option(fd, libc::SOL_IPV6, libc::IPV6_RECVERR, 1)?;
+    }
+    set_option(fd, libc::SOL_IP, libc::IP_RECVERR, 1)
+}
+
+/// The oldest thing that the network has said, if any: whether it is that nobody has the port of a peer.
+pub fn network_error(fd: RawFd) -> Option<bool> {
+    /// `SO_EE_ORIGIN_ICMP` and `SO_EE_ORIGIN_ICMP6` of linux/errqueue.h.
+    const ORIGINS: [u8; 2] = [2, 3];
+    let error = queued_error(fd)?;
+    Some(error.is_some_and(|error| {
+        ORIGINS.contains(&error.ee_origin) && error.ee_errno == libc::ECONNREFUSED as u32
+    }))
 }
 
 /// Resets a connection and empties what it has queued: none of it is read any more.
@@ -185,6 +215,16 @@ pub fn set_paced(fd: RawFd) -> io::Result<()> {
         )
     })?;
     Ok(())
+}
+
+/// Segments have at most so many bytes, either way: to be set before it connects.
+pub fn set_most_segment(fd: RawFd, bytes: u32) -> io::Result<()> {
+    set_option(
+        fd,
+        libc::IPPROTO_TCP,
+        libc::TCP_MAXSEG,
+        bytes as libc::c_int,
+    )
 }
 
 /// A port is chosen when the socket connects, so that one port can serve several peers.

@@ -142,6 +142,8 @@ pub struct Association {
     ring: Option<Ring>,
     /// Before this time no socket is opened: one could not be.
     opens_again: Duration,
+    /// Packets that the peer's host has refused while it was silent.
+    refused: u32,
     /// Since when no comm has been here.
     pub idle: Duration,
 }
@@ -149,7 +151,7 @@ pub struct Association {
 fn code(why: Why) -> usize {
     match why {
         Why::Oversize { .. } => OVERSIZE,
-        Why::PeerClosed | Why::NoPath(_) => REMOTE,
+        Why::PeerClosed | Why::NoPath(_) | Why::PeerEnded => REMOTE,
     }
 }
 
@@ -191,6 +193,7 @@ impl Association {
             starved: Vec::new(),
             ring,
             opens_again: Duration::ZERO,
+            refused: 0,
             idle: now,
         };
         for _ in 0..WINDOW {
@@ -371,7 +374,7 @@ impl Association {
         if end.requests.failure().is_none() {
             let level = match why {
                 Why::PeerClosed => Level::Debug,
-                Why::Oversize { .. } | Why::NoPath(_) => Level::Warn,
+                Why::Oversize { .. } | Why::NoPath(_) | Why::PeerEnded => Level::Warn,
             };
             let text = format!("comm {} with {}: {why}", end.requests.id, self.peer.name());
             shared.log(level, &text);
@@ -504,11 +507,12 @@ impl Association {
             Event::Over(why) => {
                 let of_comms = match why {
                     Over::Closed | Over::ByPeer => Why::PeerClosed,
+                    Over::Ended => Why::PeerEnded,
                     Over::Silent | Over::Version(..) => Why::NoPath(shared.config.timeout),
                 };
                 let level = match why {
                     Over::Closed | Over::ByPeer => Level::Debug,
-                    Over::Silent | Over::Version(..) => Level::Warn,
+                    Over::Silent | Over::Ended | Over::Version(..) => Level::Warn,
                 };
                 shared.log(
                     level,

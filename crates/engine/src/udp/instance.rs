@@ -536,6 +536,7 @@ impl Instance {
             | Task::Reclaim(..)
             | Task::Detach(_)
             | Task::Give(..)
+            | Task::Ended(_)
             | Task::InterfaceDown(_) => {}
         }
     }

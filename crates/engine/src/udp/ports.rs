@@ -2,6 +2,7 @@
 //! quinn-udp finds out what the kernel has. Packets are marked as capable of ECN, and marks by
 //! switches are handed on.
 
+use std::cell::Cell;
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, RawFd};
@@ -13,7 +14,7 @@ use quinn_udp::{BATCH_SIZE, EcnCodepoint, RecvMeta, UdpSocketState};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::cards::Cards;
-use crate::fds;
+use crate::{fds, sys};
 
 /// Bytes that one call to the kernel takes at most.
 const MOST: usize = 65_000;
@@ -28,6 +29,8 @@ pub struct Port {
     /// Others have it too, and see to it that a child of a fork lets go of it.
     held: bool,
     state: UdpSocketState,
+    /// What was sent from it to ports that nobody has, as their host says.
+    refused: Cell<u32>,
 }
 
 impl Port {
@@ -52,10 +55,13 @@ impl Port {
         let _ = state.set_recv_buffer_size((&socket).into(), BUFFER);
         let _ = state.set_send_buffer_size((&socket).into(), BUFFER);
         fds::note(socket.as_raw_fd());
+        // Where it is refused, a peer that has ended is missed for longer.
+        let _ = sys::set_errors_told(socket.as_raw_fd(), address.is_ipv6());
         Ok(Port {
             socket: Arc::new(socket),
             held: false,
             state,
+            refused: Cell::new(0),
         })
     }
 
@@ -67,10 +73,13 @@ impl Port {
         let state = UdpSocketState::new((&*socket).into())?;
         let _ = state.set_recv_buffer_size((&*socket).into(), BUFFER);
         let _ = state.set_send_buffer_size((&*socket).into(), BUFFER);
+        let v6 = socket.local_addr()?.is_ipv6();
+        let _ = sys::set_errors_told(socket.as_raw_fd(), v6);
         Ok(Port {
             socket,
             held: true,
             state,
+            refused: Cell::new(0),
         })
     }
 
@@ -109,9 +118,23 @@ impl Port {
             segment_size: several.then_some(segment),
             src_ip: None,
         };
-        self.state
-            .try_send((&*self.socket).into(), &transmit)
-            .is_ok()
+        let sent = self.state.try_send((&*self.socket).into(), &transmit);
+        sent.inspect_err(|error| self.hear_errors(error)).is_ok()
+    }
+
+    /// Takes what the network says, of which an error of another call may tell.
+    fn hear_errors(&self, error: &io::Error) {
+        if error.kind() == io::ErrorKind::WouldBlock {
+            return;
+        }
+        while let Some(refused) = sys::network_error(self.fd()) {
+            self.refused.set(self.refused.get() + u32::from(refused));
+        }
+    }
+
+    /// How often a host said that nobody has the port to which something was sent, since the last look.
+    pub fn refusals(&self) -> u32 {
+        self.refused.take()
     }
 }
 
@@ -177,6 +200,7 @@ impl Reader {
         let count = port
             .state
             .recv((&*port.socket).into(), &mut slices, &mut metas)
+            .inspect_err(|error| port.hear_errors(error))
             .ok()?;
         let bytes: usize = metas.iter().take(count).map(|meta| meta.len).sum();
         let few = bytes >= MANY * count.max(1);
@@ -320,6 +344,20 @@ mod tests {
             UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket"),
         ))
         .expect("a port")
+    }
+
+    #[test]
+    fn a_port_that_nobody_has_is_told() {
+        let from = Port::bind((Ipv4Addr::LOCALHOST, 0).into(), None).expect("a port");
+        let gone = port().address().expect("an address");
+        let (mut reader, mut told) = (Reader::new(), 0);
+        let began = std::time::Instant::now();
+        while told < 2 && began.elapsed() < Duration::from_secs(5) {
+            from.send(gone, &[7; 100], 100);
+            reader.read(&from, || Duration::ZERO, |_, _| {});
+            told += from.refusals();
+        }
+        assert!(told >= 2);
     }
 
     /// What the kernel took for its call is no time that a packet came earlier.

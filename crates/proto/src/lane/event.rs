@@ -41,6 +41,9 @@ pub enum Why {
     /// No path led to the peer for longer than the lane is patient.
     #[error("no path to the peer for {} ms", .0.as_millis())]
     NoPath(Duration),
+    /// The peer's process has ended: its host says that nobody is there.
+    #[error("the peer's process has ended: its host refuses what is sent to it")]
+    PeerEnded,
 }
 
 /// What happened.

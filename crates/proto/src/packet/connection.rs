@@ -86,6 +86,9 @@ pub enum Over {
     /// Nothing was heard for [`Config::patience`].
     #[error("the peer is silent")]
     Silent,
+    /// Its host says that it is not there any more.
+    #[error("the peer's process has ended")]
+    Ended,
     /// No version is common.
     #[error("the peer speaks versions {0} to {1} of the packet protocol, this side does not")]
     Version(u8, u8),
@@ -510,6 +513,16 @@ impl Connection {
             self.farewells = FAREWELLS;
         }
         self.end(Over::Closed);
+    }
+
+    /// For how long nothing was heard of the peer.
+    pub fn silence(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.heard)
+    }
+
+    /// The driver knows that the peer is not there any more.
+    pub fn peer_ended(&mut self) {
+        self.end(Over::Ended);
     }
 
     fn end(&mut self, why: Over) {

@@ -28,6 +28,8 @@ use crate::udp::signals::{self, Signals};
 
 /// After a socket could not be opened no other is for so long.
 const OPEN_AGAIN: Duration = Duration::from_secs(1);
+/// A peer has ended when it was silent for so long, and so many packets to it were refused.
+const MISSED: (Duration, u32) = (Duration::from_secs(2), 2);
 /// Most addresses of the peer that packets are sent to.
 const MOST_REMOTES: usize = 16;
 
@@ -190,6 +192,7 @@ impl Association {
             shared.log(Level::Error, text);
             self.fail(channel, Why::PeerClosed, shared);
         }
+        self.miss_peer(now);
         self.connection.on_time(now);
         let now = self.transmit(batch, shared, counts, now);
         if self.digest(shared, now) {
@@ -197,6 +200,20 @@ impl Association {
             self.transmit(batch, shared, counts, now);
         }
         self.trace_notes();
+    }
+
+    /// Ends the connection where the peer is silent and its host says that nobody has its ports: the process
+    /// has ended. One of its ports may go while it lives, so silence alone counts, and that is no silence of a
+    /// network which is cut: it refuses nothing.
+    fn miss_peer(&mut self, now: Duration) {
+        let ports = self.ports.iter().flatten();
+        self.refused += ports.map(|own| own.port.refusals()).sum::<u32>();
+        let silence = self.connection.silence(now);
+        if silence < MISSED.0 / 2 {
+            self.refused = 0;
+        } else if silence >= MISSED.0 && self.refused >= MISSED.1 {
+            self.connection.peer_ended();
+        }
     }
 
     /// Hands over what the connection has noted, if it is traced.
