@@ -418,6 +418,8 @@ class Run:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
                 self.right.forget()
+        elif name == "train":
+            self.train(*rest)
         elif name == "eval":
             given, _, right, fits = self.batch(*rest)
             if fits:
@@ -442,6 +444,22 @@ class Run:
         else:
             self.persist(name, rest)
 
+    def train(self, steps: int, seed: int) -> None:
+        for each in range(steps):
+            self.look(["2d", 2, 3], seed + each)
+            self.step()
+
+    def branch(self, steps: list[int], seed: int, keep: int) -> None:
+        """Save, go on, save; go back, go on from there, save; what is loaded then?"""
+        self.persist("save", [keep])
+        self.train(steps[0], seed)
+        self.persist("save", [keep])
+        self.persist("back", [0])
+        self.train(steps[1], seed + 50)
+        self.persist("save", [keep])
+        self.train(1, seed + 99)
+        self.persist("load", [])
+
     def grows(self, shape: list[Any]) -> bool:
         """Whether a shape has keys: without any no layer's backward pass runs."""
         return shape[0] != "jagged" and 0 not in shape[1:]
@@ -449,7 +467,9 @@ class Run:
     def persist(self, name: str, rest: list[Any]) -> None:
         if name in ("load", "back", "unstate", "ranks") and self.optimizer is not None:
             self.optimizer.zero_grad()
-        if name == "save":
+        if name == "branch":
+            self.branch(*rest)
+        elif name == "save":
             keep = rest[0]
             path = save(self.model, self.folder / "checkpoints", keep=keep)
             self.checkpoints = [each for each in self.checkpoints if each[0] != path]
@@ -571,6 +591,7 @@ _SHAPE = st.one_of(
 _NAMED = {
     "look": (_SHAPE, _SEED),
     "step": (),
+    "train": (st.integers(1, 3), _SEED),
     "skip": (),
     "nan": (_SHAPE, _SEED),
     "layer": (_SHAPE, _SEED),
@@ -581,13 +602,18 @@ _NAMED = {
     "save": (st.integers(1, 3),),
     "load": (),
     "back": (st.integers(0, 3),),
+    "branch": (
+        st.lists(st.integers(0, 3), min_size=2, max_size=2),
+        _SEED,
+        st.integers(1, 3),
+    ),
     "state": (),
     "unstate": (st.integers(0, 3),),
     "snapshot": (),
     "delta": (),
     "ranks": (st.integers(1, 3), st.sampled_from(["parts", "dcp"])),
 }
-_OFTEN = {"look": 6, "step": 4, "layer": 2, "save": 2, "back": 2, "delta": 2, "ranks": 2}
+_OFTEN = {"look": 5, "step": 4, "train": 3, "layer": 2, "save": 2, "delta": 2, "ranks": 2}
 _OPS = st.sampled_from([name for name in _NAMED for _ in range(_OFTEN.get(name, 1))]).flatmap(
     lambda name: st.tuples(st.just(name), *_NAMED[name]).map(list)
 )
@@ -600,7 +626,7 @@ PROGRAMS = st.fixed_dictionaries(
         "modules": st.integers(1, 2),
         "count": st.integers(1, 3),
         "life": st.integers(0, 3),
-        "ops": st.lists(_OPS, min_size=1, max_size=16),
+        "ops": st.lists(_OPS, min_size=1, max_size=12),
     }
 )
 
@@ -608,14 +634,14 @@ PROGRAMS = st.fixed_dictionaries(
 # --- faults: what was wrong once ---
 
 
-def _kind(kind: type, **options: Any) -> Any:
+def _options(of: type, **options: Any) -> Any:
     """Options of a kind of optimizer are others than the program says."""
-    plain = kind.to_dict
+    plain = of.to_dict
 
     def to_dict(self: Any) -> dict[str, Any]:
         return {**plain(self), **options}
 
-    return mock.patch.object(kind, "to_dict", to_dict)
+    return mock.patch.object(of, "to_dict", to_dict)
 
 
 def _old_pass() -> Any:
@@ -689,11 +715,11 @@ FAULTS: dict[str, Any] = {
     "modules of one name step each": lambda: mock.patch.object(
         Table, "named", classmethod(_own_table)
     ),
-    "LazyAdam adds epsilon after the correction": lambda: _kind(
+    "LazyAdam adds epsilon after the correction": lambda: _options(
         LazyAdam, kind="adam_w", weight_decay=0.0
     ),
-    "Adagrad has no weight decay": lambda: _kind(Adagrad, weight_decay=0.0),
-    "Adam has no weight decay": lambda: _kind(Adam, weight_decay=0.0),
+    "Adagrad has no weight decay": lambda: _options(Adagrad, weight_decay=0.0),
+    "Adam has no weight decay": lambda: _options(Adam, weight_decay=0.0),
     "batches without rows fail": lambda: mock.patch.object(Bag, "_pool", _old_pool),
     "features with batches of their own are pooled": lambda: mock.patch.object(
         inputs, "_one_batch", lambda *_: None
