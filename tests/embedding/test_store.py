@@ -300,3 +300,70 @@ def test_inference_inserts_nothing_and_counts_nothing_for_admission(name: str) -
         assert not store.lookup_infer([1]).any()
     assert not store.lookup([1], 1).any() and len(store) == 0
     assert store.lookup([1], 2).any() and len(store) == 1
+
+
+@pytest.mark.parametrize("call", ["lookup", "lookup_infer", "found", "take_rows"])
+@pytest.mark.parametrize("kind", ["bytes", "flag", "mapped", "list"])
+def test_memory_that_cannot_be_written_is_refused(tmp_path: Path, call: str, kind: str) -> None:
+    store = Store(f"read-only {call} {kind}", Options(3))
+    keys = np.arange(5)
+    shape, dtype = ((5,), np.uint8) if call == "found" else ((5, 3), np.float32)
+    if call == "take_rows":
+        shape = (5, 6)
+    out: Any = np.zeros(shape, dtype)
+    if kind == "bytes":
+        out = np.frombuffer(bytes(out.nbytes), dtype).reshape(shape)
+    elif kind == "mapped":
+        np.save(tmp_path / "out.npy", out)
+        out = np.load(tmp_path / "out.npy", mmap_mode="r")
+    elif kind == "list":
+        out = out.tolist()
+    else:
+        out.flags.writeable = False
+    calls = {
+        "lookup": lambda: store.lookup(keys, 1, out=out),
+        "lookup_infer": lambda: store.lookup_infer(keys, out=out),
+        "found": lambda: store.lookup_infer(keys, found=out),
+        "take_rows": lambda: store.take_rows(keys, 1, out=out),
+    }
+    with pytest.raises(UsageError, match="a list" if kind == "list" else "read-only"):
+        calls[call]()
+    assert not np.asarray(out).any()
+
+
+def test_keys_that_went_are_not_remembered_without_end(tmp_path: Path) -> None:
+    """Where they are more than what is left, the next delta has all rows."""
+    store = Store("went", Options(2, optimizer=Sgd(), shards=1))
+    store.lookup(np.arange(100), 1)
+    store.snapshot(tmp_path)
+    store.remove(np.arange(5))
+    assert store.delta(tmp_path)["path"].endswith("delta-000002.evs")
+    for start in range(1000, 20_000, 1000):
+        keys = np.arange(start, start + 1000)
+        store.lookup(keys, 2)
+        store.remove(keys)
+    assert store.delta(tmp_path)["path"].endswith("full-000003.evs")
+    store.lookup(np.arange(200, 210), 3)
+    assert store.delta(tmp_path)["path"].endswith("delta-000004.evs")
+    again = Store("went again", store.options)
+    again.restore(tmp_path)
+    assert sorted(k for r in again.export() for k in r.keys) == [*range(5, 100), *range(200, 210)]
+
+
+def test_a_delta_follows_the_last_file_of_its_folder(tmp_path: Path) -> None:
+    store = Store("follows", Options(2))
+    one, two = tmp_path / "one", tmp_path / "two"
+    names = []
+    for step, folder in enumerate([one, one, two, two, one, one, two]):
+        store.lookup(np.arange(step * 3, step * 3 + 4), step)
+        names.append(Path(store.delta(folder)["path"]).name)
+        again = Store(f"follows {step}", store.options)
+        again.restore(folder)
+        assert len(again) == len(store)
+    assert names[:3] == ["delta-000001.evs", "delta-000002.evs", "full-000001.evs"]
+    assert names[3:] == [
+        "delta-000002.evs",
+        "full-000003.evs",
+        "delta-000004.evs",
+        "full-000003.evs",
+    ]

@@ -164,7 +164,7 @@ impl Filter {
         }
     }
 
-    /// Puts a count back.
+    /// Puts a count back; 0 forgets the key.
     ///
     /// # Errors
     /// Where the system has no memory.
@@ -173,7 +173,12 @@ impl Filter {
             seen, generation, ..
         } = self
         {
-            let (hash, n) = (hash::mix(key), n.max(1) & !GENERATION | *generation);
+            let hash = hash::mix(key);
+            if n == 0 {
+                seen.remove(hash, key);
+                return Ok(());
+            }
+            let n = n & !GENERATION | *generation;
             if seen.replace(hash, key, n).is_none() {
                 seen.insert(hash, key, n)?;
             }
@@ -195,6 +200,15 @@ impl Filter {
             && counters.len() == bytes.len()
         {
             counters.copy_from_slice(bytes);
+        }
+    }
+
+    /// Each counter is at least what it is in `bytes`: keys of both are never late.
+    pub fn raise_counters(&mut self, bytes: &[u8]) {
+        if let Filter::Bloom { counters, .. } = self {
+            for (counter, &other) in counters.iter_mut().zip(bytes) {
+                *counter = other.max(*counter);
+            }
         }
     }
 

@@ -116,8 +116,11 @@ impl Step {
                     *w -= lr * (g + weight_decay * *w);
                 }
             }
-            Optimizer::Adagrad { eps, .. } => {
+            Optimizer::Adagrad {
+                eps, weight_decay, ..
+            } => {
                 for ((w, a), g) in w.iter_mut().zip(slots).zip(g) {
+                    let g = joined(*g, *w, weight_decay);
                     *a += g * g;
                     *w -= lr * g / (a.sqrt() + eps);
                 }
@@ -127,6 +130,7 @@ impl Step {
                 beta2,
                 eps,
                 eps_hat,
+                weight_decay,
                 ..
             } => {
                 if absent > 0 {
@@ -136,11 +140,12 @@ impl Step {
                     m.iter_mut().for_each(|m| *m *= first);
                     v.iter_mut().for_each(|v| *v *= second);
                 }
-                self.adam(w, slots, g, beta1, beta2, self.eps(eps, eps_hat));
+                let eps = self.eps(eps, eps_hat);
+                self.adam(w, slots, g, [beta1, beta2], eps, weight_decay);
             }
             Optimizer::LazyAdam {
                 beta1, beta2, eps, ..
-            } => self.adam(w, slots, g, beta1, beta2, eps),
+            } => self.adam(w, slots, g, [beta1, beta2], self.eps(eps, true), 0.0),
             Optimizer::AdamW {
                 beta1,
                 beta2,
@@ -151,7 +156,7 @@ impl Step {
             } => {
                 let keep = 1.0 - lr * weight_decay;
                 w.iter_mut().for_each(|w| *w *= keep);
-                self.adam(w, slots, g, beta1, beta2, self.eps(eps, eps_hat));
+                self.adam(w, slots, g, [beta1, beta2], self.eps(eps, eps_hat), 0.0);
             }
             Optimizer::Ftrl {
                 lr_power,
@@ -229,16 +234,34 @@ impl Step {
     }
 
     #[inline(always)]
-    fn adam(&self, w: &mut [f32], slots: &mut [f32], g: &[f32], beta1: f32, beta2: f32, eps: f32) {
+    fn adam(
+        &self,
+        w: &mut [f32],
+        slots: &mut [f32],
+        g: &[f32],
+        [beta1, beta2]: [f32; 2],
+        eps: f32,
+        l2: f32,
+    ) {
         let [first, second, _] = self.corrections;
         let size = (f64::from(self.lr) / first) as f32;
         let root = (1.0 / second.sqrt()) as f32;
         let (m, v) = slots.split_at_mut(g.len());
         for (((w, m), v), g) in w.iter_mut().zip(m).zip(v).zip(g) {
+            let g = joined(*g, *w, l2);
             *m = beta1 * *m + (1.0 - beta1) * g;
             *v = beta2 * *v + (1.0 - beta2) * (g * g);
             *w -= size * *m / (v.sqrt() * root + eps);
         }
+    }
+}
+
+/// A gradient with its part of the decay; the same bits where there is none.
+#[inline(always)]
+fn joined(g: f32, w: f32, l2: f32) -> f32 {
+    match l2 == 0.0 {
+        true => g,
+        false => g + l2 * w,
     }
 }
 

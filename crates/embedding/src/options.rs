@@ -132,7 +132,7 @@ pub enum Optimizer {
         #[serde(default)]
         weight_decay: f32,
     },
-    /// `a += g^2; w -= lr g / (sqrt(a) + eps)` (Duchi et al., 2011; eps as in PyTorch).
+    /// `a += g^2; w -= lr g / (sqrt(a) + eps)` (Duchi et al., 2011).
     Adagrad {
         /// Learning rate.
         #[serde(default = "one_tenth")]
@@ -143,6 +143,9 @@ pub enum Optimizer {
         /// Where `a` starts.
         #[serde(default)]
         initial_accumulator: f32,
+        /// L2 term, of rows that are seen: times the weights it is added to the gradient.
+        #[serde(default)]
+        weight_decay: f32,
     },
     /// Kingma and Ba, 2015. The moments of a row decay in the steps in which the row is not seen, as
     /// they would with gradients of zero; its weights rest in them.
@@ -163,6 +166,9 @@ pub enum Optimizer {
         /// paper), as Keras and TensorFlow do, or after it, as PyTorch does.
         #[serde(default)]
         eps_hat: bool,
+        /// L2 term, of rows that are seen: times the weights it is added to the gradient.
+        #[serde(default)]
+        weight_decay: f32,
     },
     /// [`Optimizer::LazyAdam`] and `w -= lr weight_decay w` first (Loshchilov and Hutter, 2019), on
     /// the rows that are seen.
@@ -188,7 +194,7 @@ pub enum Optimizer {
         weight_decay: f32,
     },
     /// Adam in which a row that is not seen does not change at all (`torch.optim.SparseAdam`,
-    /// TensorFlow's LazyAdam).
+    /// TensorFlow's LazyAdam). `eps` is added before the correction of the second moment, as both do.
     LazyAdam {
         /// Learning rate.
         #[serde(default = "milli")]
@@ -295,6 +301,7 @@ impl Default for Optimizer {
             lr: one_tenth(),
             eps: adagrad_eps(),
             initial_accumulator: 0.0,
+            weight_decay: 0.0,
         }
     }
 }

@@ -29,6 +29,8 @@ use crate::row::Layout;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
+/// Keys that went which a shard writes down in any case.
+const LISTED: usize = 1024;
 /// How many keys a batch looks ahead.
 const AHEAD: usize = 24;
 
@@ -93,8 +95,10 @@ pub struct Shard {
     pub came: u64,
     /// Of keys without a row.
     pub filter: Filter,
-    /// Keys that were removed since the last snapshot or delta.
+    /// Keys that were removed since the last file of the chain.
     pub removed: Vec<i64>,
+    /// There were so many that all rows are less to write: `removed` is given up.
+    pub untold: bool,
     /// Set while a snapshot waits to read this shard.
     pub saving: Option<Saving>,
 }
@@ -124,6 +128,7 @@ impl Shard {
             came: 0,
             filter: Filter::new(options.admission, options.seed, bits, pool)?,
             removed: Vec::new(),
+            untold: false,
             saving: None,
         })
     }
@@ -271,10 +276,21 @@ impl Shard {
             Some(disk) if id & COLD != 0 => self.cold.forget(disk, id),
             _ => self.free.push(id),
         }
-        if core.tracking.load(Ordering::Relaxed) {
-            self.removed.push(key);
-        }
+        self.tell(core, key);
         true
+    }
+
+    /// Writes down that a key went, for the next delta. Keys come and go without end where nobody asks for
+    /// deltas: a list that is longer than the rows that are left is given up, and that delta has them all.
+    fn tell(&mut self, core: &Core, key: i64) {
+        if self.untold || !core.tracking.load(Ordering::Relaxed) {
+            return;
+        }
+        self.removed.push(key);
+        if self.removed.len() > LISTED + self.map.len() * core.record() / size_of::<i64>() {
+            self.removed = Vec::new();
+            self.untold = true;
+        }
     }
 
     /// Takes all rows away. The caller gives the arena back once all shards are empty.
@@ -283,16 +299,18 @@ impl Shard {
     /// Where the system has no memory; nothing has changed then.
     pub fn clear(&mut self, core: &Core, number: usize) -> Result<()> {
         let empty = Shard::new(&core.options, core.bits, number, &core.pool)?;
-        if self.saving.is_some() || core.tracking.load(Ordering::Relaxed) {
-            let all: Vec<(i64, u32)> = self.map.iter().collect();
-            for (key, id) in all {
-                self.keep(core, id, key);
-                if core.tracking.load(Ordering::Relaxed) {
-                    self.removed.push(key);
-                }
-            }
+        let all: Vec<(i64, u32)> =
+            match self.saving.is_some() || core.tracking.load(Ordering::Relaxed) {
+                true => self.map.iter().collect(),
+                false => Vec::new(),
+            };
+        for &(key, id) in &all {
+            self.keep(core, id, key);
         }
         self.map = empty.map;
+        for (key, _) in all {
+            self.tell(core, key);
+        }
         self.filter = empty.filter;
         self.free = Vec::new();
         if let Some(disk) = &core.disk {

@@ -6,6 +6,10 @@
 //! training goes on. A delta is the same with a lower bound: rows marked after the epoch of the file
 //! before it, and the keys that were removed since.
 //!
+//! **One chain.** Snapshots and deltas of a folder follow each other; files elsewhere ([`aside`],
+//! [`into_memory`]) are no part of it. A delta that could not follow the last file of its folder, or
+//! that would be larger than all rows, is written as a full snapshot.
+//!
 //! **Whole or not there.** A file is written under another name, synced, and renamed; then its folder is
 //! synced. Whatever goes wrong before leaves older files as they are, and the epoch of the last file
 //! where it was, so that the next delta has what the lost one would have had.
@@ -19,9 +23,9 @@ mod folder;
 mod read;
 mod write;
 
-pub use folder::{into_file, into_folder};
+pub use folder::{aside, into_folder};
 pub use read::{apply_delta, from_bytes, restore};
-pub use write::write;
+pub use write::into_memory;
 
 use crate::options::Options;
 use serde::{Deserialize, Serialize};
@@ -83,7 +87,7 @@ pub struct Saved {
     pub id: String,
 }
 
-/// The last file of a store.
+/// The last file of a store's chain.
 #[derive(Debug, Default)]
 pub struct Saver {
     /// Marks up to this are in it.

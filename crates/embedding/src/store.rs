@@ -6,7 +6,7 @@ use crate::error::{Result, invalid};
 use crate::options::{Optimizer, Options};
 use crate::snapshot::{self, Kind, Saved};
 use crate::table::{Exported, Stats, Table};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
@@ -155,6 +155,35 @@ impl Store {
         self.table().remove(keys)
     }
 
+    /// What admission has counted of keys without a row: keys and counts.
+    pub fn counts(&self) -> (Vec<i64>, Vec<u32>) {
+        self.table().counts()
+    }
+
+    /// Puts counts of keys back; 0 forgets a key. Nothing where admission does not count keys.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] where lengths differ; no memory.
+    pub fn set_counts(&self, keys: &[i64], counts: &[u32]) -> Result<()> {
+        self.thawed()?;
+        self.table().set_counts(keys, counts)
+    }
+
+    /// The counters of admission by a Bloom filter, shard by shard; empty without one.
+    pub fn counters(&self) -> Vec<u8> {
+        self.table().counters()
+    }
+
+    /// Raises each counter to what [`Store::counters`] of a store with as many shards gave: what either has
+    /// counted is counted.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] for another number of counters.
+    pub fn raise_counters(&self, bytes: &[u8]) -> Result<()> {
+        self.thawed()?;
+        self.table().raise_counters(bytes)
+    }
+
     /// Takes all rows away and gives their memory back; counts of admission and steps start anew.
     ///
     /// # Errors
@@ -269,8 +298,8 @@ impl Store {
         snapshot::into_folder(&self.table(), folder, Kind::Full)
     }
 
-    /// Writes what changed since the last snapshot or delta to a new file in `folder`; without one
-    /// before, all rows.
+    /// Writes what changed since the last file of `folder` to a new one in it. Where that file is not the
+    /// last of this store's snapshots and deltas, or more went than is left, it is a full snapshot.
     ///
     /// # Errors
     /// As [`Store::snapshot`].
@@ -279,12 +308,12 @@ impl Store {
     }
 
     /// Writes all rows to the file `path`, as [`Store::snapshot`]; a file that is there is replaced once
-    /// the new one is whole.
+    /// the new one is whole. The next delta is what it would have been without it.
     ///
     /// # Errors
     /// [`crate::Error::Io`], with the file as it was.
     pub fn save(&self, path: &Path) -> Result<Saved> {
-        snapshot::into_file(&self.table(), path, Kind::Full)
+        snapshot::aside(&self.table(), path)
     }
 
     /// As [`Store::save`], into memory.
@@ -292,14 +321,7 @@ impl Store {
     /// # Errors
     /// No memory.
     pub fn save_bytes(&self) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        snapshot::write(
-            &self.table(),
-            Kind::Full,
-            &mut bytes,
-            &PathBuf::from("memory"),
-        )?;
-        Ok(bytes)
+        snapshot::into_memory(&self.table())
     }
 
     /// Replaces all rows by those of a snapshot: a file, or a folder of [`Store::snapshot`], of which the

@@ -209,7 +209,9 @@ impl Table {
         // Every row is marked as changed: the next delta has them all, after what it had to say before.
         lock(&table.saver).follow(&lock(&self.saver));
         for (new, old) in table.shards.iter().zip(&self.shards) {
-            writing(new).removed.clone_from(&reading(old).removed);
+            let (mut new, old) = (writing(new), reading(old));
+            new.removed.clone_from(&old.removed);
+            new.untold = old.untold;
         }
         let tracking = self.core.tracking.load(Ordering::Relaxed);
         table.core.tracking.store(tracking, Ordering::Relaxed);
@@ -341,6 +343,49 @@ impl Table {
         }
         self.counters.removed.fetch_add(gone, Ordering::Relaxed);
         gone
+    }
+
+    /// See [`crate::Store::counts`].
+    pub fn counts(&self) -> (Vec<i64>, Vec<u32>) {
+        self.shards
+            .iter()
+            .flat_map(|shard| reading(shard).filter.counts())
+            .unzip()
+    }
+
+    /// See [`crate::Store::set_counts`].
+    pub fn set_counts(&self, keys: &[i64], counts: &[u32]) -> Result<()> {
+        if keys.len() != counts.len() {
+            return invalid(format!("{} counts for {} keys", counts.len(), keys.len()));
+        }
+        for (&key, &n) in keys.iter().zip(counts) {
+            writing(&self.shards[self.home(key)]).filter.set(key, n)?;
+        }
+        Ok(())
+    }
+
+    /// See [`crate::Store::counters`].
+    pub fn counters(&self) -> Vec<u8> {
+        self.shards
+            .iter()
+            .flat_map(|shard| reading(shard).filter.counters().to_vec())
+            .collect()
+    }
+
+    /// See [`crate::Store::raise_counters`].
+    pub fn raise_counters(&self, bytes: &[u8]) -> Result<()> {
+        let each = reading(&self.shards[0]).filter.counters().len();
+        if bytes.len() != each * self.shards.len() {
+            return invalid(format!(
+                "{} counters do not fit {}",
+                bytes.len(),
+                each * self.shards.len()
+            ));
+        }
+        for (shard, part) in self.shards.iter().zip(bytes.chunks(each.max(1))) {
+            writing(shard).filter.raise_counters(part);
+        }
+        Ok(())
     }
 
     /// See [`crate::Store::clear`].

@@ -71,6 +71,7 @@ fn options(shards: u32, threads: u32) -> Options {
             lr: LR,
             eps: 1e-10,
             initial_accumulator: 0.1,
+            weight_decay: 0.0,
         },
         init: Init::Uniform {
             low: -1.0,
@@ -525,20 +526,47 @@ fn slots_are_where_the_formulas_put_them() {
         w -= 0.1 * g / (f64::sqrt(a) + 1e-10);
     }
     near(step(r#"{"kind": "adagrad", "lr": 0.1}"#, 1.0, &g32), w);
-    for (kind, decay) in [("adam", 0.0), ("lazy_adam", 0.0), ("adam_w", 0.01)] {
+    // Kind and options, decoupled decay, decay in the gradient, whether eps comes before the correction.
+    for (options, off, l2, hat) in [
+        (r#""adam", "eps": 1e-2"#, 0.0, 0.0, false),
+        (r#""adam", "eps": 1e-2, "eps_hat": true"#, 0.0, 0.0, true),
+        (
+            r#""adam", "eps": 1e-2, "weight_decay": 0.3"#,
+            0.0,
+            0.3,
+            false,
+        ),
+        (r#""lazy_adam", "eps": 1e-2"#, 0.0, 0.0, true),
+        (r#""adam_w", "eps": 1e-2"#, 0.01, 0.0, false),
+        (r#""adam_w", "eps": 1e-2, "eps_hat": true"#, 0.01, 0.0, true),
+    ] {
         let (mut w, mut m, mut v) = (1.0, 0.0, 0.0);
         for (t, g) in (1..).zip(g) {
-            w *= 1.0 - 0.1 * decay;
+            w *= 1.0 - 0.1 * off;
+            let g = g + l2 * w;
             m = 0.9 * m + 0.1 * g;
             v = 0.999 * v + 0.001 * g * g;
-            let (mh, vh) = (m / (1.0 - 0.9f64.powi(t)), v / (1.0 - 0.999f64.powi(t)));
-            w -= 0.1 * mh / (vh.sqrt() + 1e-8);
+            let (first, second) = (1.0 - 0.9f64.powi(t), 1.0 - 0.999f64.powi(t));
+            let eps = if hat { 1e-2 / second.sqrt() } else { 1e-2 };
+            w -= 0.1 * m / first / ((v / second).sqrt() + eps);
         }
-        near(
-            step(&format!(r#"{{"kind": "{kind}", "lr": 0.1}}"#), 1.0, &g32),
-            w,
-        );
+        let json = format!(r#"{{"kind": {options}, "lr": 0.1}}"#);
+        near(step(&json, 1.0, &g32), w);
     }
+    let (mut w, mut a) = (1.0, 0.0);
+    for g in g {
+        let g = g + 0.3 * w;
+        a += g * g;
+        w -= 0.1 * g / (f64::sqrt(a) + 1e-10);
+    }
+    near(
+        step(
+            r#"{"kind": "adagrad", "lr": 0.1, "weight_decay": 0.3}"#,
+            1.0,
+            &g32,
+        ),
+        w,
+    );
     let (mut w, mut a, mut z) = (1.0, 0.1, 0.0);
     for g in g {
         let next: f64 = a + g * g;
@@ -599,8 +627,15 @@ fn slots_are_where_the_formulas_put_them() {
 #[test]
 fn adam_differs_from_lazy_adam_only_in_rows_that_rested() {
     let run = |kind: &str, rest: u32| {
+        // Both with eps where the lazy one has it.
+        let hat = if kind == "adam" {
+            r#", "eps_hat": true"#
+        } else {
+            ""
+        };
+        let json = format!(r#"{{"kind": "{kind}"{hat}}}"#);
         let store = Store::new(Options {
-            optimizer: Optimizer::parse(&format!(r#"{{"kind": "{kind}"}}"#)).unwrap(),
+            optimizer: Optimizer::parse(&json).unwrap(),
             init: Init::Zeros,
             ..plain(1, 1, 1)
         })

@@ -165,6 +165,38 @@ impl EmbeddingStore {
         py.detach(|| self.0.remove(unsafe { span(keys, n).read() }))
     }
 
+    /// Whether another is the same store: a name may have been given to a new one.
+    fn same(&self, other: &EmbeddingStore) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Keys without a row, and what admission has counted of them, as bytes.
+    fn counts<'py>(&self, py: Python<'py>) -> (Bound<'py, PyBytes>, Bound<'py, PyBytes>) {
+        let (keys, counts) = py.detach(|| self.0.counts());
+        (
+            PyBytes::new(py, bytes_of(&keys)),
+            PyBytes::new(py, bytes_of(&counts)),
+        )
+    }
+
+    fn set_counts(&self, py: Python<'_>, keys: usize, counts: usize, n: usize) -> PyResult<()> {
+        // SAFETY: as in `lookup`; there are as many counts as keys.
+        py.detach(|| unsafe {
+            self.0
+                .set_counts(span(keys, n).read(), span(counts, n).read())
+        })
+        .map_err(raise)
+    }
+
+    /// The counters of a Bloom filter.
+    fn counters<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &py.detach(|| self.0.counters()))
+    }
+
+    fn raise_counters(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
+        py.detach(|| self.0.raise_counters(bytes)).map_err(raise)
+    }
+
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.clear()).map_err(raise)
     }

@@ -285,8 +285,10 @@ class Function(Bucketed[_Call]):
         with self._without_dropout() as dropout, self._restored():
             # Random numbers differ with the shape. So where there is dropout, the plain form is
             # compared with itself, without it.
-            cut = self._check(self._function if dropout else self._made, call, size, edge)
-        _set_random_state(before)
+            try:
+                cut = self._check(self._function if dropout else self._made, call, size, edge)
+            finally:
+                _set_random_state(before)
         if dropout:
             self._compile(self._first(call, min(size, edge - 1)), edge)
         self._cut[call.key, edge] = cut

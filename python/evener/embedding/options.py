@@ -51,17 +51,25 @@ class Sgd(Optimizer):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """`a += g^2; w -= lr g / (sqrt(a) + eps)`, eps as in PyTorch."""
+    """`a += g^2; w -= lr g / (sqrt(a) + eps)`, as in PyTorch.
+
+    `weight_decay` times the weights is added to the gradient first.
+    """
 
     kind: ClassVar[str] = "adagrad"
     lr: float = 0.1
     eps: float = 1e-10
     initial_accumulator: float = 0.0
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam; moments of a row decay in steps in which it is not seen, its weights rest in them."""
+    """Adam; moments of a row decay in steps in which it is not seen, its weights rest in them.
+
+    `eps` is added after the correction of the second moment, as in PyTorch, or with `eps_hat`
+    before it, as in Keras. `weight_decay` times the weights is added to the gradient first.
+    """
 
     kind: ClassVar[str] = "adam"
     lr: float = 1e-3
@@ -69,6 +77,7 @@ class Adam(Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
     eps_hat: bool = False
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,10 @@ class LazyAdam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
-    """`LazyAdam` with decoupled decay of the rows that are seen."""
+    """Adam with decoupled decay; a row that is not seen does not change.
+
+    `eps` and `eps_hat`: as in `Adam`.
+    """
 
     kind: ClassVar[str] = "adam_w"
     lr: float = 1e-3

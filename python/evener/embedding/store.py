@@ -71,6 +71,11 @@ def _array(value: Any, what: str, dtype: type) -> np.ndarray:
 def _output(out: Any, shape: tuple[int, ...], dtype: type, what: str) -> np.ndarray:
     if out is None:
         return np.empty(shape, dtype)
+    if not (_is_torch(out) and out.device.type == "cpu") and not isinstance(out, np.ndarray):
+        where = f" on {out.device}" if _is_torch(out) else ""
+        raise UsageError(
+            f"{what} is a {type(out).__name__}{where}", "give an array or a tensor on the CPU"
+        )
     array: np.ndarray = out.detach().numpy() if _is_torch(out) else out
     if array.dtype != np.dtype(dtype) or array.shape != shape or not array.flags.c_contiguous:
         raise UsageError(
@@ -78,6 +83,8 @@ def _output(out: Any, shape: tuple[int, ...], dtype: type, what: str) -> np.ndar
             "contiguous, is needed",
             "make it so, or leave it out",
         )
+    if not array.flags.writeable:
+        raise UsageError(f"{what} cannot be written: its memory is read-only", "give a copy of it")
     return array
 
 
@@ -194,6 +201,32 @@ class Store:
             )
         return ids, array
 
+    def is_(self, other: Store) -> bool:
+        """Whether both are one table: after `forget` a name may stand for a new one."""
+        return self._native.same(other._native)
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys without a row that admission has counted, and how often each came, int64 [n]."""
+        keys, counts = self._native.counts()
+        return np.frombuffer(keys, np.int64), np.frombuffer(counts, np.uint32).astype(np.int64)
+
+    def set_counts(self, keys: Any, counts: Any) -> None:
+        """Put counts of `counts()` back; 0 forgets a key. Nothing where no key is counted."""
+        ids = _array(keys, "keys", np.int64).reshape(-1)
+        each = _array(counts, "counts", np.int64).reshape(-1)
+        if each.size != ids.size or (each < 0).any() or (each >= _STEPS).any():
+            raise UsageError("counts do not fit", f"pass {ids.size} numbers below {_STEPS}")
+        short = each.astype(np.uint32)
+        self._native.set_counts(ids.ctypes.data, short.ctypes.data, ids.size)
+
+    def counters(self) -> bytes:
+        """The counters of admission by a Bloom filter; empty without one."""
+        return self._native.counters()
+
+    def raise_counters(self, counters: bytes) -> None:
+        """What either has counted is counted: `counters` are those of a store of these options."""
+        self._native.raise_counters(counters)
+
     def remove(self, keys: Any) -> int:
         """Take rows away; how many there were."""
         ids = _array(keys, "keys", np.int64)
@@ -258,11 +291,18 @@ class Store:
         return self._file("snapshot", folder)
 
     def delta(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
-        """Write what changed since the last snapshot or delta to `folder/delta-N.evs`."""
+        """Write what changed since the last file of `folder` to `folder/delta-N.evs`.
+
+        Where that file is not this store's last snapshot or delta, or more rows went than are left,
+        all rows go to `folder/full-N.evs`: what is read from the folder is right in any case.
+        """
         return self._file("delta", folder)
 
     def save(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Write all rows to one file; one that is there is replaced once the new one is whole."""
+        """Write all rows to one file; one that is there is replaced once the new one is whole.
+
+        The next delta is what it would have been without it.
+        """
         return self._file("save", path)
 
     def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:

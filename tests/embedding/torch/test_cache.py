@@ -26,7 +26,7 @@ from evener.embedding import (
     forget,
 )
 from evener.embedding.options import Optimizer
-from evener.embedding.torch import DynamicEmbeddingBag, DynamicOptimizer
+from evener.embedding.torch import DynamicEmbedding, DynamicEmbeddingBag, DynamicOptimizer
 from evener.embedding.torch.cache import CachedRows
 from evener.embedding.torch.table import Table
 from evener.errors import UsageError
@@ -242,3 +242,19 @@ def test_too_small_and_what_only_the_store_steps() -> None:
     bag(torch.arange(5).unsqueeze(0))
     with pytest.raises(UsageError, match="cannot step ftrl"):
         DynamicEmbeddingBag(Options(DIM, optimizer=Ftrl()), cache_rows=8)
+
+
+def test_a_step_is_no_lookup_to_admission() -> None:
+    """Two batches wait for one step: its fetch of their keys let them in a lookup too early."""
+    module = DynamicEmbedding(Options(4, optimizer=Sgd(), admission=Counter(3)), cache_rows=20)
+    optimizer = DynamicOptimizer(module)
+    for batch in (torch.arange(6), torch.arange(3, 9)):
+        module(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    keys, counts = module.store.counts()
+    assert dict(zip(keys.tolist(), counts.tolist(), strict=True)) == {
+        **dict.fromkeys((0, 1, 2, 6, 7, 8), 1),
+        **dict.fromkeys((3, 4, 5), 2),
+    }
+    assert len(module.store) == 0

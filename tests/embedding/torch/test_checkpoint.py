@@ -1,14 +1,23 @@
 """state_dict, and folders that come back on another number of ranks."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from evener.embedding import Adam, Options, Sgd, forget, report
-from evener.embedding.torch import DynamicEmbedding, DynamicOptimizer, load, save
+from evener.embedding import Adam, Bloom, Counter, Options, Sgd, Store, forget, report
+from evener.embedding.torch import (
+    DynamicEmbedding,
+    DynamicOptimizer,
+    checkpoint,
+    load,
+    save,
+)
 from evener.errors import UsageError
 from tests import worlds
 
@@ -142,3 +151,129 @@ def test_another_number_of_ranks(tmp_path: Path, shape: tuple[int, ...]) -> None
     model = Model("resharded")
     assert load(model, folder) == 4
     assert contents(model) == {key: row for each in found for key, row in each.items()}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_saved_after_going_back_is_what_load_finds(tmp_path: Path, copied: bool) -> None:
+    """Its step is smaller than those of the branch that was given up."""
+    model = Model(f"back-{copied}")
+    steps(model, 0, 2)
+    older = save(model, tmp_path / "all", keep=2)
+    if copied:
+        older = Path(shutil.copytree(older, tmp_path / "archive"))
+    for first in (2, 4) if copied else (2,):
+        steps(model, first, first + 2)
+        save(model, tmp_path / "all", keep=2)
+    load(model, older)
+    steps(model, 20, 21)
+    wanted = contents(model)
+    new = save(model, tmp_path / "all", keep=2)
+    steps(model, 21, 22)
+    assert (new / "manifest.json").exists()
+    load(model, tmp_path / "all")
+    assert contents(model) == wanted
+
+
+def test_a_second_save_of_a_step_leaves_the_first_until_it_is_whole(tmp_path: Path) -> None:
+    model = Model("twice")
+    steps(model, 0, 2)
+    first = save(model, tmp_path, keep=2)
+    second = save(model, tmp_path, keep=2)
+    assert first != second and (first / "manifest.json").exists()
+    assert load(model, tmp_path) == 1
+
+
+def test_checkpoints_between_deltas_leave_their_chain_alone(tmp_path: Path) -> None:
+    model = Model("chain")
+    steps(model, 0, 2)
+    model.items.store.snapshot(tmp_path / "rows")
+    steps(model, 2, 4)
+    save(model, tmp_path / "checkpoints")
+    model.state_dict()
+    steps(model, 4, 5)
+    assert "delta" in model.items.store.delta(tmp_path / "rows")["path"]
+    served = Store("chain served", OPTIONS)
+    served.restore(tmp_path / "rows")
+    keys = torch.arange(-30, 30)
+    assert torch.equal(served.lookup_infer(keys), model.items.store.lookup_infer(keys))
+    load(model, tmp_path / "checkpoints")  # other rows: a delta would not say what went
+    model.items.store.delta(tmp_path / "rows")
+    served.restore(tmp_path / "rows")
+    assert torch.equal(served.lookup_infer(keys), model.items.store.lookup_infer(keys))
+
+
+def test_a_distributed_checkpoint_of_one_process(tmp_path: Path) -> None:
+    model = Model("dcp")
+    steps(model, 0, 3)
+    wanted = contents(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    steps(model, 3, 5)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    model.load_state_dict(state["model"])
+    assert contents(model) == wanted
+
+
+def distributed(rank: int, size: int, folder: str, act: str) -> tuple[list[int], list[float]]:
+    """Rows of this rank, then values of all keys."""
+    model = Model("dcp sharded")
+    model.items(torch.arange(3))  # the ranks know each other from here on
+    if act == "save":
+        steps(model, 0, 4)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    else:
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+    values = model.eval().items(torch.arange(-30, 30)).flatten().tolist()
+    return sorted(contents(model)), values
+
+
+def test_a_distributed_checkpoint_holds_the_rows_of_all_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "dcp")
+    saved = worlds.run((2,), distributed, folder, "save")
+    loaded = worlds.run((3,), distributed, folder, "load")
+    rows = [sorted(key for keys, _ in found for key in keys) for found in (saved, loaded)]
+    assert rows[0] == rows[1]
+    assert all(values == saved[0][1] for _, values in loaded)
+
+
+@pytest.mark.parametrize("admission", [Counter(3), Bloom(3, capacity=1000)])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (3, 2)])
+def test_counts_of_admission_come_to_other_ranks(
+    tmp_path: Path, admission: Any, sizes: tuple[int, int]
+) -> None:
+    """The shards of a job, as stores of one process."""
+    keys = np.arange(400)
+    options = Options(DIM, optimizer=Sgd(), admission=admission, shards=4)
+    before, after = (
+        [Model(f"counts-{side}-{sizes}-{admission}-{n}", options) for n in range(sizes[side])]
+        for side in (0, 1)
+    )
+
+    def ranks(models: list[Model]) -> None:
+        for place, model in enumerate(models):
+            model.items.table._sharded = Shards(place, len(models)) if len(models) > 1 else None
+
+    ranks(before)
+    ranks(after)
+    for place, model in enumerate(before):
+        mine = keys[keys % len(before) == place]
+        for step in (1, 2):
+            model.items.store.lookup(mine, step)
+        model.items.store.apply(mine, np.zeros((len(mine), DIM), np.float32), 2)
+    parts = [model.items.store.save_bytes() for model in before]
+    for place, model in enumerate(after):
+        checkpoint._restore(model.items.table, parts)
+        model.items.store.lookup(keys[keys % len(after) == place], 3)
+    assert sum(len(model.items.store) for model in after) == 400
+
+
+class Shards:
+    """As much of `Sharded` as loading uses: a key belongs to the rank `key % size`."""
+
+    def __init__(self, place: int, size: int) -> None:
+        self.place, self.size = place, size
+
+    def owner(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys % self.size

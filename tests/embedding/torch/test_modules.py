@@ -129,6 +129,46 @@ class Jagged:
         return self.factors
 
 
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0, 0)])
+@pytest.mark.parametrize("mode", ["sum", "mean", None])
+@pytest.mark.parametrize("how", [{}, {"cache_rows": 9}, {"padding_idx": 1}], ids=str)
+def test_batches_without_an_id_are_as_torch_has_them(
+    shape: tuple[int, int], mode: str | None, how: dict[str, int]
+) -> None:
+    ids = torch.empty(shape, dtype=torch.int64)
+    module: nn.Module
+    if mode is None:
+        module, plain = DynamicEmbedding(Options(DIM), **how), nn.Embedding(9, DIM)
+    else:
+        module = DynamicEmbeddingBag(Options(DIM), mode=mode, **how)
+        plain = nn.EmbeddingBag(9, DIM, mode=mode)
+    for train in (True, False):
+        found = module.train(train)(ids)
+        if train:
+            found.sum().backward()
+        # nn.EmbeddingBag itself cannot take bags of no id in two dimensions.
+        right = torch.zeros(shape[0], DIM) if mode and not shape[1] else plain(ids)
+        assert torch.equal(found, right)
+
+
+def test_features_with_batches_of_their_own_are_refused() -> None:
+    class Strides(Jagged):
+        def stride_per_key(self) -> list[int]:
+            return self.strides
+
+    ids, ends = torch.arange(6), torch.arange(7)
+    module = DynamicEmbeddingBag(Options(DIM), mode="sum")
+    given = Strides(ids, ends, ("user", "item"))
+    for strides in ([2, 4], [1, 5], [2, 2]):
+        given.strides = strides
+        with pytest.raises(UsageError, match="2 features have 6 bags"):
+            module(given)
+    given.strides = [3, 3]
+    assert module(given).shape == (3, 2 * DIM)
+    with pytest.raises(UsageError, match="4 features have 6 bags"):
+        module(Jagged(ids, ends, ("a", "b", "c", "d")))
+
+
 def test_keyed_jagged_features_lie_side_by_side() -> None:
     module = DynamicEmbeddingBag(Options(DIM), mode="sum")
     ids, ends = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([0, 2, 2, 3, 6])

@@ -1,11 +1,20 @@
 """The step waits for optimizer.step(): accumulation, clipping, scaling and skipping are right."""
 
+import gc
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from evener.embedding import Adagrad, Options, Sgd
-from evener.embedding.torch import DynamicEmbeddingBag, DynamicOptimizer, clip_grad_norm_
+from evener.embedding import Adagrad, Adam, AdamW, LazyAdam, Options, Sgd, Zeros
+from evener.embedding.torch import (
+    DynamicEmbedding,
+    DynamicEmbeddingBag,
+    DynamicOptimizer,
+    clip_grad_norm_,
+)
+from evener.embedding.torch.table import _BACKWARD
 from evener.errors import UsageError
 
 DIM = 4
@@ -207,3 +216,111 @@ def test_sgd_with_one_row_is_what_one_computes_by_hand() -> None:
     bag(torch.tensor([[9, 9], [9, 9]])).sum().backward()  # four times
     optimizer.step()
     torch.testing.assert_close(bag(torch.tensor([[9]])).detach(), start - 0.5 * 4)
+
+
+class Fails(torch.autograd.Function):
+    """A layer whose backward pass fails."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: torch.Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("fail", ["a layer", "not finite", "not finite in one of two"])
+def test_a_fused_pass_that_fails_leaves_nothing(fail: str) -> None:
+    first, second = (
+        DynamicEmbedding(Options(3, optimizer=Sgd(lr=1.0), init=Zeros()), f"{fail} {n}", fused=True)
+        for n in range(2)
+    )
+    keys = torch.arange(4)
+
+    def step(factor: float, other: float) -> None:
+        (first(keys).sum() * factor + second(keys).sum() * other).backward()
+
+    step(1.0, 1.0)
+    for _ in range(2):
+        with pytest.raises((RuntimeError, UsageError)):
+            if fail == "a layer":
+                # Made before the lookup, so its backward pass comes after the lookup's.
+                late = Fails.apply(torch.ones(3, requires_grad=True))
+                (first(keys) + second(keys) + late).sum().backward()
+            else:
+                step(float("nan") if fail == "not finite" else 1.0, float("inf"))
+    step(2.0, 3.0)
+    assert torch.equal(first.store.lookup_infer(keys), torch.full((4, 3), -3.0))
+    assert torch.equal(second.store.lookup_infer(keys), torch.full((4, 3), -4.0))
+    assert first.table.step == second.table.step == 2
+    gc.collect()
+    assert not _BACKWARD._passes
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [Sgd, Adagrad, Adam])
+def test_modules_of_one_name_are_one_weight(kind: Any, fused: bool) -> None:
+    options = Options(3, optimizer=kind(lr=0.1), init=Zeros())
+    name = f"one weight {kind.kind} {fused}"
+    model = nn.ModuleList([DynamicEmbedding(options, name, fused=fused) for _ in range(2)])
+    optimizer = None if fused else DynamicOptimizer(model)
+    dense = nn.Embedding(6, 3)
+    nn.init.zeros_(dense.weight)
+    other = {Sgd: torch.optim.SGD, Adagrad: torch.optim.Adagrad, Adam: torch.optim.Adam}[kind](
+        dense.parameters(), lr=0.1
+    )
+    keys = torch.arange(6)
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        a, b = torch.randn(6, 3, generator=draw), torch.randn(6, 3, generator=draw)
+        ((model[0](keys) * a).sum() + (model[1](keys) * b).sum()).backward()
+        other.zero_grad()
+        ((dense(keys) * a).sum() + (dense(keys) * b).sum()).backward()
+        other.step()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model[0].store.lookup_infer(keys), dense.weight.detach())
+    with pytest.raises(UsageError, match="other fused="):
+        DynamicEmbedding(options, name, fused=not fused)
+
+
+RULES = {
+    "SGD": (Sgd(lr=0.1, weight_decay=0.3), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.3)),
+    "Adagrad": (
+        Adagrad(lr=0.1, eps=1e-5, weight_decay=0.3),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-5, weight_decay=0.3),
+    ),
+    "Adam": (
+        Adam(lr=0.1, eps=1e-5, weight_decay=0.3),
+        lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-5, weight_decay=0.3),
+    ),
+    "AdamW": (
+        AdamW(lr=0.1, eps=1e-5, weight_decay=0.3),
+        lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-5, weight_decay=0.3),
+    ),
+    "SparseAdam": (LazyAdam(lr=0.1, eps=1e-5), lambda p: torch.optim.SparseAdam(p, 0.1, eps=1e-5)),
+}
+
+
+@pytest.mark.parametrize("cache_rows", [0, 20])
+@pytest.mark.parametrize("name", RULES)
+def test_epsilon_and_decay_are_those_of_torch(name: str, cache_rows: int) -> None:
+    """Gradients are as small as epsilon, so that its place shows."""
+    made, plain = RULES[name]
+    module = DynamicEmbedding(Options(4, optimizer=made), cache_rows=cache_rows)
+    optimizer = DynamicOptimizer(module)
+    keys = torch.arange(12)
+    dense = nn.Embedding(12, 4, sparse=name == "SparseAdam")
+    with torch.no_grad():
+        dense.weight.copy_(module(keys))
+    other = plain(list(dense.parameters()))
+    for seed in range(6):
+        gradient = torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)) * 1e-5
+        for model, step in ((module, optimizer), (dense, other)):
+            step.zero_grad()
+            (model(keys) * gradient).sum().backward()
+            step.step()
+    found = module.store.lookup_infer(keys)
+    torch.testing.assert_close(found, dense.weight.detach(), rtol=1e-5, atol=1e-6)

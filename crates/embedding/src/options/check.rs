@@ -48,22 +48,28 @@ impl Options {
             Optimizer::Adagrad {
                 eps,
                 initial_accumulator,
+                weight_decay,
                 ..
             } => {
                 at_least("optimizer.eps", eps, 0.0)?;
+                at_least("optimizer.weight_decay", weight_decay, 0.0)?;
                 at_least("optimizer.initial_accumulator", initial_accumulator, 0.0)?;
             }
-            Optimizer::Adam {
-                beta1, beta2, eps, ..
-            }
-            | Optimizer::LazyAdam {
+            Optimizer::LazyAdam {
                 beta1, beta2, eps, ..
             } => {
                 share("optimizer.beta1", beta1)?;
                 share("optimizer.beta2", beta2)?;
                 at_least("optimizer.eps", eps, 0.0)?;
             }
-            Optimizer::AdamW {
+            Optimizer::Adam {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                ..
+            }
+            | Optimizer::AdamW {
                 beta1,
                 beta2,
                 eps,

@@ -1,8 +1,10 @@
 //! Files and folders of snapshots: whole or not there, in their order, the old ones taken away.
 
-use super::{Kind, Saved, write};
+use super::read::id_of;
+use super::write::{Instant, write};
+use super::{Kind, Saved, Saver};
 use crate::error::{Result, io};
-use crate::table::Table;
+use crate::table::{Table, lock};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -59,14 +61,26 @@ fn sweep(folder: &Path) -> Result<()> {
 pub fn into_folder(table: &Table, folder: &Path, kind: Kind) -> Result<Saved> {
     std::fs::create_dir_all(folder).map_err(io(format!("{} cannot be made", folder.display())))?;
     sweep(folder)?;
+    let mut saver = lock(&table.saver);
     let before = files(folder)?;
     let number = before.last().map_or(1, |(number, _, _)| number + 1);
+    // Whoever reads the folder has its last file before this one: nothing else may be between them.
+    let follows = match before.last() {
+        None => saver.id.is_empty(),
+        Some((_, _, last)) => id_of(last).is_some_and(|id| id == saver.id),
+    };
+    let kind = match follows {
+        true => kind,
+        false => Kind::Full,
+    };
+    let instant = Instant::of_chain(table, kind, &mut saver);
+    let kind = instant.kind;
     let name = match kind {
         Kind::Full => "full",
         Kind::Delta => "delta",
     };
     let path = folder.join(format!("{name}-{number:06}.evs"));
-    let saved = into_file(table, &path, kind);
+    let saved = into_file(table, &path, instant, &mut saver);
     if saved.is_err() {
         // Where only the folder could not be synced the file has its name, but is not in the chain.
         let _ = std::fs::remove_file(&path);
@@ -83,24 +97,36 @@ pub fn into_folder(table: &Table, folder: &Path, kind: Kind) -> Result<Saved> {
     Ok(saved)
 }
 
-/// Writes a file that is whole or not there.
+/// Writes a file of all rows that is whole or not there, and no part of the chain.
 ///
 /// # Errors
 /// See [`crate::Store::save`].
-pub fn into_file(table: &Table, path: &Path, kind: Kind) -> Result<Saved> {
+pub fn aside(table: &Table, path: &Path) -> Result<Saved> {
+    let mut saver = lock(&table.saver);
+    let instant = Instant::aside(table, &mut saver);
+    into_file(table, path, instant, &mut saver)
+}
+
+fn into_file(table: &Table, path: &Path, instant: Instant, saver: &mut Saver) -> Result<Saved> {
     let what = || format!("{} cannot be written", path.display());
     let name = path
         .file_name()
         .and_then(|n| n.to_str())
         .unwrap_or("snapshot");
     let part = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
-    let file = File::create(&part).map_err(io(what()))?;
+    let file = match File::create(&part) {
+        Ok(file) => file,
+        Err(error) => {
+            instant.undo(table);
+            return Err(io(what())(error));
+        }
+    };
     let mut sink = Durable {
         file: BufWriter::with_capacity(1 << 20, file),
         part: part.clone(),
         path: path.to_owned(),
     };
-    let saved = write(table, kind, &mut sink, path);
+    let saved = write(table, instant, saver, &mut sink, path);
     if saved.is_err() {
         let _ = std::fs::remove_file(&part);
     }

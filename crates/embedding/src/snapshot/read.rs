@@ -204,6 +204,12 @@ fn open(path: &Path) -> Result<BufReader<File>> {
     }
 }
 
+/// By which name a delta would follow a file; none where it cannot be read.
+pub fn id_of(path: &Path) -> Option<String> {
+    let reader = Reader::open(open(path).ok()?, path).ok()?;
+    Some(reader.header.id)
+}
+
 /// Puts what a file holds into a table.
 fn load<R: Read>(table: &Table, reader: &mut Reader<R>) -> Result<Saved> {
     let core = &table.core;
@@ -302,7 +308,9 @@ fn settle(table: &Table, saved: &Saved) {
     saver.id.clone_from(&saved.id);
     saver.saved = 1;
     for shard in &table.shards {
-        writing(shard).removed.clear();
+        let mut shard = writing(shard);
+        shard.removed.clear();
+        shard.untold = false;
     }
     table.core.epoch.store(2, Ordering::Relaxed);
     table.core.tracking.store(true, Ordering::Relaxed);

@@ -10,16 +10,30 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-/// Writes a store; `path` is for messages.
-///
-/// # Errors
-/// Where the sink fails; the store goes on as if this had not been called.
-pub fn write(table: &Table, kind: Kind, sink: &mut dyn Write, path: &Path) -> Result<Saved> {
-    let mut saver = lock(&table.saver);
-    let core = &table.core;
+/// The moment that a file is of: from here on what changes is copied aside first.
+pub struct Instant {
+    /// What is written.
+    pub kind: Kind,
+    clock: Clock,
+    cut: u8,
+    /// What went since the last file of the chain, and whether a shard gave its list up; empty for a file
+    /// that is no part of the chain.
+    removed: Vec<(Vec<i64>, bool)>,
+}
 
-    // The instant.
-    let (clock, cut, removed) = {
+impl Instant {
+    /// Of the next file of the chain; a delta becomes a full snapshot where what went is not known.
+    pub fn of_chain(table: &Table, kind: Kind, saver: &mut Saver) -> Instant {
+        Instant::new(table, kind, true, saver)
+    }
+
+    /// Of a file of all rows that is no part of the chain.
+    pub fn aside(table: &Table, saver: &mut Saver) -> Instant {
+        Instant::new(table, Kind::Full, false, saver)
+    }
+
+    fn new(table: &Table, kind: Kind, chain: bool, saver: &mut Saver) -> Instant {
+        let core = &table.core;
         let mut shards: Vec<_> = table.shards.iter().map(writing).collect();
         let mut epoch = core.epoch.load(Ordering::Relaxed);
         if epoch == u8::MAX {
@@ -32,7 +46,10 @@ pub fn write(table: &Table, kind: Kind, sink: &mut dyn Write, path: &Path) -> Re
             epoch = 1;
         }
         core.epoch.store(epoch + 1, Ordering::Relaxed);
-        core.tracking.store(true, Ordering::Relaxed);
+        let kind = match shards.iter().any(|shard| shard.untold) {
+            true => Kind::Full,
+            false => kind,
+        };
         let since = match kind {
             Kind::Full => -1,
             Kind::Delta => saver.saved,
@@ -45,45 +62,87 @@ pub fn write(table: &Table, kind: Kind, sink: &mut dyn Write, path: &Path) -> Re
                 before: Vec::new(),
                 failed: None,
             });
-            removed.push(std::mem::take(&mut shard.removed));
+            if chain {
+                removed.push((
+                    std::mem::take(&mut shard.removed),
+                    std::mem::take(&mut shard.untold),
+                ));
+            }
         }
-        (*lock(&table.clock), epoch, removed)
-    };
+        if chain {
+            core.tracking.store(true, Ordering::Relaxed);
+        }
+        Instant {
+            kind,
+            clock: *lock(&table.clock),
+            cut: epoch,
+            removed,
+        }
+    }
 
+    /// The shards forget a snapshot that failed; what was removed before it is told to the next one.
+    pub fn undo(mut self, table: &Table) {
+        for (i, shard) in table.shards.iter().enumerate() {
+            let mut shard = writing(shard);
+            shard.saving = None;
+            if let Some((keys, untold)) = self.removed.get_mut(i) {
+                keys.append(&mut shard.removed);
+                shard.removed = std::mem::take(keys);
+                shard.untold |= *untold;
+            }
+        }
+    }
+}
+
+/// Writes what a store had at an instant; `path` is for messages.
+///
+/// # Errors
+/// Where the sink fails; the store goes on as if this had not been called.
+pub fn write(
+    table: &Table,
+    instant: Instant,
+    saver: &mut Saver,
+    sink: &mut dyn Write,
+    path: &Path,
+) -> Result<Saved> {
     let id = new_id(&saver.id);
-    let written = body(table, kind, &id, &saver.id, clock, &removed, sink)
+    let written = body(table, &instant, &id, &saver.id, sink)
         .map_err(io(format!("{} cannot be written", path.display())));
     match written {
         Ok((rows, bytes)) => {
-            saver.saved = i16::from(cut);
-            saver.id.clone_from(&id);
+            if !instant.removed.is_empty() {
+                saver.saved = i16::from(instant.cut);
+                saver.id.clone_from(&id);
+            }
             Ok(Saved {
                 path: path.to_owned(),
                 rows,
-                removed: match kind {
+                removed: match instant.kind {
                     Kind::Full => 0,
-                    Kind::Delta => removed.iter().map(|keys| keys.len() as u64).sum(),
+                    Kind::Delta => instant.removed.iter().map(|(k, _)| k.len() as u64).sum(),
                 },
                 bytes,
-                step: clock.step.unwrap_or(0),
+                step: instant.clock.step.unwrap_or(0),
                 id,
             })
         }
         Err(error) => {
-            undo(table, removed);
+            instant.undo(table);
             Err(error)
         }
     }
 }
 
-/// The shards forget a snapshot that failed; what was removed before it is told to the next one.
-fn undo(table: &Table, removed: Vec<Vec<i64>>) {
-    for (shard, mut keys) in table.shards.iter().zip(removed) {
-        let mut shard = writing(shard);
-        shard.saving = None;
-        keys.append(&mut shard.removed);
-        shard.removed = keys;
-    }
+/// All rows, as a file that is no part of the chain has them.
+///
+/// # Errors
+/// As [`write`].
+pub fn into_memory(table: &Table) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut saver = lock(&table.saver);
+    let instant = Instant::aside(table, &mut saver);
+    write(table, instant, &mut saver, &mut bytes, Path::new("memory"))?;
+    Ok(bytes)
 }
 
 fn new_id(before: &str) -> String {
@@ -128,14 +187,13 @@ impl Blocks<'_> {
 
 fn body(
     table: &Table,
-    kind: Kind,
+    instant: &Instant,
     id: &str,
     parent: &str,
-    clock: Clock,
-    removed: &[Vec<i64>],
     sink: &mut dyn Write,
 ) -> std::io::Result<(u64, u64)> {
     let core = &table.core;
+    let (kind, clock) = (instant.kind, instant.clock);
     let header = Header {
         kind,
         id: id.to_owned(),
@@ -165,7 +223,10 @@ fn body(
     out.put(&head)?;
 
     if kind == Kind::Delta {
-        for (number, keys) in removed.iter().enumerate().filter(|(_, k)| !k.is_empty()) {
+        for (number, (keys, _)) in instant.removed.iter().enumerate() {
+            if keys.is_empty() {
+                continue;
+            }
             let payload: Vec<u8> = keys.iter().flat_map(|key| key.to_le_bytes()).collect();
             out.block(REMOVED, number as u32, keys.len() as u64, &payload)?;
         }

@@ -191,8 +191,10 @@ class CachedRows:
             if self._current is not None and self._current[0] is keys:
                 places = self._current[1]
             else:
+                keys, gradients = self._with_rows(keys, gradients)
                 places = self._places(keys, step)
-            self._step(places, gradients, step, lr)
+            if keys.numel():
+                self._step(places, gradients, step, lr)
         if self.evicts(step):
             self.forget()
         # The store counts the step, and evicts where that is due.
@@ -369,6 +371,20 @@ class CachedRows:
         for more in (fetched.frequencies, fetched.versions, fetched.inverse):
             if more is not None:
                 more.record_stream(stream)
+
+    def _with_rows(
+        self, keys: torch.Tensor, gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without keys that admission did not let in: to fetch them would count as a lookup."""
+        if not self._refuses:
+            return keys, gradients
+        _, keep = self._find(keys)
+        rest = keys[~keep]
+        if rest.numel():
+            self._settle()  # rows on their way are rows
+            frequencies, _ = self.store.meta(rest.cpu())
+            keep[~keep] = torch.from_numpy(frequencies >= 0).to(self.device)
+        return keys[keep], gradients[keep]
 
     def _places(self, keys: torch.Tensor, step: int) -> torch.Tensor:
         """Where keys are that an earlier batch had: some may have gone since."""

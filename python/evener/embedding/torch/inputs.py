@@ -60,6 +60,19 @@ def is_jagged(given: Any) -> bool:
     )
 
 
+def _one_batch(given: Any, features: int) -> None:
+    """Refuse features with batches of their own: there is no [batch, features * dim] of them."""
+    strides = _method(given, "stride_per_key")
+    counts = sorted({int(n) for n in strides}) if strides is not None else []
+    bags = given.offsets().numel() - 1
+    fair = features > 0 and bags % features == 0
+    if len(counts) > 1 or not fair or (counts and counts[0] * features != bags):
+        raise UsageError(
+            f"{features} features have {bags} bags, {counts or 'not the same number'} of each",
+            "give features of one batch size, or a bag for each feature",
+        )
+
+
 def token(given: Any) -> torch.Tensor:
     """The tensor by which a batch is known again."""
     found: torch.Tensor = given.values() if is_jagged(given) else given
@@ -82,6 +95,7 @@ def bags(
             raise UsageError("jagged ids come with their offsets", "leave offsets and lengths out")
         keys = _method(given, "keys")
         features = len(keys) if keys is not None else 1
+        _one_batch(given, features)
         own = _method(given, "weights_or_none")
         weights = own if weights is None else weights
         offsets, given, include_last_offset = given.offsets(), given.values(), True

@@ -42,6 +42,7 @@ class _Dynamic(nn.Module):
         """
         options: of the store, or the number of values per row and the rest by default.
         name: of the store; `evener.embedding.Store.find(name)` and TensorFlow see the same rows.
+            Modules of one name share a table, and must be made with the same arguments.
         device: where ids and values are. Rows are in host memory.
         padding_idx: a key that is no key: its values are 0, and it gets no row.
         cache_rows: this many hot rows are kept and stepped on `device`.
@@ -64,7 +65,7 @@ class _Dynamic(nn.Module):
         options = Options(options) if isinstance(options, int) else options
         if storage is not None:
             options = dataclasses.replace(options, tier=storage)
-        self.table = Table(
+        self.table = Table.named(
             options,
             name,
             device=torch.device(device),
@@ -128,7 +129,7 @@ class _Dynamic(nn.Module):
             )
         numbers = torch.as_tensor(self.table.store.intern(flat, insert=self._train()))
         numbers = numbers.to(self.table.device)
-        return numbers.view(len(rows), -1) if nested else numbers
+        return numbers.view(len(rows), len(rows[0])) if nested else numbers
 
     def _rows(self, given: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Values, and where each id is in them (None: in their order)."""
@@ -189,7 +190,7 @@ class DynamicEmbedding(_Dynamic):
             at = (torch.cumsum(keep, 0) - 1).clamp_(min=0)
             rows = values[at] if values.shape[0] else values.new_zeros(keep.numel(), self.table.dim)
             values = torch.where(keep.unsqueeze(1), rows, torch.zeros_like(rows))
-        return values.view(*ids.shape, self.table.dim)
+        return values.reshape(*ids.shape, self.table.dim)
 
     def prefetch(self, input: Any) -> None:
         """Begin to fetch the rows of the next training batch, while this one trains.
@@ -254,7 +255,8 @@ class DynamicEmbeddingBag(_Dynamic):
         if found.keys == 1:
             return pooled
         batch = found.count // found.keys
-        return pooled.view(found.keys, batch, -1).transpose(0, 1).reshape(batch, -1)
+        dim = self.table.dim
+        return pooled.view(found.keys, batch, dim).transpose(0, 1).reshape(batch, found.keys * dim)
 
     def _bags(
         self,
@@ -275,7 +277,7 @@ class DynamicEmbeddingBag(_Dynamic):
     def _pool(self, values: torch.Tensor, inverse: torch.Tensor | None, of: Bags) -> torch.Tensor:
         weights = None if of.weights is None else of.weights.to(values.device, values.dtype)
         if inverse is None and of.length:
-            rows = values.view(of.count, of.length, -1)
+            rows = values.view(of.count, of.length, self.table.dim)
             if weights is not None:
                 rows = rows * weights.view(of.count, of.length, 1)
             return rows.sum(1) if self.mode == "sum" else rows.mean(1)

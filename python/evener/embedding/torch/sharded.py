@@ -199,6 +199,12 @@ class Sharded:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._groups.control.handle)
         return float(told)
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each rank gave, in the order of `place`."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, (self.place, data), group=self._groups.control.handle)
+        return [part for _, part in sorted(found, key=lambda each: int(each[0]))]
+
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' numbers (float64, on the CPU)."""
         numbers = numbers.clone()

@@ -6,14 +6,20 @@ what holds for a dense parameter holds here: several backward passes add up, gra
 clipped and unscaled before the step, and a step that is skipped leaves nothing changed. `fused`
 tables step at the end of each backward pass instead.
 
-Backward passes end in one place (`_Backward`), where tables are taken in the order in which they
-were made: so all ranks exchange in the same order, whatever order autograd takes.
+Backward passes end in one place (`_Pass`), where tables are taken in the order in which they were
+made: so all ranks exchange in the same order, whatever order autograd takes. A pass that ends with
+an error is forgotten with the gradients that it brought to `fused` tables.
+
+A name is one table: modules of one name share it, and a step is one step with the sum of their
+gradients, as for a weight that two modules share.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,37 +54,105 @@ class _Ahead:
     way: Any = None
 
 
-class _Backward:
-    """The tables that the backward pass of a thread has touched."""
+class _Pass:
+    """One backward pass: the tables that it touched, and what fused ones got in it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._touched: dict[int, Table] = {}
+        self._tables: dict[int, Table] = {}
+        self._kept: list[tuple[Table, Any, torch.Tensor]] = []
 
-    def touch(self, table: Table) -> None:
+    def add(self, table: Table, way: Any, gradients: torch.Tensor) -> None:
         with self._lock:
-            if not self._touched:
+            self._tables[table.number] = table
+            if table.fused:
+                self._kept.append((table, way, gradients))
+                return
+        table.keep(way, gradients)
+
+    def end(self) -> None:
+        """All gradients are here. Collective if a table is sharded."""
+        tables = [table for _, table in sorted(self._tables.items())]
+        for table, way, gradients in self._kept:
+            table.keep(way, gradients)
+        ready = [table for table in tables if table._exchanges]
+        for table in ready:
+            table.exchange()
+        fused = [table for table in ready if table.fused]
+        try:
+            # The store refuses a gradient that is not finite; with several tables or ranks nothing
+            # may have been changed before it does.
+            for table in fused:
+                if len(fused) > 1 or table._sharded is not None:
+                    table.check()
+            for table in fused:
+                if table.waiting.pieces:
+                    table.apply(table.lr)
+                table.step += 1
+        finally:
+            for table in fused:
+                table.discard()
+
+
+class _Backward:
+    """The backward passes that run, by autograd's number.
+
+    The callback at the end of a pass owns it. Autograd drops the callbacks of a pass that fails, so
+    nothing of it is left for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+
+    def current(self) -> _Pass:
+        number = torch._C._current_graph_task_id()
+        with self._lock:
+            found = self._passes.get(number)
+            if found is None:
+                found = self._passes[number] = _Pass()
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._end)
-            self._touched[table.number] = table
-
-    def _end(self) -> None:
-        with self._lock:
-            touched, self._touched = self._touched, {}
-        for _, table in sorted(touched.items()):
-            table.end_of_backward()
+                engine.queue_callback(found.end)
+        return found
 
 
 _BACKWARD = _Backward()
+_TABLES: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 
 
 class Table:
     """One store as a torch program sees it. `step` is the number of the step that comes next."""
 
+    @classmethod
+    def named(cls, options: Options, name: str | None, **how: Any) -> Table:
+        """The table of this name, made if no module has it.
+
+        Raises UsageError where a module has it and wants something else.
+        """
+        number = next(_NUMBERS)
+        if name is None:
+            return cls(number, Store(f"embedding-{number}", options), **how)
+        store = Store(name, options)
+        for tidy in (False, True):
+            if tidy:
+                gc.collect()  # a module that nobody has is no module
+            there = _TABLES.get(name)
+            if there is None or not there._store.is_(store):
+                there = _TABLES[name] = cls(number, store, **how)
+                return there
+            if there.made == how:
+                return there
+        other = [key for key, value in how.items() if there.made[key] != value]
+        raise UsageError(
+            f"embedding {name!r} is there already with other "
+            + ", ".join(f"{key}={there.made[key]!r}" for key in other),
+            "give both modules the same arguments, or names of their own",
+        )
+
     def __init__(
         self,
-        options: Options,
-        name: str | None,
+        number: int,
+        store: Store,
         *,
         device: torch.device,
         cache_rows: int,
@@ -89,10 +163,19 @@ class Table:
         gradient_wire: str,
         average: bool,
     ) -> None:
-        self.number = next(_NUMBERS)
-        self.name = name or f"embedding-{self.number}"
-        self._store = Store(self.name, options)
-        self.options = as_options(options)
+        self.number, self.name = number, store.name
+        self.made = {
+            "device": device,
+            "cache_rows": cache_rows,
+            "fused": fused,
+            "shard": shard,
+            "group": group,
+            "wire": wire,
+            "gradient_wire": gradient_wire,
+            "average": average,
+        }
+        self._store = store
+        self.options = as_options(store.options)
         self.dim, self.lr = int(self._store.dim), float(self.options["optimizer"]["lr"])
         self.fused, self.average = fused, average
         self._wants_ranks, self._group = shard, group
@@ -107,7 +190,6 @@ class Table:
         self.waiting = Waiting(self.dim, device)
         # A rank whose own gradients are finite learns here that another's are not.
         self.overflow = Waiting(1, device)
-        self.waiting.owner = self.overflow.owner = self
         self.optimizer: Any = None
         self._local: list[tuple[Any, torch.Tensor]] = []
         self._exchanges = True
@@ -212,22 +294,12 @@ class Table:
                 self.rows.prefetch(bottom[0], step)
         self._ahead = ahead
 
-    def receive(self, way: Any, gradients: torch.Tensor) -> None:
-        """Gradients [n, dim] of a lookup, in its backward pass."""
+    def keep(self, way: Any, gradients: torch.Tensor) -> None:
+        """Gradients [n, dim] of a lookup wait from here on."""
         if self.sharded is None:
             self.waiting.receive(way, gradients)
         else:
             self._local.append((way, gradients))
-        _BACKWARD.touch(self)
-
-    def end_of_backward(self) -> None:
-        """All gradients of a backward pass are here. Collective if sharded."""
-        if self._exchanges:
-            self.exchange()
-            if self.fused:
-                if self.waiting.pieces:
-                    self.apply(self.lr)
-                self.step += 1
 
     def exchange(self) -> None:
         """Bring gradients to the ranks that own the rows. Collective if sharded."""
@@ -331,5 +403,5 @@ class _Look(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> Any:
-        ctx.table.receive(ctx.way, gradients.float())
+        _BACKWARD.current().add(ctx.table, ctx.way, gradients.float())
         return None, None, None

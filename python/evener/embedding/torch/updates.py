@@ -77,12 +77,18 @@ def _sgd(o: dict[str, Any]) -> Update:
     return update
 
 
+def _joined(b: Batch, decay: float) -> torch.Tensor:
+    """The gradient with its part of the decay; the same bits where there is none."""
+    return b.g + b.w * decay if decay else b.g
+
+
 def _adagrad(o: dict[str, Any]) -> Update:
-    eps = rounded(o["eps"])
+    eps, decay = rounded(o["eps"]), rounded(o["weight_decay"])
 
     def update(b: Batch) -> tuple[torch.Tensor, ...]:
-        a = b.slots[0] + b.g * b.g
-        return b.w - b.g * b.lr / (_root(a) + eps), a
+        g = _joined(b, decay)
+        a = b.slots[0] + g * g
+        return b.w - g * b.lr / (_root(a) + eps), a
 
     return update
 
@@ -90,19 +96,23 @@ def _adagrad(o: dict[str, Any]) -> Update:
 def _adam(o: dict[str, Any], kind: str) -> Update:
     beta1, beta2, eps = (rounded(o[name]) for name in ("beta1", "beta2", "eps"))
     rest1, rest2 = float(_f(1) - _f(beta1)), float(_f(1) - _f(beta2))
+    hat = kind == "lazy_adam" or bool(o["eps_hat"])
+    joins = rounded(o["weight_decay"]) if kind == "adam" else 0.0
 
     def update(b: Batch) -> tuple[torch.Tensor, ...]:
         w, (m, v) = b.w, b.slots
         first, second = 1 - _power(beta1, b.t), 1 - _power(beta2, b.t)
         size, root = float(_f(b.lr / first)), float(_f(1 / float(np.sqrt(second))))
+        added = float(_f(eps / float(np.sqrt(second)))) if hat else eps
         if kind == "adam":
             m = m * _powers(beta1, b.absent).float().unsqueeze(1)
             v = v * _powers(beta2, b.absent).float().unsqueeze(1)
         if kind == "adam_w":
             w = w * float(_f(1) - _f(b.lr) * _f(o["weight_decay"]))
-        m = m * beta1 + b.g * rest1
-        v = v * beta2 + (b.g * b.g) * rest2
-        return w - m * size / (_root(v) * root + eps), m, v
+        g = _joined(b, joins)
+        m = m * beta1 + g * rest1
+        v = v * beta2 + (g * g) * rest2
+        return w - m * size / (_root(v) * root + added), m, v
 
     return update
 

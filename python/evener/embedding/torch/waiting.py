@@ -43,13 +43,10 @@ class Waiting(nn.Parameter):
     """See the head of this file. `pieces`: (keys, gradients) in the order in which they came."""
 
     pieces: list[tuple[torch.Tensor, torch.Tensor]]
-    # The table that is stepped.
-    owner: Any
 
     def __new__(cls, dim: int, device: torch.device) -> Waiting:
         made = torch.Tensor._make_subclass(cls, torch.empty(0, dim, device=device), True)
         made.pieces = []
-        made.owner = None
         return made
 
     def receive(self, keys: torch.Tensor, gradients: torch.Tensor) -> None:
