@@ -59,7 +59,7 @@ def _derived(optimizer: Any, mixin: type) -> Any:
 
 
 @functools.cache
-def _class(own: type, mixin: type) -> type:
+def _class(own: Any, mixin: Any) -> type:
     # The same name, as of the module: Keras writes both into saved models.
     return type(own.__name__, (mixin, own), {"__module__": own.__module__})
 
@@ -80,12 +80,12 @@ def store_optimizer(optimizer: Any, variable: Any = None) -> dict[str, Any] | No
     argument of the optimizer has no match.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        rules, steps = _V1_RULES, ("_resource_apply_dense", "_resource_apply_sparse")
-        module = tf.compat.v1.train
+        rules, module = _V1_RULES, tf.compat.v1.train
+        steps = ["_resource_apply_dense", "_resource_apply_sparse"]
     else:
         import keras
 
-        rules, steps, module = _KERAS_RULES, ("update_step",), keras.optimizers
+        rules, steps, module = _KERAS_RULES, ["update_step"], keras.optimizers
     for name, options in rules.items():
         known = getattr(module, name)
         # A class derived from a known one may do another step.
