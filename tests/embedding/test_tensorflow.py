@@ -48,6 +48,39 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: "\n".join(bad) for name, bad in found.items()}
 
 
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
+
+sys.meta_path.insert(0, Refuse())
+import evener.embedding.tensorflow as de
+import evener.embedding.tensorflow.keras, evener.compile.tensorflow, evener.precision.keras
+
+table = de.get_variable("table", 1.0, dim=2)
+assert table.lookup([5]).numpy().tolist() == [[1.0, 1.0]]
+print("no torch")
+"""
+
+
+@pytest.mark.timeout(200)
+def test_it_works_where_no_torch_is() -> None:
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("TensorFlow is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.stdout.strip() == "no torch", done.stderr[-2000:]
+
+
 @pytest.mark.timeout(600)  # the first one waits for all of them
 @pytest.mark.parametrize("name", NAMES)
 def test_inside_tensorflow(name: str, outcomes: dict[str, str]) -> None:

@@ -8,7 +8,6 @@ loss scales, schedules of the learning rate) it does to these too.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +57,16 @@ def _derived(optimizer: Any, mixin: type) -> Any:
     return optimizer
 
 
-@functools.cache
-def _class(own: type, mixin: type) -> type:
-    # The same name, as of the module: Keras writes both into saved models.
-    return type(own.__name__, (mixin, own), {"__module__": own.__module__})
+_classes: dict[tuple[Any, Any], Any] = {}
+
+
+def _class(own: Any, mixin: Any) -> Any:
+    """The class of optimizers `own` that train tables too; one for each."""
+    if (own, mixin) not in _classes:
+        # The same name, as of the module: Keras writes both into saved models.
+        made = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+        _classes[own, mixin] = made
+    return _classes[own, mixin]
 
 
 def register() -> None:
@@ -80,12 +85,12 @@ def store_optimizer(optimizer: Any, variable: Any = None) -> dict[str, Any] | No
     argument of the optimizer has no match.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        rules, steps = _V1_RULES, ("_resource_apply_dense", "_resource_apply_sparse")
-        module = tf.compat.v1.train
+        rules, module = _V1_RULES, tf.compat.v1.train
+        steps = ["_resource_apply_dense", "_resource_apply_sparse"]
     else:
         import keras
 
-        rules, steps, module = _KERAS_RULES, ("update_step",), keras.optimizers
+        rules, steps, module = _KERAS_RULES, ["update_step"], keras.optimizers
     for name, options in rules.items():
         known = getattr(module, name)
         # A class derived from a known one may do another step.
@@ -264,11 +269,11 @@ class _Keras:
             grads = list(grads)
             if scale is not None:
                 grads = [_scaled(gradient, 1.0 / scale) for gradient in grads]
-            variables = trainable_variables
-            if variables is None:
-                variables = getattr(self, "_trainable_variables", [])
+            if trainable_variables is not None:
+                trainable_variables = list(trainable_variables)
+            variables = trainable_variables or getattr(self, "_trainable_variables", [])
             # A step that a store refuses has changed nothing: neither other tables nor weights.
-            with tf.control_dependencies(_finite(grads, list(variables))):
+            with tf.control_dependencies(_finite(grads, variables)):
                 return super().apply(grads, trainable_variables)  # type: ignore[misc]
         finally:
             self.loss_scale_factor = scale
