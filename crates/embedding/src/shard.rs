@@ -97,7 +97,7 @@ pub struct Shard {
     pub filter: Filter,
     /// Keys that were removed since the last file of the chain.
     pub removed: Vec<i64>,
-    /// There were so many that all rows are less to write: `removed` is given up.
+    /// There were more than writing all rows would cost: `removed` is given up.
     pub untold: bool,
     /// Set while a snapshot waits to read this shard.
     pub saving: Option<Saving>,

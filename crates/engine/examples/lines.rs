@@ -6,7 +6,7 @@
 //!
 //! Both are told the same on their standard input, a line each, and answer each job with a line of JSON:
 //!
-//!     job ll|ll128 BYTES LINES SEED      messages of up to so many bytes, so many lines of 128 in all
+//!     job ll|ll128 BYTES LINES SEED      messages of up to BYTES, LINES lines of 128 bytes in all
 //!     faults [any-cut] [any-order] [by-kernel]      mistakes that are made from here on, and no others
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a bench may panic")]

@@ -43,15 +43,15 @@ const GREETING_TIME: Duration = Duration::from_secs(2);
 /// A dial of a port that was used before is given up after this long, another after twice as long.
 const DIAL_TIME: Duration = Duration::from_millis(500);
 const UNSERVED: Duration = Duration::from_secs(2);
-/// A process has ended when its host has refused every dial for so long, and so many of them, while no
-/// path was left: it listens from its start to its end. A network that is cut refuses nothing.
+/// A process has ended when its host has refused every dial for this long, and this many of them, while
+/// no path was left: it listens from its start to its end. A network that is cut refuses nothing.
 const ENDED: (Duration, u32) = (Duration::from_millis(500), 3);
 /// Between two looks at what the paths delivered.
 const MEASURE: Duration = Duration::from_millis(100);
 /// A peer without comms is dialled for this long after it was first heard of.
 const FRESH: Duration = Duration::from_secs(5);
-/// After so many paths in a row that carried nothing but small packets, the network may swallow large ones
-/// without a word: new connections have segments that every network carries.
+/// After this many paths in a row that carried nothing but small packets, the network may swallow large
+/// ones without a word: new connections have segments that every network carries.
 const FRUITLESS: u32 = 3;
 /// Bytes of those: the least MTU of IPv6, 1280, less the headers of IPv6 and TCP.
 const SMALL: u32 = 1200;

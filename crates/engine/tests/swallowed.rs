@@ -18,8 +18,7 @@ mod common;
 #[path = "../../xdp/tests/nodes/mod.rs"]
 mod nodes;
 
-/// What comes to TCP sockets of this process, with more than so many bytes behind the IP header, is
-/// dropped.
+/// Drops what comes to TCP sockets of this process with more than this many bytes behind the IP header.
 fn swallow(most: u32) {
     const LOAD_LENGTH: u16 = 0x80;
     const JUMP_IF_MORE: u16 = 0x25;

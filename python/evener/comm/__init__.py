@@ -4,11 +4,13 @@ Start reading at `reducer` (what the front doors use), then `topology`, `buckets
 """
 
 __all__ = [
+    "agree",
     "buckets",
     "codecs",
     "errors",
     "exchange",
     "forms",
+    "frozen",
     "groups",
     "guard",
     "lookups",
@@ -21,6 +23,7 @@ __all__ = [
     "replicas",
     "state",
     "steps",
+    "total_norm",
     "transport",
     "watch",
     "wires",

@@ -2,7 +2,7 @@
 
 What is reduced is settled once, when a model is wrapped; `requires_grad` may change at any time
 after that. torch hands out the node that accumulates a gradient only while the parameter requires
-one, and the node then serves the parameter for as long as somebody holds it.
+one, and the node then serves the parameter for as long as anything holds it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How rows are shown to be independent of the padding before that is relied on. No framework.
 
 A function may run padded where what it gives for the real rows depends on them alone. Looking at
-one nearly full batch does not show that: a mean over 1,024 rows hardly changes with one row more.
+one nearly full batch does not show that: a mean over 1,024 rows changes little with one row more.
 So the check runs the function several times:
 
 - **Sizes.** The first rows of the call, as few as one of them, padded up to the edge, beside the

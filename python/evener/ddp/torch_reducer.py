@@ -105,7 +105,7 @@ class OwnReducer:
         """A backward has brought a gradient: where it is reduced, go on when it has ended."""
         if self.expects:
             self.expects = False
-            # Behind what DDP has queued for that moment, and will have until then.
+            # Behind what DDP has queued for that moment, and will have queued by it.
             queue = Variable._execution_engine.queue_callback
             queue(lambda: queue(self._reduced))
 

@@ -217,7 +217,7 @@ pub fn set_paced(fd: RawFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Segments have at most so many bytes, either way: to be set before it connects.
+/// The most bytes of a segment, either way: to be set before it connects.
 pub fn set_most_segment(fd: RawFd, bytes: u32) -> io::Result<()> {
     set_option(
         fd,

@@ -62,7 +62,7 @@ def watch(overlap: StepOverlap) -> None:
         torch.autograd._engine_run_backward = _backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
         for module, name in _transforms():
             setattr(module, name, _first(getattr(module, name), "torch.func"))
-        eval_frame._maybe_set_eval_frame = _compiled(eval_frame._maybe_set_eval_frame)  # type: ignore[assignment]
+        eval_frame._maybe_set_eval_frame = _compiled(eval_frame._maybe_set_eval_frame)
         atexit.register(_at_exit)
 
 
@@ -76,7 +76,7 @@ def refusal() -> str:
 def within() -> bool:
     """Whether a transform of torch.func or compiled code is running: nothing is deferred there."""
     functorch: Any = torch._C._functorch
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined]
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
     return functorch.peek_interpreter_stack() is not None or callable(callback)
 
 

@@ -28,7 +28,7 @@ use crate::udp::signals::{self, Signals};
 
 /// After a socket could not be opened no other is for so long.
 const OPEN_AGAIN: Duration = Duration::from_secs(1);
-/// A peer has ended when it was silent for so long, and so many packets to it were refused.
+/// A peer has ended when it was silent for this long, and this many packets to it were refused.
 const MISSED: (Duration, u32) = (Duration::from_secs(2), 2);
 /// Most addresses of the peer that packets are sent to.
 const MOST_REMOTES: usize = 16;
