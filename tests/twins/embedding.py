@@ -48,6 +48,7 @@ from evener.embedding.torch import (
     load,
     save,
 )
+from evener.embedding.torch import state as table_state
 from evener.embedding.torch.modules import DynamicEmbeddingBag as Bag
 from evener.embedding.torch.table import Table, _Backward, _Pass
 from evener.errors import UsageError
@@ -511,13 +512,13 @@ class Run:
         parts: list[bytes] = []
         for place, rank in enumerate(ranks):
             rank.table._sharded = Shards(place, size, parts) if size > 1 else None
-            checkpoint._restore(rank.table, one)
+            table_state.restore(rank.table, one)
             rank.table.step = self.table.step
         parts += [rank.store.save_bytes() for rank in ranks]
         if way == "parts":
-            checkpoint._restore(self.table, parts)
+            table_state.restore(self.table, parts)
         else:  # torch.distributed.checkpoint: one rank's value of a name is kept
-            states = [checkpoint.state(rank.table, rows=True) for rank in ranks]
+            states = [table_state.state(rank.table, rows=True) for rank in ranks]
             for state in states:
                 state["snapshot"].__create_write_items__("rows", state["snapshot"])
             data = io.BytesIO()
@@ -525,7 +526,7 @@ class Run:
             found = torch.load(io.BytesIO(data.getvalue()), weights_only=False)
             if not isinstance(found["snapshot"], dict):
                 found |= {"place": 0, "size": 1}
-            checkpoint.set_state(self.table, found)
+            table_state.set_state(self.table, found)
         saved = self.right.saved()
         self.right.load(saved)
 
@@ -709,7 +710,7 @@ FAULTS: dict[str, Any] = {
     ),
     "checkpoints are in the chain of deltas": _one_chain,
     "torch.distributed.checkpoint keeps one rank's rows": lambda: mock.patch.object(
-        checkpoint.RankRows, "__create_write_items__", _own_rows
+        table_state.RankRows, "__create_write_items__", _own_rows
     ),
     "a failed backward pass stays": _old_pass,
     "modules of one name step each": lambda: mock.patch.object(

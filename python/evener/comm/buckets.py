@@ -39,8 +39,8 @@ _LAST_BYTES = 1 << 20
 _TAPER = 4
 # A bucket is at most as large as all before it, from this on: the network has something early.
 _FIRST_BYTES = 25 << 20
-# A thread of Gloo's lets go of a tensor just after it has said that it is done: this often the holders
-# are counted again, with this many seconds between.
+# A thread of Gloo's lets go of a tensor just after it has said that it is done: this often the
+# holders are counted again, with this many seconds between.
 _LOOKS, _BETWEEN = 10, 2e-4
 
 

@@ -313,7 +313,8 @@ class Function(Bucketed[_Call]):
 
     def _check(self, made_by: Callable[..., Any], call: _Call, size: int, edge: int) -> list[bool]:
         """Which outputs are cut. Raises WrongError where a real row depends on the padding."""
-        seed, cut = _random_state(), []
+        seed = _random_state()
+        cut: list[bool] = []
         for number, n in enumerate(independence.sizes(size, edge)):
             short = self._first(call, n)
             _set_random_state(seed)

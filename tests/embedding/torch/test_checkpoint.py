@@ -14,10 +14,10 @@ from evener.embedding import Adam, Bloom, Counter, Options, Sgd, Store, forget, 
 from evener.embedding.torch import (
     DynamicEmbedding,
     DynamicOptimizer,
-    checkpoint,
     load,
     save,
 )
+from evener.embedding.torch import state as table_state
 from evener.errors import UsageError
 from tests import worlds
 
@@ -264,7 +264,7 @@ def test_counts_of_admission_come_to_other_ranks(
         model.items.store.apply(mine, np.zeros((len(mine), DIM), np.float32), 2)
     parts = [model.items.store.save_bytes() for model in before]
     for place, model in enumerate(after):
-        checkpoint._restore(model.items.table, parts)
+        table_state.restore(model.items.table, parts)
         model.items.store.lookup(keys[keys % len(after) == place], 3)
     assert sum(len(model.items.store) for model in after) == 400
 

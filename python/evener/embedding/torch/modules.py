@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
 from evener.embedding import Options, SsdTier, Store
-from evener.embedding.torch import checkpoint
+from evener.embedding.torch import state as states
 from evener.embedding.torch.cache import CachedRows, CacheStats
 from evener.embedding.torch.inputs import Bags, bags, check_ids, is_jagged, token
 from evener.embedding.torch.table import Table
@@ -145,11 +145,11 @@ class _Dynamic(nn.Module):
 
     def get_extra_state(self) -> Any:
         """What `state_dict()` holds: the rows of this rank, slots and counts included."""
-        return checkpoint.state(self.table, rows=self.in_state_dict)
+        return states.state(self.table, rows=self.in_state_dict)
 
     def set_extra_state(self, state: Any) -> None:
         """From `load_state_dict`. Raises UsageError for another table's, with nothing changed."""
-        checkpoint.set_state(self.table, state)
+        states.set_state(self.table, state)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise UsageError(

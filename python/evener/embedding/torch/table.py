@@ -123,6 +123,12 @@ _TABLES: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
 class Table:
     """One store as a torch program sees it. `step` is the number of the step that comes next."""
 
+    @staticmethod
+    def _there(name: str, store: Store) -> Table | None:
+        """The table that modules of this name have, where it is of this very store."""
+        there = _TABLES.get(name)
+        return there if there is not None and there._store.is_(store) else None
+
     @classmethod
     def named(cls, options: Options, name: str | None, **how: Any) -> Table:
         """The table of this name, made if no module has it.
@@ -133,15 +139,14 @@ class Table:
         if name is None:
             return cls(number, Store(f"embedding-{number}", options), **how)
         store = Store(name, options)
-        for tidy in (False, True):
-            if tidy:
-                gc.collect()  # a module that nobody has is no module
-            there = _TABLES.get(name)
-            if there is None or not there._store.is_(store):
-                there = _TABLES[name] = cls(number, store, **how)
-                return there
-            if there.made == how:
-                return there
+        there = cls._there(name, store)
+        if there is not None and there.made != how:
+            gc.collect()  # a module that nobody has is no module
+            there = cls._there(name, store)
+        if there is None:
+            there = _TABLES[name] = cls(number, store, **how)
+        if there.made == how:
+            return there
         other = [key for key, value in how.items() if there.made[key] != value]
         raise UsageError(
             f"embedding {name!r} is there already with other "
