@@ -29,6 +29,9 @@ class Owner:
     def began(self) -> None:
         self.began_count += 1
 
+    def begins(self) -> None:
+        pass
+
     def special(self) -> tuple[int, ...] | None:
         return None
 

@@ -421,6 +421,25 @@ def test_blocks_that_are_compiled_give_the_same_bits() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_whole_model_that_is_compiled_trains_as_it_is(when: str) -> None:
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        if compiled and when == "before":
+            model.compile(backend="aot_eager")
+        engine = start(model)
+        if compiled and when == "after":
+            engine.module.compile(backend="aot_eager")
+        for tokens in batches(3):
+            engine.backward(loss_of(engine, tokens))
+            engine.step()
+        ends.append({name: value.clone() for name, value in weights(engine).items()})
+        engine.close()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 def offloaded(model: Model) -> zero.Engine:
     """Inputs of recomputed blocks go to the host."""
     evener = {"checkpointing": "offload", "budget": {"gpu": "1GB", "host": "4GB"}}

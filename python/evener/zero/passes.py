@@ -104,7 +104,8 @@ class Passes:
         """Inputs of calls, by `id`, which is another tensor's once this one is gone."""
         self._live: list[_Live] = []
         self._home: dict[nn.Parameter, tuple[Chunk, int, _Live]] = {}
-        self._hooks: list[Any] = [model.register_forward_pre_hook(lambda *_: self._begin())]
+        begin = torch.compiler.disable(lambda *_: self._begin())
+        self._hooks: list[Any] = [model.register_forward_pre_hook(begin)]
         self._wrapped: list[tuple[nn.Module, Any, Any]] = []
         for index, (unit, chunks) in enumerate(units):
             live = _Live(unit, index, chunks)
