@@ -241,13 +241,14 @@ class Function(Bucketed[_Call]):
         """Never: see the head of this file. Looks once per mode at what a call leaves behind."""
         mode = str(self._module.training) if self._module is not None else ""
         if mode not in self._looked:
-            self._looked.add(mode)
             before = _random_state()
             call = self._kept(call)
             tensors = [x for x in call.leaves if isinstance(x, torch.Tensor)]
             versions = [x._version for x in tensors]
-            with torch.no_grad(), self._restored() as changed:
+            # The call itself raises what the function raises; this look leaves nothing behind.
+            with torch.no_grad(), self._restored() as changed, contextlib.suppress(Exception):
                 self._plain(call)
+                self._looked.add(mode)
             _set_random_state(before)
             if changed:
                 self._changes = changed[0]
