@@ -366,7 +366,7 @@ def test_a_pcie_link_below_its_width(tmp_path: Path) -> None:
 def test_every_finding_is_in_the_catalogue() -> None:
     import re
 
-    folder = Path(__file__).parents[2] / "python" / "evener" / "analyze" / "findings"
+    folder = Path(__file__).parents[2] / "python" / "evener" / "tools" / "analyze" / "findings"
     text = "".join(path.read_text() for path in folder.glob("*.py"))
     subjects = "cause|run|correctness|fabric|rails|network|rings|settings|host|bandwidth|coverage"
     written = set(re.findall(rf'"((?:{subjects})\.[a-z0-9-]+)"', text))

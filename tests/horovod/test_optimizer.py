@@ -156,17 +156,17 @@ def plans(rank: int, size: int) -> list[tuple[tuple[str, ...], bool, int]]:
         planner = optimizer._steps.planner
         same(model, reference(size, 8, passes), 2e-3)
         forms = {choice.form for choice in planner.decision.choices}
-        assert forms <= {"exact", "fp16"} and planner.decision.step_ms > 0
+        assert forms <= {"exact", "bf16"} and planner.decision.step_ms > 0
         found.append((planner.forms, planner.decision.overlap, planned))
         del optimizer
     return found
 
 
 @pytest.mark.parametrize("shape", [[1, 1], [2, 2], [2, 1]])
-def test_a_planner_decides_in_the_fourth_step_and_training_is_the_same(shape: list[int]) -> None:
+def test_a_planner_decides_in_the_fifth_step_and_training_is_the_same(shape: list[int]) -> None:
     env = TWO_LEVELS if shape[0] == 2 else {}
     found = worlds.run(shape, plans, env=env)
-    assert found == [[(("exact", "fp16"), False, 5)] * 2] * sum(shape)
+    assert found == [[(("exact", "bf16"), False, 4)] * 2] * sum(shape)
 
 
 def habits(rank: int, size: int) -> None:

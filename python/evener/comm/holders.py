@@ -20,7 +20,9 @@ Counts = tuple[int, int, int]
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """How many tensors lie in this tensor's memory, by torch's count."""
+    """How many tensors lie in this tensor's memory, by torch's count; 0 for a sparse one."""
+    if tensor.layout is not torch.strided:
+        return 0
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))
 

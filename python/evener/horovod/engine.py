@@ -40,7 +40,7 @@ from evener.base.log import logger
 from evener.comm.world import contact, rendezvous
 from evener.comm.world.ranks import Ranks
 from evener.comm.world.world import World
-from evener.horovod import kinds
+from evener.horovod import dtypes, kinds
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.steps import Steps
 from evener.horovod.timeline import Timeline
@@ -280,7 +280,7 @@ class Engine:
             entry.ready = torch.cuda.current_stream(inputs[0].device).record_event()
         labels = entry.labels or itertools.repeat("")
         tensors: list[tuple[int, Sequence[int], str]] = [
-            (kinds.DTYPE_NUMBERS[tensor.dtype], tensor.shape, label)
+            (dtypes.DTYPE_NUMBERS[tensor.dtype], tensor.shape, label)
             for tensor, label in zip(inputs, labels, strict=False)
         ]
         taken = self._negotiator.submit(
@@ -346,7 +346,7 @@ class Engine:
         try:
             found = self._negotiator.quick(
                 name,
-                kinds.DTYPE_NUMBERS[source.dtype],
+                dtypes.DTYPE_NUMBERS[source.dtype],
                 source.shape,
                 source.is_cuda,
                 op,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _unflatten_dense_tensors
 
-from evener.horovod import kinds
+from evener.horovod import dtypes, kinds
 from evener.horovod.adasum import adasum
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
 
@@ -222,7 +222,7 @@ class Executor:
                 if entry is None:
                     device = self._device(answer)
                     for number, shape, _ in answer.tensors:
-                        zeros = torch.zeros(shape, dtype=kinds.DTYPES[number], device=device)
+                        zeros = torch.zeros(shape, dtype=dtypes.DTYPES[number], device=device)
                         sources.append(zeros)
                         targets.append(zeros)
                 else:
@@ -317,7 +317,7 @@ class Executor:
         if entry is None:
             device = self._device(answer)
             inputs = [
-                torch.zeros(shape, dtype=kinds.DTYPES[number], device=device)
+                torch.zeros(shape, dtype=dtypes.DTYPES[number], device=device)
                 for number, shape, _ in answer.tensors
             ]
             outputs: Sequence[torch.Tensor] = inputs

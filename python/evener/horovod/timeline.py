@@ -119,11 +119,13 @@ class Timeline:
 
     def end(self, answers: Sequence[Answer]) -> None:
         """They are done."""
+        from evener.horovod import dtypes  # imports torch, which horovod.tensorflow does without
+
         with self._lock:
             for answer in answers:
                 algorithm = self._doing.get(answer.name, "")
                 self._close(answer.name)
-                tensors = [(kinds.DTYPES[number], shape) for number, shape, _ in answer.tensors]
+                tensors = [(dtypes.DTYPES[number], shape) for number, shape, _ in answer.tensors]
                 size = sum(_elements(shape) * dtype.itemsize for dtype, shape in tensors)
                 args = {
                     "dtype": str(tensors[0][0]) if tensors else "",

@@ -69,10 +69,16 @@ class Costs:
         forward, inner, weight, saved = profile.at(rows)
         across, back = cut_bytes(captured, rows)
         seconds = forward + inner + weight
+        uses = parameter_uses(captured)
+        # Both sides of a cut have something to train: on a slow network the rest of a loss alone
+        # would be the cheapest stage, and its rank would do nothing.
+        trained = [k for _, at in uses for k in at] or [0, len(captured.ops)]
+        free = [
+            k for k in candidates(captured, seconds, across) if min(trained) < k <= max(trained)
+        ]
         return cls(
-            forward, inner, weight, saved, across, back,
-            [0, *candidates(captured, seconds, across), len(captured.ops)],
-            parameter_uses(captured), states, recompute,
+            forward, inner, weight, saved, across, back, [0, *free, len(captured.ops)],
+            uses, states, recompute,
         )  # fmt: skip
 
     def total(self) -> Floats:

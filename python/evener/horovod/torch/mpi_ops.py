@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from evener.horovod import kinds
+from evener.horovod import dtypes, kinds
 from evener.horovod.common import util
 from evener.horovod.common.basics import HorovodBasics
 from evener.horovod.common.exceptions import HorovodInternalError
@@ -361,7 +361,7 @@ def broadcast_many(
     for device in dict.fromkeys(tensor.device for _, tensor in tensors):
         mine = [(name, tensor) for name, tensor in tensors if tensor.device == device]
         for name, tensor in mine:
-            if tensor.dtype not in kinds.DTYPE_NUMBERS:
+            if tensor.dtype not in dtypes.DTYPE_NUMBERS:
                 raise ValueError(f"{name}: tensor type {tensor.type()} is not supported.")
         handles.append(
             start.broadcast(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from evener._native import Answer
-from evener.horovod import kinds
+from evener.horovod import dtypes, kinds
 from evener.horovod.common.exceptions import HorovodInternalError
 from evener.horovod.common.process_sets import ProcessSet, global_process_set
 from evener.horovod.common.reductions import Adasum, Average, Max, Min, Product, Sum
@@ -47,7 +47,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"Tensor type {tensor.type()} is not supported; use hvd.sparse_allreduce_async"
         )
-    if tensor.dtype not in kinds.DTYPE_NUMBERS:
+    if tensor.dtype not in dtypes.DTYPE_NUMBERS:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
