@@ -255,7 +255,7 @@ class Boundary:
         # What torch.compile makes of a whole model would hold weights that come and go, so a pass
         # runs as it is. `compile` of the configuration compiles each block, inside of its hooks.
         @functools.wraps(self.inner)  # generation looks at the names of its arguments
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._forward(*args, **kwargs)
 
