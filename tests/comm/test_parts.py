@@ -419,7 +419,7 @@ def plan(rank: int, size: int, early: bool) -> dict[str, Any]:
     each = 20.0 / (SYMBOLS * WIDTH * 4)
     costs = Costs(
         2, 1, Curve(()), Curve(()),
-        {"exact": Curve.line(0.1, 2 * each), "fp16": Curve.line(0.1, each)},
+        {"exact": Curve.line(0.1, 2 * each), "bf16": Curve.line(0.1, each)},
     )  # fmt: skip
     steps.planner._measure = lambda _: costs
     inner, measured = steps._profiled, []

@@ -352,8 +352,11 @@ class Reducer:
     def _leave_alone(self) -> None:
         """Gradients that stay as they are must not lie where this step's results come in."""
         for index in self.left_alone:
-            gradient = self.parameters[index].grad
-            if gradient is self.buckets.views[index]:
+            gradient, part = self.parameters[index].grad, self.parts.of.get(index)
+            # One that is taken apart gives its gradient away when it leaves.
+            leaves = part is not None and not part.sent and gradient is not None
+            if gradient is self.buckets.views[index] or leaves:
+                assert gradient is not None
                 self._kept[index], self._as_it_was[index] = gradient, gradient.clone()
                 self.gradients_seen = True
 
@@ -398,7 +401,8 @@ class Reducer:
 
     def _adopt(self, unused: frozenset[int]) -> None:
         for index, parameter in enumerate(self.parameters):
-            keeps = index in unused and not (index in self.parts.of and self.parts.of[index].had)
+            left = index in self.parts.of and self.parts.of[index].had
+            keeps = index in unused and (index in self._as_it_was or not left)
             if (kept := self._kept.get(index)) is not None:
                 result = self._as_it_was.get(index) if keeps else self.buckets.views[index]
                 if result is not None:
