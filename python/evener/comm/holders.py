@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,14 +28,26 @@ def memory(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def is_kept(parameter: torch.Tensor, memory_too: bool = True) -> bool:
-    """Whether anybody but `parameter` holds its `grad`, or (`memory_too`) memory of it.
+def together(gradients: Iterable[torch.Tensor]) -> Counter[int]:
+    """How many of `gradients` lie in each piece of memory: cuDNN writes an LSTM's into one."""
+    dense = (g for g in gradients if g.layout is torch.strided)
+    return Counter(gradient.untyped_storage()._cdata for gradient in dense)
 
-    While its own hook runs, autograd holds some of that memory.
+
+def is_kept(parameter: torch.Tensor, here: Counter[int] | None) -> bool:
+    """Whether anybody but `parameter` holds its `grad`, or memory of it.
+
+    `here`: the gradients that lie `together`. None: memory is not looked at, because this
+    parameter's own hook runs, and autograd holds some of it.
     """
     references, users, tensors = _of_gradient(parameter)
     alone = _alone()
-    return references > alone[0] or users > alone[1] or (memory_too and tensors > alone[2])
+    if references > alone[0] or users > alone[1]:
+        return True
+    gradient: Any = parameter.grad
+    if here is None or gradient.layout is not torch.strided:
+        return False
+    return tensors > alone[2] + here[gradient.untyped_storage()._cdata] - 1
 
 
 def view_is_kept(views: list[torch.Tensor], index: int, is_gradient: bool) -> bool:

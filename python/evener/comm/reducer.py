@@ -227,11 +227,19 @@ class Reducer:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         kept = self._keep_views()
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None or parameter.grad is self.buckets.views[index]:
+        views = self.buckets.views
+        own = [
+            i
+            for i, p in enumerate(self.parameters)
+            if p.grad is not None and p.grad is not views[i]
+        ]
+        here = holders.together(self.parameters[i].grad for i in own)  # type: ignore[misc]
+        for index in own:
+            parameter = self.parameters[index]
+            if index in self.sparse:
                 continue
-            if index not in self.sparse and holders.is_kept(parameter, index != self._coming):
-                self._kept[index] = parameter.grad
+            if holders.is_kept(parameter, None if index == self._coming else here):
+                self._kept[index] = parameter.grad  # type: ignore[assignment]
         hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.parameters)
         self.gradients_seen = bool(kept or self._kept or hooked)
 
