@@ -168,7 +168,7 @@ def every_form(rank: int, size: int, dtype: str, real: bool) -> list[tuple[str, 
                 same = size == 2 and not wider
                 if same or (form in CARRIED and name == "weight" and step > 0 and not summed):
                     assert torch.equal(have, want), (form, name, step)
-                # Another order of sums, one rounding in place of several.
+                # Another order of sums, one rounding instead of several.
                 tolerance = 1e-3 if summed else TOLERANCE[NARROW.get(form, kind)]
                 worst = (have.double() - want.double()).abs().max().item()
                 assert worst <= tolerance * want.abs().max().item(), (form, name, step)

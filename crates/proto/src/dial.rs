@@ -456,7 +456,7 @@ impl Dialer {
         self.trial = Some(Trial { why, opened, from });
     }
 
-    /// Tries others in place of our slowest flow, if it lags behind.
+    /// Tries others instead of our slowest flow, if it lags behind.
     fn replace(&mut self, delivered: &[Delivered], now: Duration) {
         let mut rates: Vec<f64> = delivered.iter().map(|one| one.rate).collect();
         rates.sort_by(f64::total_cmp);

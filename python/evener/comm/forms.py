@@ -69,7 +69,7 @@ def require(name: object, what: str, *, besides: Iterable[str] = ()) -> str:
 
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
-    """What to write in place of `name`."""
+    """What to write instead of `name`."""
     allowed = tuple(allowed)
     near = difflib.get_close_matches(name.lower(), allowed, 1)
     choose = f"choose one of {', '.join(allowed)}"

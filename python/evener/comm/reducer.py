@@ -371,7 +371,7 @@ class Reducer:
         self.end_step()
 
     def defer(self) -> None:
-        """In place of `apply`: results stay on their way, `p.grad` is where they will land.
+        """Instead of `apply`: results stay on their way, `p.grad` is where they will land.
 
         Then `wait` for each bucket, and `end_step` once all have been waited for.
         """

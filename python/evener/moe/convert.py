@@ -42,7 +42,7 @@ def _refuse(name: str, module: nn.Module, why: str) -> UsageError:
 
 
 def _checked(name: str, module: Any) -> Experts:
-    """Ours in place of `module`, with its own parameters."""
+    """Our layer instead of `module`, with its own parameters."""
     for attribute, (needed, why) in _FORM.items():
         if getattr(module, attribute, needed) != needed:
             raise _refuse(name, module, f"{why} ({attribute}={not needed}), which ours cannot do")

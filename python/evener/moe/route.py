@@ -82,7 +82,7 @@ class Hop:
 
 
 def pack(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """Two tensors of as many rows > int32 [rows, words]: one collective in place of two."""
+    """Two tensors of as many rows > int32 [rows, words]: one collective instead of two."""
     parts = []
     for each in (x, more):
         whole = each.contiguous().view(torch.uint8)

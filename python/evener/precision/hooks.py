@@ -161,7 +161,7 @@ def _see_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _wide(out: Any) -> Any:
-    """With float32 in place of half, as losses want it."""
+    """With float32 instead of half, as losses want it."""
     halves = (torch.float16, torch.bfloat16)
     return pytree.tree_map(
         lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in halves else x, out

@@ -360,7 +360,7 @@ def initialize(
     (name, parameter) -> value: `model` may
     then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
     chunks on the accelerator), `away` (of those with states on the SSD, in the budget's folder) and
-    `streaming` (of states through the accelerator): in place of what is planned. A GPU budget in
+    `streaming` (of states through the accelerator): instead of what is planned. A GPU budget in
     bytes limits torch's allocator from here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """

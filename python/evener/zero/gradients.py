@@ -234,7 +234,7 @@ class Gradients:
             whole = torch.zeros(numel, dtype=dtype, device=where)
         # From here on until it is delivered, nothing but a norm is allocated.
         arrived, chunk.arrived = chunk.arrived, {}
-        # One operation in place of one for each parameter: blocks of many small ones are as slow
+        # One operation instead of one for each parameter: blocks of many small ones are as slow
         # as what is launched for them. What is not contiguous would be copied once more, all at
         # the same time: these go one by one.
         views: list[torch.Tensor] = []

@@ -41,7 +41,7 @@ class Data(torch.utils.data.Dataset):
 
 
 def accelerate(ddp: nn.Module) -> None:
-    """In place of what the door would choose on this network, which is no compression at all."""
+    """Instead of what the door would choose on this network, which is no compression at all."""
     if DOOR:
         import evener.ddp
 

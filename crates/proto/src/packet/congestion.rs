@@ -487,7 +487,7 @@ impl Congestion {
         self.sum(used);
     }
 
-    /// A path comes into use in place of another, whose window it takes, if that is not much.
+    /// A path comes into use instead of another, whose window it takes, if that is not much.
     pub fn replaced(&mut self, old: u8, new: u8, used: &[u8]) {
         let fair = self.total / used.len().max(1) as f64;
         let old = self.windows.get(usize::from(old));

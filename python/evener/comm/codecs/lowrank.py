@@ -7,7 +7,7 @@ residual) and a basis Q, [cols, r], from the step before:
     Q_i = M_i^T P             and all-reduced to Q
     result P Q^T,   residual M_i - P Q_i^T
 
-so r (rows + cols) numbers cross in place of rows * cols, and the sum of results and residuals is
+so r (rows + cols) numbers cross instead of rows * cols, and the sum of results and residuals is
 the sum of the M_i. (The paper subtracts P Q^T from each; the sum is the same, and this leaves
 smaller residuals where ranks differ.) Q is the next step's basis (warm start), brought to length 1.
 

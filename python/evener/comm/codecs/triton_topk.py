@@ -12,7 +12,7 @@
    are few. Where they are many, it counts them by stretch, and `_take_ties` writes them.
 
 Where fewer than k were noted, or more than there is room for (equal values: most of an embedding's
-gradient is 0), steps 3 and 4 read the whole residual in place of the notes, and `_settle` takes
+gradient is 0), steps 3 and 4 read the whole residual instead of the notes, and `_settle` takes
 what was sent out of it at the end. All of that is decided on the device, by kernels that return at
 once where they have nothing to do: nothing returns to the host, and the result is always exact.
 

@@ -66,7 +66,7 @@ class StepOverlap:
     """Defers `optimizer`'s updates of what `reducer` reduces.
 
     Its owner (a front door) calls `trace` and `forward_ended` around a forward and
-    `backward_ended` in place of the reducer's `flush` and `apply`. `finish` may be called at any
+    `backward_ended` instead of the reducer's `flush` and `apply`. `finish` may be called at any
     time, by anybody.
     """
 

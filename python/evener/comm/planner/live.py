@@ -66,7 +66,7 @@ Measure = Callable[[StepProfile], Costs]
 
 
 class Library(Protocol):
-    """The model's own reducer, that of torch, which can take the gradients in place of Evener's."""
+    """The model's own reducer, that of torch, which can take the gradients instead of Evener's."""
 
     on: str  # the form in which it does so now, or empty
 
@@ -95,7 +95,7 @@ class Planner:
         watch_every: int = WATCH_EVERY,
         trial_steps: int | None = None,
     ) -> None:
-        """`measure`: in place of the probe, for tests; collective as the probe is.
+        """`measure` replaces the probe in tests, and is collective as the probe is.
 
         `trial_steps`: in each window of a trial, 0: nothing is tried; None: EVENER_TRIAL_STEPS.
         """
