@@ -197,7 +197,7 @@ class Column:
         return 1.2533 * scatter / math.sqrt(len(self.steps))
 
     def checksum(self) -> str:
-        """Of all parameters."""
+        """Checksum of all parameters."""
         import torch
 
         digest = hashlib.blake2b(digest_size=16)

@@ -120,7 +120,7 @@ def adds_up(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_sum_over_a_transport(ranks: int) -> None:
-    """Of every length, in rank order, rounded once: the same bits everywhere."""
+    """Sums of every length, in rank order, rounded once: the same bits everywhere."""
     worlds.run([1] * ranks, adds_up)
 
 

@@ -32,7 +32,7 @@ class Owner(Protocol):
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """Of each bucket, by index."""
+        """The exchange of each bucket, by index."""
 
     @property
     def pending(self) -> bool:

@@ -54,7 +54,7 @@ class Owner(Protocol):
 
 
 class Departures:
-    """Of one reducer's buckets. `step`: what is said of the step that is under way."""
+    """How one reducer's buckets leave. `step`: what is known of the current step."""
 
     def __init__(self, reducer: Owner) -> None:
         self.step = Step()

@@ -60,7 +60,7 @@ class Exchange:
 
     @property
     def bytes(self) -> int:
-        """Of gradients that it stands for."""
+        """Bytes of the gradients that it stands for."""
         return self.bucket.bytes
 
     @property

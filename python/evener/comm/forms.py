@@ -48,7 +48,7 @@ def listed() -> tuple[Described, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """Of all forms, from the mildest to the harshest."""
+    """Names of all forms, from the mildest to the harshest."""
     return tuple(form.name for form in listed())
 
 

@@ -94,7 +94,7 @@ class Part:
 
 @dataclass
 class _Seen:
-    """Of a parameter in the first step: rows looked up, where in the order its layers' part came,
+    """What a parameter's first step shows: rows looked up, when its layers' part came,
     and what has come by the uses that are watched. `other`: there are others. `accumulates`:
     something was there before."""
 

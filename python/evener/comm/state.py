@@ -50,7 +50,7 @@ class Sent(Protocol):
         """Add what is finite of it to `residual` where `skipped` is 1; nothing where it is 0."""
 
     def let_go(self) -> None:
-        """Of its tensors, as the function of that name."""
+        """Let go of its tensors, as the function of that name does."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class SentEntries:
 
 @dataclass
 class ShardState:
-    """Of one bucket's shard on this rank. `steps`: compressed exchanges that it went through.
+    """State of a bucket's shard on this rank. `steps`: compressed exchanges it went through.
 
     `matrices`: which of its entries are rows of matrices; None: nobody said. `memory`: what a form
     remembers besides, which is no gradient, can be made anew, and is equal on all peers.

@@ -20,7 +20,7 @@ logger = logging.getLogger("evener.comm")
 
 
 class Unused:
-    """Of one reducer's parameters, whose `names` are in order."""
+    """Finds which of one reducer's parameters are unused. `names` are in order."""
 
     def __init__(self, names: Sequence[str], communicators: Communicators) -> None:
         # Whether all are expected to bring one, and have: then it is worth a warning, once.

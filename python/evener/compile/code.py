@@ -18,7 +18,7 @@ _KNOWN = {"builtins", "torch", "numpy", *sys.stdlib_module_names}
 
 
 def digest(function: Any, module: Any, versions: str) -> str:
-    """Of a function, or of a torch module's `forward`. versions: of what is not looked into."""
+    """Digest of a function, or a module's `forward`. versions: of what is not looked into."""
     walk = _Walk()
     walk.add("versions", versions, sys.version)
     if module is not None:
@@ -124,7 +124,7 @@ class _Walk:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Of globals, in nested functions too."""
+    """Names of globals, in nested functions too."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

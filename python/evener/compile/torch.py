@@ -530,7 +530,7 @@ def _near(p: torch.Tensor, m: torch.Tensor, noise: float = 0.0) -> bool:
 
 
 def _gradients(outputs: list[Any], inputs: list[Any]) -> list[torch.Tensor | None]:
-    """Of a sum of the outputs with weights, for all parameters and inputs; .grad stays as it is."""
+    """Gradients of a weighted sum of the outputs, for all parameters and inputs. Keeps .grad."""
     total, leaves = None, []
     for x in outputs:
         if isinstance(x, torch.Tensor) and x.requires_grad and x.dtype.is_floating_point:

@@ -42,7 +42,7 @@ def make_reducer(model: DistributedDataParallel, parameters: Sequence[torch.Tens
 
 
 class OwnReducer:
-    """Of one accelerated model: `evener.comm.planner.live.Library`. `on`: its form, or empty."""
+    """A model's own reducer: `evener.comm.planner.live.Library`. `on`: its form, or empty."""
 
     def __init__(self, model: AcceleratedDataParallel) -> None:
         self._model = weakref.ref(model)

@@ -32,7 +32,7 @@ _backward: Callable[..., None] | None = None
 
 
 class Hooks:
-    """Of one policy; `remove` takes them off.
+    """The hooks of one policy; `remove` takes them off.
 
     method: of the model, that is run in half precision. steps: whether the optimizer's `step`
     decides; if not, the caller of `decide` does.

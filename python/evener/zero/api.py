@@ -42,7 +42,7 @@ from evener.zero.vocabulary import find as find_head
 from evener.zero.weight import Weight
 
 Batch = tuple[int, int] | int
-"""Of a micro-batch: (sequences, tokens of each), or tokens."""
+"""Size of a micro-batch: (sequences, tokens of each), or tokens."""
 
 logger = logging.getLogger("evener.zero")
 
@@ -154,8 +154,8 @@ def _rehearsed(
 
 
 PASSES = 32
-"""Of Python's collector, at most: it ends with the first that finds nothing. A closed engine takes
-one or two; a graph that hooks hold together takes one per layer."""
+"""Most passes of Python's collector: it ends with the first that finds nothing. A closed engine
+takes one or two; a graph that hooks hold together takes one per layer."""
 
 
 def _beside(machine: Machine, device: devices.Device, model: nn.Module, call: Call) -> Machine:

@@ -59,7 +59,7 @@ class Between:
         self._step = 1
         self._strict = False
         self._form: dict[int, Form] = {}
-        """Of chunks that have fallen back."""
+        """Forms of chunks that have fallen back."""
         self._wires: dict[str, BlockWire] = {}
         self._owing: set[int] = set()
         self._measured: dict[int, torch.Tensor] = {}
@@ -226,7 +226,7 @@ class Between:
         sent: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> None:
-        """Of one piece, `before` as it was; that becomes the exact mean."""
+        """Measure one piece, `before` as it was; that becomes the exact mean."""
         owed = before.new_zeros((), dtype=torch.float64)
         owed = owed if residual is None else _dot(residual, residual)
         squares = [owed, _dot(before, before)]
@@ -279,7 +279,7 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _spans(chunk: Chunk, ranks: Ranks) -> Iterator[tuple[int, int]]:
-    """Of each parameter of the chunk: its elements in this rank's share, low >= high for none."""
+    """Each parameter's elements in this rank's share of the chunk, low >= high for none."""
     share = chunk.states.weights.numel()
     start = ranks.rank * share
     for piece in chunk.group.pieces:

@@ -249,7 +249,7 @@ class CudaDevice:
         return int(torch.cuda.memory_allocated(self.device))
 
     def limit(self, size: int) -> None:
-        """Of this process, so of all that torch allocates on this GPU. What was cached is given
+        """Limit what torch allocates on this GPU in this process. What was cached is given
         back first; from now on segments grow in place, so that what one size left is of use to the
         next."""
         torch.cuda.empty_cache()

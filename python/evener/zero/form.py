@@ -30,7 +30,7 @@ ROOMS = 2
 
 
 def names() -> tuple[str, ...]:
-    """Of the forms that can be chosen, from the mildest to the harshest."""
+    """Names of the forms that can be chosen, from the mildest to the harshest."""
     return tuple(name for name in wires.names() if not wires.get(name).late)
 
 

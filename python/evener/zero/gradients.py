@@ -73,7 +73,7 @@ class Gradients:
         self._sums: dict[int, tuple[Chunk, torch.Tensor]] = {}
         """What is reduced before the step."""
         self._chunks: list[Chunk] = []
-        """Of several ranks: in the order in which they are reduced."""
+        """Chunks of several ranks, in the order in which they are reduced."""
         self._came: list[int] | None = []
         """The order in which chunks were complete first, until it is agreed."""
         self._ready: dict[int, torch.Tensor] = {}

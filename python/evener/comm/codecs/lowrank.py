@@ -99,7 +99,7 @@ class Layout:
 
     @classmethod
     def of(cls, numel: int, found: Sequence[Matrix], rank: int) -> Layout:
-        """Of a shard of `numel` entries; `found`: ascending."""
+        """The layout of a shard of `numel` entries; `found`: ascending."""
         stacks: list[Stack] = []
         rest, at = [], 0
         for one in found:
@@ -130,12 +130,12 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of the tallest."""
+        """Rows of the tallest matrix."""
         return max((stack.rows for stack in self.stacks), default=0)
 
     @property
     def columns(self) -> int:
-        """Of the widest."""
+        """Columns of the widest matrix."""
         return max((stack.columns for stack in self.stacks), default=0)
 
     @property

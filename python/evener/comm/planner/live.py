@@ -379,7 +379,7 @@ class Planner:
         return [self._clock.ms(a, b) for a, b in itertools.pairwise(marks)]
 
     def _agreed(self, times: list[float]) -> list[float]:
-        """Of each the slowest rank's, in units that all ranks read alike."""
+        """The slowest rank's time for each, in units that all ranks read alike."""
         slowest = torch.tensor(times, dtype=torch.float64)
         control = self.reducer.communicators.control.handle
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)

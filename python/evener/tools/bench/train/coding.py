@@ -30,7 +30,7 @@ def kernels() -> frozenset[str]:
 
 
 def milliseconds(events: Iterable[tuple[str, int, float]], names: frozenset[str]) -> float:
-    """Of (kernel's name, stream, microseconds): what belongs to encoding and decoding."""
+    """Time of encoding and decoding, from events (kernel's name, stream, microseconds)."""
     ran = list(events)
     streams = {stream for name, stream, _ in ran if name in names}
     return 1e-3 * sum(
