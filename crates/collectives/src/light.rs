@@ -49,7 +49,7 @@ pub struct Light {
     /// Ranks with the same place in their nodes, or all of them in one level; this one alone where it
     /// owns no shard.
     pub outer: Vec<usize>,
-    /// Of all inner groups, the same on all ranks: what all decide alike is decided from them.
+    /// Sizes of all inner groups, the same on all ranks, which decide alike by them.
     pub sizes: Vec<usize>,
     /// Larger sums, in bytes, go in one level.
     pub two_level_max: usize,
@@ -99,7 +99,7 @@ impl Guard {
 /// A gradient that goes whole from now on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fall {
-    /// Of the gradient's request.
+    /// Mark of the gradient's request.
     pub mark: u32,
     /// From 1, of this gradient.
     pub step: u64,

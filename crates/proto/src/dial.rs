@@ -99,7 +99,7 @@ struct Flow {
     since: Duration,
     /// What its present or last port was chosen from.
     entropy: u64,
-    /// Of one that tries a lost port again: the flow that took its place, and the path that it was.
+    /// Where it tries a lost port again: the flow that took its place, and the path that it was.
     comeback_of: Option<(u64, PathId)>,
 }
 

@@ -315,7 +315,7 @@ impl Lane {
         })
     }
 
-    /// Of what the path was given, `outstanding` bytes have not reached the peer, queued ones
+    /// `outstanding` bytes of what the path was given have not reached the peer, queued ones
     /// included.
     pub fn delivered(&mut self, id: PathId, outstanding: u64, now: Duration) {
         if let Some(path) = self.paths.get_mut(&id) {

@@ -59,7 +59,7 @@ const PROVEN: u64 = 512 << 10;
 const DEAD: Duration = Duration::from_millis(1000);
 /// How long chunks waited is told at least this often while they come.
 const TELL: Duration = Duration::from_micros(500);
-/// Of a chunk that came while the driver did not look for so long, nothing is known, but if it waited
+/// Nothing is known of a chunk that came while the driver did not look for so long, except if it waited
 /// too long in any case.
 const BLIND: Duration = Duration::from_micros(500);
 /// In a frame of its own when this many bytes have come: chunks that go the other way say it as well.

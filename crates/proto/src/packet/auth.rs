@@ -93,7 +93,7 @@ fn words(seed: SipHasher24) -> Arc<[u64]> {
 #[derive(Clone)]
 pub struct Key {
     last: SipHasher24,
-    /// Of the sum; a greeting goes without.
+    /// Words of the sum's key; a greeting goes without.
     words: Option<Arc<[u64]>>,
 }
 

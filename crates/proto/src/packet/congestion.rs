@@ -128,7 +128,7 @@ pub struct Congestion {
     packet: f64,
     /// All paths: what a new one is compared with.
     shortest: Shortest,
-    /// Of the present round trip: packets that arrived and that were lost.
+    /// Packets of the present round trip that arrived and that were lost.
     arrived: u32,
     lost: u32,
     round: Duration,
