@@ -282,7 +282,7 @@ impl Lane {
         self.paths.get(&id).map(|path| path.state)
     }
 
-    /// Whether a path owes confirmations, so that [`Lane::report`] is worth a look at it.
+    /// Whether a path has something unconfirmed, so that [`Lane::report`] is worth a look at it.
     pub fn owes(&self, id: PathId) -> bool {
         self.paths.get(&id).is_some_and(Path::owes)
     }

@@ -134,7 +134,7 @@ class Departures:
         route, whole, step = exchange.route, exchange.bucket.buffer, self.step
         start, end = exchange.place()
         shard = whole[start:end]
-        # Of what nobody used nothing is sent: what it is owed waits for a step that uses it.
+        # What nobody used sends nothing: its residual waits for a step that uses it.
         aside = [
             (max(slot.offset, start) - start, min(slot.offset + slot.numel, end) - start)
             for slot in exchange.bucket.slots

@@ -32,8 +32,8 @@ class Unused:
     def ask(self, used: Sequence[bool]) -> frozenset[int]:
         """Those that no rank used; `used`: by parameter, on this one. Collective.
 
-        A rank that used all has its answer: it takes part, and waits for nobody. So a model of
-        which all is used pays nothing for the question (transformers' Trainer always asks it).
+        A rank that used all has its answer: it takes part, and waits for nobody. So the
+        question costs a model of which all is used nothing (transformers' Trainer always asks it).
         """
         if self._asked is not None:
             self._asked.wait()

@@ -8,7 +8,7 @@ torch's own error, so that want of memory can be tried without a GPU.
 
 Streams by name: "compute" (the one that is current where the model runs), "h2d" (weights and
 activations in), "d2h" (gradients and activations out), "reduce" (gradients between ranks), "back"
-(beside it: sums so far, and what is owed between nodes, in), and the three of the optimizer's
+(beside it: sums so far, and residuals between nodes, in), and the three of the optimizer's
 streaming lane: "states in", "optimizer", "states out".
 """
 

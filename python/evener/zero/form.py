@@ -26,7 +26,7 @@ PIECE = 32 << 20
 take about 10 ms of a network of 25 Gb/s, which has nothing to do between two pieces."""
 
 ROOMS = 2
-"""Pieces of what is owed on their way: one comes or leaves while one is in use."""
+"""Pieces of a residual on their way: one comes or leaves while one is in use."""
 
 
 def names() -> tuple[str, ...]:
@@ -101,5 +101,5 @@ class Form:
         if (wire := self.blocks) is None or owed is None:
             return check
         codes = wire.size(wire.room(size, copies))
-        # Codes of both, or of one's own and all parts; what is owed, as it is kept and in float32.
+        # Codes of both, or of one's own and all parts; the residual, as it is kept and in float32.
         return check + (2 if copies == 2 else 3) * codes + size * (ROOMS * owed.itemsize + 4)

@@ -429,7 +429,7 @@ impl Instance {
                     door.port.send(from, &reply, reply.len());
                 }
             }
-            // The tag was right: something else is not, and nothing is owed.
+            // The tag was right: something else is not, and no answer is needed.
             Err(_) => {}
         }
     }

@@ -6,7 +6,7 @@
     deferred   `step()` was called: buckets are updated as they land
     watched    everything has landed; whether something looks at it before `step()` is noticed
 
-Where a planner found that deferring does not pay (`wanted` is False), `step()` waits for all. Until
+Where a planner found that deferring is no faster (`wanted` is False), `step()` waits for all. Until
 then, or until something looks, nothing does: a script that reads its loss after backward
 (transformers' Trainer, in every step) waits for backward alone, and prepares what follows while the
 network still works.
