@@ -178,7 +178,7 @@ def scaled(rank: int, size: int) -> None:
         run.step(3, 32.0, skip=True)
         run.reducer.set_loss_scale(16.0)
         run.step(4, 16.0)
-        # The skipped step's gradients are kept back, not lost, and so is what was kept back before it.
+        # The skipped step's gradients are kept back, not lost, as is what was there before it.
         run.check(run.owed(), 1e-5)
         run.reducer.close()
 

@@ -2,9 +2,10 @@
 
 A rank's share of a chunk becomes the mean of all copies' shares, the same bits on each. Exact and
 cast sums are a reduce-scatter and an all-gather (`Ranks.cross`). Forms that quantise in blocks are
-comm's own classes, given the share piece by piece. What rounding takes away, the residual (`Chunk.owed`), lies on
-the host where the chunk's gradient does: a piece of it comes by the stream "back" while the piece
-before crosses, and goes home by the stream "d2h". So the network has nothing to wait for.
+comm's own classes, given the share piece by piece. What rounding takes away, the residual
+(`Chunk.owed`), lies on the host where the chunk's gradient does: a piece of it comes by the stream
+"back" while the piece before crosses, and goes home by the stream "d2h". So the network has nothing
+to wait for.
 
 # The guard
 As in comm (`evener.comm.guard`): the sixth step and every EVENER_GUARD_STEPS-th one sum up each
@@ -146,8 +147,8 @@ class Between:
     # --- residuals ---
 
     def _owed(self, chunk: Chunk, begin: int, end: int) -> tuple[int, torch.Tensor]:
-        """A piece of the chunk's residual, float32 in units of these gradients: valid until the next
-        call; and the room that it came through (-1: it is on the accelerator)."""
+        """A piece of the chunk's residual, float32 in units of these gradients: valid until the
+        next call; and the room that it came through (-1: it is on the accelerator)."""
         assert chunk.owed is not None
         owed, size, device = chunk.owed[begin:end], end - begin, self._device
         if self._wide is None or self._wide.numel() < size:

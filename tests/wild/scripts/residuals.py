@@ -1,7 +1,7 @@
 """What INT8 or top-k has not sent yet, through the checkpoints of Trainer and of Lightning: saved
 in the middle, and there again after a resume. The framework saves and loads, not the script.
 
-Under a door the model is accelerated with a forced form, so that something is kept back in each step.
+Under a door the model is accelerated with a forced form, so each step keeps something back.
 """
 
 import argparse
