@@ -69,7 +69,7 @@ impl Mode {
 pub struct Shape {
     /// Bytes of a frame: 2048 or 4096.
     pub frame: usize,
-    /// Frames for each direction; a power of two. Of a pool: places of each ring.
+    /// Frames for each direction; a power of two. For a pool: places of each ring.
     pub frames: u32,
     /// Where they are; `None`: in memory of its own.
     pub part: Option<Part>,

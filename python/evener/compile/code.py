@@ -2,7 +2,7 @@
 
 Bytecode, constants, names, defaults, and values of closures and globals that are functions, classes
 or plain values, and theirs in turn. What belongs to Python or to torch is known by its version, and
-not looked into. Of a module: its tree of classes, their methods, their plain attributes, and the
+not looked into. For a module: its tree of classes, their methods, their plain attributes, and the
 shapes of its parameters.
 """
 

@@ -109,7 +109,7 @@ class Function(Bucketed[_Call]):
         self._dim, self._mask = dim, mask
         self._settings = (dim, mask, name, options, record, compile_options)
         self._made = torch.compile(function, dynamic=False, **compile_options)
-        # Of each signature and edge: which outputs are cut.
+        # For each signature and edge: which outputs are cut.
         self._cut: dict[tuple[Hashable, int], list[bool]] = {}
         self._looked: set[str] = set()
         self._changes = ""  # a buffer or an input that a call changes

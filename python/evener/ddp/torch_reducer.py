@@ -50,7 +50,7 @@ class OwnReducer:
         self._logger: Any = None  # the C++ reducer knows it, and does not keep it
         self._never = ""
         self.on = ""
-        # Of the parameter whose gradients say that a step is there: all come in each of them.
+        # From the parameter whose gradients say that a step is there: all come in each of them.
         self._node: Any = None
         self._hook: Any = None
         self.expects = False  # a forward was synchronised, and its backward is to come

@@ -256,7 +256,7 @@ class Parallel:
 
     def __init__(self, shared: Shared, experts: int, name: str = "") -> None:
         self.shared, self.name, self.experts = shared, name, experts
-        # Of each thread: parts of a batch are in one layer at a time.
+        # For each thread: parts of a batch are in one layer at a time.
         self._mine = threading.local()
         self.place(torch.arange(experts))
 

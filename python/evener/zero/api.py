@@ -138,9 +138,9 @@ def _rehearsed(
     machine: Machine,
     head: Head | None,
 ) -> Profile | None:
-    """With what the units take on this GPU. Of several ranks all run them where that is asked for,
-    and the first one's times count, as all must plan the same. Of a machine that is not here, and
-    on a CPU, nothing is measured."""
+    """With what the units take on this GPU. Among several ranks all run them where that is asked
+    for, and the first one's times count, as all must plan the same. For a machine that is not here,
+    and on a CPU, nothing is measured."""
     wanted = world_size() == 1 if config.rehearse == "auto" else config.rehearse
     if profile is None or not wanted or device.type != "cuda" or machine.cores:
         return profile

@@ -2,7 +2,7 @@
 them. Here is arithmetic only; `between` sends them.
 
 Forms that send all of a gradient at once can be chosen: exact, fp16, bf16 and those that quantise
-in blocks (int8, int4). Of the last kind what rounding takes away is kept, and added to the next
+in blocks (int8, int4). For these, what rounding takes away is kept, and added to the next
 step's gradient. It is kept where the chunk's gradient is, in the gradient's dtype where that is
 bfloat16 or float32 (of float16 a small rest is nothing: float32), in units of the loss without
 its scale.

@@ -11,7 +11,7 @@ updates the others. It is a prefix, so a larger budget never takes a chunk off t
 
 Where a step was traced (`Work.profile`), the weights on the move, the activations and the gradients
 on their way are played through moment by moment for what lives where; else their largest sizes are
-added up. Of a kept chunk (a tied weight, used at both ends of the model) the weights are always on
+added up. The weights of a kept chunk (a tied weight, used at both ends of the model) are always on
 the accelerator, and the states go to the host where there is no room.
 
 What the host has no room for goes to the SSD, from the end of the model and as little as will do:

@@ -1,7 +1,7 @@
 """The third tier: optimizer states in a file on an SSD.
 
 # What is there
-Of a chunk that the plan sends there, the states that only the optimizer reads: moments, and what a
+For a chunk that the plan sends there, the states that only the optimizer reads: moments, and what a
 float32 master copy has beside the weights. Weights and gradients stay in host memory, as every pass
 needs them. All of a rank's chunks are in one file, in the order of the plan, its room taken at the
 start. The file has no name: its room is given back when the process ends, however it ends.

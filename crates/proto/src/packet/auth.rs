@@ -104,7 +104,7 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// The tag of a packet with this full number, whatever tag is in it. Of bytes that are too short or too many for
+    /// The tag of a packet with this full number, whatever tag is in it. For bytes that are too short or too many for
     /// a packet: `None`.
     pub fn tag(&self, packet: &[u8], number: u64) -> Option<u64> {
         let head = packet.first_chunk::<HEADER>()?;

@@ -36,10 +36,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Of the pass: entries and warps a program, and entries that a thread loads at once (1 or 4).
+# The pass: entries and warps a program, and entries that a thread loads at once (1 or 4).
 # benchmarks/compress_kernels.py --variants compares.
 STREAM = (2048, 8, 1)
-# Of everything after it; and of `_take` alone.
+# Everything after it; and `_take` alone.
 BLOCK, WARPS = 4096, 8
 TAKE = (1024, 4)
 # (shift of this digit, shift of the prefix above it); `tl.histogram`'s time grows with its bins.

@@ -55,7 +55,7 @@ DRIFT = 1.5
 _STRIKES = 2
 # Steps in a row whose times are looked at, every `WATCH_EVERY`.
 _WATCHED = 8
-# Of the profiled steps, in this many something must look between backward and step.
+# In this many of the profiled steps something must look between backward and step.
 _LOOKED = 2
 # The library's form that the guard has to look at now and then.
 _OF_LITTLE_RANGE = "fp16"
