@@ -7,7 +7,7 @@ STAMPS := .build
 BIN    := $(VENV)/bin
 
 # What the calling shell may carry and what would mix another environment into ours; and without
-# bytecode files every import of torch takes eight seconds in place of two.
+# bytecode files every import of torch takes eight seconds instead of two.
 unexport CARGO_TARGET_DIR PYTHONPATH PYTHONHOME CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV := $(VENV)
 export UV_CONSTRAINT := $(CURDIR)/constraints.txt

@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument(
         "--parallel", type=int, default=default_parallel(), help="near worlds at most"
     )
-    parser.add_argument("--window", type=float, default=5, help="seconds to see if one more pays")
+    parser.add_argument("--window", type=float, default=5, help="seconds to see if one more helps")
     parser.add_argument("--network", default="2x1@5gbit", help="of the auto modes, as --lab's")
     parser.add_argument("--limit", type=float, default=280, help="seconds for all of it")
     parser.add_argument("--json", type=Path)

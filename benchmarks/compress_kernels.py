@@ -9,7 +9,7 @@ the same length stands beside top-k. Gradients change from step to step, as a tr
 residuals grow as in its first steps. Medians over the repeats. On a GPU that is the device's time:
 all calls are enqueued behind a pause, so that the device never waits for the host; what the host
 takes to enqueue one call stands beside it. `--variants` times the shapes that the Triton kernels of
-top-k can take, in place of all else, and prints the fastest.
+top-k can take, instead of all else, and prints the fastest.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ learned; AUC is over the last half of that. Exact: a row for each id (`nn.Embedd
 Adagrad), with the initial values that the store would give. Hashed: ids modulo 10% of the ids.
 Drift: ten days with new ids every day. A table that keeps all against one that admits a key when
 it has come twice, one that evicts what no step updated for three days, one that does both, the
-same with zeros in place of first values until a key is let in, the same with five days, and one
+same with zeros instead of first values until a key is let in, the same with five days, and one
 that admits and holds at most this many rows. `--drift-json` writes these figures alone; `--add`
 keeps the seeds that are in it, so that one seed can be run at a time.
 """

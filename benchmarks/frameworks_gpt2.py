@@ -52,7 +52,7 @@ _GOAL = 0.97
 
 
 class Meter:
-    """Of one column, in its process: trains until the planner has decided, then as it is told."""
+    """Meters one column in its process: trains until the planner has decided, then as told."""
 
     def __init__(self, gpu: bool) -> None:
         self.gpu = gpu
@@ -61,7 +61,7 @@ class Meter:
         self.began = 0.0
 
     def planner(self) -> Any:
-        """Of the model that is trained now."""
+        """The planner of the model that is being trained."""
         from evener.ddp.model import _LIVE
 
         found = [model.evener_steps.planner for model in _LIVE]

@@ -133,7 +133,7 @@ class Ranks:
         return self.buffers[0]
 
     def figures(self) -> guard.Figures | None:
-        """Of a step that was checked; None in an exact one."""
+        """Figures of a step that was checked; None in an exact one."""
         rows = [exchange.measured for exchange in self.exchanges]
         for exchange in self.exchanges:
             exchange.measured = None

@@ -30,7 +30,7 @@ PATHS = "2x1@100mbit,paths=4,queue=2ms"
 DROP = "iptables -A INPUT -p udp {} -j DROP"
 SLOW = "tc qdisc add dev eth0 root tbf rate {} burst 15000 latency 20ms"
 LARGE = DROP.format("-m length --length 1300:65535")
-# Name: the lab, and commands in a node; in place of a node's number, a fault of the lab.
+# Name: the lab, and commands in a node; instead of a node's number, a fault of the lab.
 FABRICS: dict[str, tuple[str, list[tuple[int | str, str]]]] = {
     "nothing else": (PATHS, []),
     "MTU 1280": (PATHS + ",mtu=1280", []),

@@ -190,7 +190,7 @@ def read_stats(directory: Path) -> list[dict]:
 
 
 def listening_ports(directory: Path) -> list[str]:
-    """Of the engines: each is in the name by which the other knows it (`address:port (number)`)."""
+    """The engines' ports, from the names of peers (`address:port (number)`)."""
     names = [peer["peer"] for one in read_stats(directory) for peer in one["net"]["peers"]]
     return sorted({name.partition(" ")[0].rpartition(":")[2] for name in names})
 

@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline_again.py benchmarks/results/pipeline-*-probed-*-step.json
 
-Of each record (`pipe.record`, the -step.json of pipeline_gpu.py): the step as it was planned; with
+For each record (`pipe.record`, the -step.json of pipeline_gpu.py): the step as it was planned; with
 the stage times of the passes that no transfer ran beside (each stage's first); with the median
 stage times of the step; and with transfers longer by a factor. The error is that to the measured
 step.

@@ -71,7 +71,7 @@ def models(rows: int, tokens: int) -> Iterator[tuple[str, Made]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--flops", help="estimate in place of timing, as 400T")
+    parser.add_argument("--flops", help="estimate instead of timing, as 400T")
     parser.add_argument("--bandwidth", help="with --flops, as 3TB/s")
     parser.add_argument("--rows", type=int, default=1, help="of a microbatch")
     parser.add_argument("--tokens", type=int, default=128, help="of a row")

@@ -80,7 +80,7 @@ class Task:
             self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
 
     def loss(self, step: int) -> torch.Tensor:
-        """Of one of four batches."""
+        """The loss of one of four batches."""
         out = self.model(self.x[step % 4])
         return cross_entropy(out.flatten(0, -2), self.y[step % 4].flatten())
 

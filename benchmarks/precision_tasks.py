@@ -28,7 +28,7 @@ class Task:
     better = 1
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of the model's parameters."""
+        """The optimizer of the model's parameters."""
         raise NotImplementedError
 
     def batches(self) -> Iterator[Batch]:

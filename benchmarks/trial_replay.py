@@ -4,7 +4,7 @@
     python benchmarks/trial_replay.py --trials 200 --host slow
 
 No model and no network: each way takes what the recorded trial measured of it, times what the
-recorded steps scatter by, in their order, from a place drawn at random. `--host slow`: in place of
+recorded steps scatter by, in their order, from a place drawn at random. `--host slow`: instead of
 that, a host that is slow for some fifty steps at a time. Printed by rate: steps and seconds until
 the choice is final; the seconds lost in them against the best way; and how much slower than the
 best the kept way is.

@@ -90,7 +90,7 @@ def value_of(name: str, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the next token. All variants use the loss that does not widen all logits at once."""
+    """The next token's loss. All variants use the one that does not widen all logits at once."""
     ends = tokens.new_full((tokens.shape[0], 1), -100)
     loss: torch.Tensor = zero.cross_entropy(model(tokens), torch.cat([tokens[:, 1:], ends], 1))
     return loss

@@ -34,7 +34,7 @@ HOST = 200 * zoo.GB
 
 
 def plans(name: str, machine: zero.Machine) -> dict[str, Any]:
-    """Of each of a model's budgets."""
+    """The plan for each of a model's budgets."""
     model = zoo.model_of(name, tiny=False)
     fill_buffers(model)
     config = read(

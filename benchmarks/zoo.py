@@ -197,7 +197,7 @@ class Column:
         return 1.2533 * scatter / math.sqrt(len(self.steps))
 
     def checksum(self) -> str:
-        """Of all parameters."""
+        """Checksum of all parameters."""
         import torch
 
         digest = hashlib.blake2b(digest_size=16)
@@ -438,7 +438,7 @@ class Kept:
         )
 
     def add(self, row: dict[str, Any]) -> None:
-        """In place of an older one of that model and rate."""
+        """Instead of an older one of that model and rate."""
         same = (row["model"], row["rate"])
         self.record["rows"] = [
             *(old for old in self.record["rows"] if (old["model"], old["rate"]) != same),

@@ -3,7 +3,7 @@
     python scripts/lines.py [--instances 2] [--comms 4] [--json FILE]
 
 The engine and a program that keeps it busy (crates/engine/examples/instance_lines.rs) are compiled
-with the instrumentation of ThreadSanitizer, and linked with a runtime of our own in place of
+with the instrumentation of ThreadSanitizer, and linked with a runtime of our own instead of
 ThreadSanitizer's (crates/engine/lines/runtime.c). That counts the loads and stores of each thread
 to each cache line, all of them, so it finds what `perf c2c` samples, on machines without its events
 too. A lock that two instances take is a cache line that both write.

@@ -6,8 +6,8 @@ that fails leaves the collectives of its process in an unknown state, and many t
 process's environment. (Those of test/single are written for one process, and get one.)
 
 A pair costs a fraction of a second: its processes are forked from a server that has imported torch,
-pytest and Evener and done nothing else. `--fresh` starts a new interpreter for each rank in place
-of that, to show that the fork hides nothing. Ranks are told who they are as upstream's launcher
+pytest and Evener and done nothing else. `--fresh` starts a new interpreter for each rank
+instead, to show that the fork hides nothing. Ranks are told who they are as upstream's launcher
 does it (HOROVOD_RANK, ...); the store through which they meet is held here, so no two pairs can
 collide on a port.
 
@@ -438,7 +438,7 @@ def show(results: list[Result], wall: float) -> None:
 
 
 def examples(root: Path, options: argparse.Namespace) -> int:
-    """Run the examples in place of the tests."""
+    """Run the examples instead of the tests."""
     import upstream_examples
 
     outcomes = []
@@ -458,7 +458,7 @@ def examples(root: Path, options: argparse.Namespace) -> int:
 
 
 def tensorflow(root: Path, options: argparse.Namespace) -> int:
-    """Run the tests of TensorFlow and Keras in place of the others."""
+    """Run the tests of TensorFlow and Keras instead of the others."""
     import upstream_tensorflow
 
     files = options.file or upstream_tensorflow.FILES

@@ -77,7 +77,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Of a pair. ended: no test is left. stopped: by the user."""
+    """The outcome of a pair. ended: no test is left. stopped: by the user."""
 
     cases: dict[str, Case]
     ended: bool

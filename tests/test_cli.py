@@ -20,7 +20,7 @@ def evener(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_no_help_imports_torch() -> None:
-    """Of all commands, in one process: torch alone would take seconds."""
+    """Checks all commands in one process: torch alone would take seconds."""
     code = """
 import sys
 import click

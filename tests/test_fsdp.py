@@ -174,7 +174,7 @@ def test_bf16_gradients() -> None:
 
 
 def error_feedback(rank: int, size: int) -> tuple[float, float]:
-    """Of SGD without momentum: what was sent, and what is owed, is all of the gradients."""
+    """SGD without momentum: what was sent and what was kept back add up to all gradients."""
     mesh = meshes(size)
 
     def trained(mode: str) -> nn.Module:

@@ -98,7 +98,7 @@ def test_a_name_that_is_nearly_a_settings_is_found(name: str, meant: str) -> Non
 
 
 def test_names_of_others_are_left_alone() -> None:
-    # Of upstream Horovod, NCCL and launchers, and our own between processes.
+    # Names of upstream Horovod, NCCL and launchers, and our own between processes.
     horovod = "NUM_NCCL_STREAMS HIERARCHICAL_ALLREDUCE AUTOTUNE ELASTIC HOSTNAME RANK LOG_LEVEL "
     horovod += "GLOO_TIMEOUT_SECONDS CONTROLLER CPU_OPERATIONS GPU_OPERATIONS THREAD_AFFINITY "
     horovod += "GLOO_RENDEZVOUS_ADDR START_TIMEOUT BATCH_D2D_MEMCOPIES AUTOTUNE_LOG"

@@ -2,7 +2,8 @@
 
 Importing this package starts nothing and imports no torch: you import each pillar by its own name
 (`evener.ddp`, `evener.zero`, ...). It does one thing, which must be done before NCCL is loaded: it
-sets NCCL_NET_PLUGIN to Evener's plug-in where that pays (EVENER_NET), unless you chose a network.
+sets NCCL_NET_PLUGIN to Evener's plug-in where that is faster (EVENER_NET), unless you chose a
+network.
 """
 
 from importlib.metadata import PackageNotFoundError, version

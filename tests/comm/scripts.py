@@ -32,7 +32,7 @@ class Script:
         self.log: list[torch.Tensor] = []
 
     def loss(self, step: int) -> torch.Tensor:
-        """Of this rank's batch in that step."""
+        """The loss of this rank's batch in that step."""
         raise NotImplementedError
 
     def step(self) -> None:

@@ -17,7 +17,7 @@ from evener.horovod.state import STATE
 
 
 class Group:
-    """Of what `nccl_backends` gives, the part that tests need."""
+    """The part of what `nccl_backends` gives that tests need."""
 
     group_name = "7"
 

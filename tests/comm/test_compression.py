@@ -90,7 +90,7 @@ class Run:
 
 
 def loses_nothing(rank: int, size: int, cases: list[tuple[str, str, bool, bool]]) -> None:
-    """Over any number of steps: what was applied and what is owed is the sum of the means."""
+    """Over any number of steps: what was applied and what was kept back add up to the means."""
     for form, dtype, half, parts in cases:
         kind = getattr(torch, dtype)
         run = Run(rank, form, kind, topk_fp16=half, **(PARTS if parts else {}))
@@ -178,7 +178,7 @@ def scaled(rank: int, size: int) -> None:
         run.step(3, 32.0, skip=True)
         run.reducer.set_loss_scale(16.0)
         run.step(4, 16.0)
-        # The skipped step's gradients are owed, not lost, and so is what was owed before it.
+        # The skipped step's gradients are kept back, not lost, as is what was there before it.
         run.check(run.owed(), 1e-5)
         run.reducer.close()
 

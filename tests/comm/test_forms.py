@@ -115,7 +115,7 @@ def test_range_is_judged_by_parameter(power: int, numel: int) -> None:
 
 
 def test_costs_count_entries_not_bytes() -> None:
-    """Of 16-bit gradients FP16 makes nothing smaller, and INT8 half, not a quarter."""
+    """FP16 makes 16-bit gradients no smaller, and INT8 halves them, not to a quarter."""
     costs = of_network(2, 1, Link.of_rate(1e9, 0), Link(0, 1e9), wires.papers(), 1e12)
 
     def ms(form: str, itemsize: int) -> float:

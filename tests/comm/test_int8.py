@@ -70,7 +70,7 @@ def test_what_is_not_finite_arrives_and_is_not_kept() -> None:
     int8.dequantize_sum(codes[None], scales[None], 1.0, out)
     assert out[:1024].isnan().all() and out[1024:].isfinite().all()
     assert residual[[3, 7]].tolist() == [0.0, 0.0]
-    assert residual[:3].tolist() == [1.0] * 3  # owed: its block was not delivered
+    assert residual[:3].tolist() == [1.0] * 3  # kept back: its block was not delivered
 
 
 def test_keys_differ() -> None:

@@ -270,7 +270,7 @@ CASES: dict[str, tuple[Act, dict[str, Any], bool]] = {
     "penalty": (penalty, {}, True),
     "loss scale": (loss_scale, {}, False),
 }
-# As where a planner found that deferring does not pay.
+# As where a planner found that deferring is no faster.
 for _name in ("adam", "find unused", "clipping", "checkpoint", "penalty", "closure", "two losses"):
     _act, _changes, _ = CASES[_name]
     CASES[f"{_name}, not deferred"] = (_act, {**_changes, "wanted": False}, False)
@@ -305,7 +305,7 @@ def test_the_same_bits_as_without(part: int) -> None:
 
 
 def not_deferred(rank: int, size: int) -> tuple[list[State], list[State], int, list[str]]:
-    """Where deferring does not pay, what waits is who looks, or step(): not the end of backward."""
+    """Where deferring is no faster, whoever looks waits, or step(): not the end of backward."""
     with heard() as said:
         script = Script(rank, True, always_all=True, wanted=False)
         overlap = script.overlap

@@ -69,7 +69,7 @@ SCALES = [
 
 
 def follows(rank: int, size: int, door: str) -> None:
-    """What is applied, unscaled, and what is owed is the sum of all gradients that came."""
+    """What is applied, unscaled, and what is kept back add up to all gradients that came."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 50)
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)

@@ -68,7 +68,7 @@ def halves(rank: int, size: int, form: str, n: int, skips: bool) -> None:
         assert state.residual is not None
         owed = state.residual.double()
         dist.all_reduce(owed)
-        if skips and step == 2:  # what has arrived is owed again
+        if skips and step == 2:  # what has arrived is kept back again
             state.rescale(ScaleChange(1.0, True))
             again = state.residual.double()
             dist.all_reduce(again)

@@ -120,7 +120,7 @@ def adds_up(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_sum_over_a_transport(ranks: int) -> None:
-    """Of every length, in rank order, rounded once: the same bits everywhere."""
+    """Sums of every length, in rank order, rounded once: the same bits everywhere."""
     worlds.run([1] * ranks, adds_up)
 
 
@@ -168,7 +168,7 @@ def every_form(rank: int, size: int, dtype: str, real: bool) -> list[tuple[str, 
                 same = size == 2 and not wider
                 if same or (form in CARRIED and name == "weight" and step > 0 and not summed):
                     assert torch.equal(have, want), (form, name, step)
-                # Another order of sums, one rounding in place of several.
+                # Another order of sums, one rounding instead of several.
                 tolerance = 1e-3 if summed else TOLERANCE[NARROW.get(form, kind)]
                 worst = (have.double() - want.double()).abs().max().item()
                 assert worst <= tolerance * want.abs().max().item(), (form, name, step)

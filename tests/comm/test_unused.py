@@ -65,7 +65,7 @@ FEEDBACK = {"int8": {}, "int4": {}, "lowrank1": {}, "topk": {"ratio": 0.02}, "to
 
 
 def lost(rank: int, size: int) -> dict[str, float]:
-    """By form, the share of all gradients of a branch that was neither applied nor is owed.
+    """By form, the share of all gradients of a branch that was neither applied nor kept back.
 
     No rank uses the branch in every second step, nor zeroes its gradient in the last of these.
     """

@@ -131,7 +131,7 @@ def test_evener_takes_the_command_line(
     (desk / "ssh").chmod(0o755)
 
     def execv(program: str, argv: list[str]) -> None:
-        """In place of becoming the launcher: only for a dry run of it."""
+        """Instead of becoming the launcher: only for a dry run of it."""
         assert "--dry-run" in argv[: argv.index("-np")]
         raise SystemExit(0)
 

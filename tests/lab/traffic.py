@@ -98,7 +98,7 @@ class Probe:
         self._process = node.popen(argv, stdin=-1, stdout=-1, text=True)
 
     def path(self, port: int) -> int | None:
-        """Of a flow from source `port`; None where it does not arrive."""
+        """The path of a flow from source `port`; None where it does not arrive."""
         before = self._lab.traffic()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{port}\n")
@@ -114,7 +114,7 @@ class Probe:
         return max(sent, key=lambda path: sent[path])
 
     def paths(self, ports: list[int]) -> list[int | None]:
-        """Of each."""
+        """The path of each."""
         return [self.path(port) for port in ports]
 
     def close(self) -> None:

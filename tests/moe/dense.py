@@ -40,5 +40,5 @@ def case(
 
 
 def gradients(out: torch.Tensor, seed: torch.Tensor, *of: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of sum(out * seed)."""
+    """Gradients of sum(out * seed)."""
     return torch.autograd.grad((out * seed).sum(), of)

@@ -41,7 +41,7 @@ def wanted(rank: int, size: int, shared: int = 0) -> Any:
 
 
 def own_gradients(rank: int) -> dict[str, torch.Tensor]:
-    """Of what is not spread: from this rank's tokens alone."""
+    """Gradients of what is not spread: from this rank's tokens alone."""
     plain = layer(16)
     x, seed = inputs(rank)
     (plain(x) * seed).sum().backward()

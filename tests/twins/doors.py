@@ -2,7 +2,7 @@
 
 Two ranks over Gloo live as long as the search; each program trains small models for some steps,
 between which anything may happen that users do. Exact ways must give DDP's bits on every rank. In
-lossy forms what ranks apply must be alike, and that with what they still owe must be the sum of all
+lossy forms what ranks apply must be alike, and that with their residuals must be the sum of all
 gradients; a gradient that is finite must stay so where `auto` chose the form.
 """
 
@@ -487,7 +487,7 @@ def run_one(program: Program, rank: int) -> str:
 
 
 def lossy(program: Program, rank: int) -> str:
-    """Whether what is applied and what is owed are all gradients, and the ranks alike."""
+    """Whether what is applied and kept back are all gradients, and the ranks alike."""
     from evener.ddp import accelerate
 
     torch.manual_seed(program["seed"])
@@ -738,7 +738,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "C4 torch.func is not seen": _transforms_are_not_seen,
     "C5 gradients that are kept are not seen": _gradients_are_not_looked_at,
     "C5 weights that are kept are not seen": _weights_are_not_looked_at,
-    "H1 what is owed to unused parameters is dropped": _unused_are_sent,
+    "H1 residuals of unused parameters are dropped": _unused_are_sent,
     "H2 frozen parameters have no node": _frozen_have_no_node,
     "H3 auto chooses FP16": _fp16_is_chosen,
     "H4 compiled code is not seen": _compiled_code_is_not_seen,

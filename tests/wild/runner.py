@@ -256,7 +256,7 @@ def _loss(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def _difference(plain: Run, run: Run) -> tuple[float, str]:
-    """Of all weights together, and where the largest entry's difference is."""
+    """The difference of all weights together, and where the largest entry's is."""
     apart = moved = worst = 0.0
     where = "none"
     for a, b in zip(plain.ranks, run.ranks, strict=True):

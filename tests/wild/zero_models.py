@@ -72,7 +72,7 @@ def plain(name: str, model: nn.Module) -> list[float]:
 
 
 class Strides:
-    """Of what each module is called with; `odd`: calls in a backward pass with others than any in
+    """Strides of what each module is called with; `odd`: backward calls with others than any in
     the forward pass."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -175,7 +175,7 @@ def test_a_form_sends_what_is_planned_and_trains_as_exact(shape: list[int], form
         "exact": (crossed, "exact", 2, False, steps, 1 << 24),
         "form": (crossed, form, 2, False, steps, 12288),
     }
-    far = form != "fp16" and size != 3  # fp16 owes nothing; three nodes show no more than two
+    far = form != "fp16" and size != 3  # fp16 keeps nothing back; three nodes show no more than two
     if far:
         cases["far"] = crossed, form, 2, True, steps, 12288
     found = worlds.several(shape, cases)
@@ -191,7 +191,7 @@ def test_a_form_sends_what_is_planned_and_trains_as_exact(shape: list[int], form
     least = {"int8": 0.35, "int4": 0.25, "fp16": 0.51}[form]
     assert ends[0]["planned"] < least * exact[0]["planned"], size
     assert (ends[0]["owed"] > 0) == (form != "fp16")
-    if far:  # the same bits, wherever chunks and what they owe are
+    if far:  # the same bits, wherever chunks and their residuals are
         away = found["far"]
         have, want = away[0]["weights"], ends[0]["weights"]
         assert away[0]["owed"] == ends[0]["owed"]

@@ -230,7 +230,7 @@ class Pair(nn.Module):
 
 
 class Routed(nn.Module):
-    """Of some blocks a rank's tokens choose one expert; rank 1 may leave a block out."""
+    """A rank's tokens choose one expert in some blocks; rank 1 may leave a block out."""
 
     def __init__(self) -> None:
         super().__init__()

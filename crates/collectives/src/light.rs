@@ -8,18 +8,18 @@
 //! Nodes may have different numbers of ranks. A sum is then cut into as many shards as the smallest has
 //! ranks, and the first ranks of each node own one each. Inside a node nothing changes but the last and
 //! the first move: reduced parts go on to the shards' owners, and come back after the exchange. A rank
-//! that owns no shard sends nothing to other nodes, and owes nothing.
+//! that owns no shard sends nothing to other nodes, and has no residual.
 //!
 //! **Top-k.** Of a gradient's shard each rank of the outer group sends the entries of largest magnitude
 //! to all others of it, and adds up what came in rank order, so that all have the same bits. What it
 //! does not send stays in the residual, and is added to the same gradient of the next step (Lin et
 //! al., "Deep Gradient Compression", arXiv 1712.01887). A residual belongs to a gradient and not to a
 //! place in a fused buffer: what is fused differs from step to step. Its key is in the agreed request
-//! (`root`, which an all-reduce has no other use for), so a rank that has joined, and brings zeros, takes part with what it still owes.
+//! (`root`, which an all-reduce has no other use for), so a rank that has joined, and brings zeros, takes part with its residual.
 //!
-//! **Guard.** In some steps the ranks of an outer group tell each other how large what they owe is
+//! **Guard.** In some steps the ranks of an outer group tell each other how large their residuals are
 //! beside the gradient. Past a limit, which is far smaller for optimizers that are not linear in the
-//! gradients, what is owed is sent at once and the gradient goes whole from then on. All ranks of the
+//! gradients, the residual is sent at once and the gradient goes whole from then on. All ranks of the
 //! group have the same numbers, so they decide the same. The rule is the torch door's
 //! (`evener.comm.guard`), which says where its limits come from; here each shard of a gradient is
 //! judged by itself.
@@ -49,7 +49,7 @@ pub struct Light {
     /// Ranks with the same place in their nodes, or all of them in one level; this one alone where it
     /// owns no shard.
     pub outer: Vec<usize>,
-    /// Of all inner groups, the same on all ranks: what all decide alike is decided from them.
+    /// Sizes of all inner groups, the same on all ranks, which decide alike by them.
     pub sizes: Vec<usize>,
     /// Larger sums, in bytes, go in one level.
     pub two_level_max: usize,
@@ -72,7 +72,7 @@ pub struct TopK {
     pub guard: Guard,
 }
 
-/// The norm of what is owed over that of the gradient may be at most this.
+/// The norm of the residual over that of the gradient may be at most this.
 #[derive(Debug, Clone, Copy)]
 pub struct Guard {
     /// Steps between two looks; 0: never.
@@ -99,11 +99,11 @@ impl Guard {
 /// A gradient that goes whole from now on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fall {
-    /// Of the gradient's request.
+    /// Mark of the gradient's request.
     pub mark: u32,
     /// From 1, of this gradient.
     pub step: u64,
-    /// What was owed, over the gradient.
+    /// The residual, over the gradient.
     pub ratio: f64,
     /// What that may be.
     pub limit: f64,
@@ -272,7 +272,7 @@ impl Reducer {
             let Some((ratio, limit)) = judge(&topk.guard, linear, gradient, outer, kept)? else {
                 return Ok(());
             };
-            // What is owed goes with this step's sum: nothing of it is lost, and nothing is kept.
+            // The residual goes with this step's sum: nothing of it is lost, and nothing is kept.
             let mut owed = bytes(&kept.entries);
             outer.all_reduce(&mut owed, FLOAT32, number::SUM)?;
             add(shard, &owed);
@@ -390,7 +390,7 @@ fn add(shard: &mut [u8], more: &[u8]) {
     }
 }
 
-/// `shard` becomes the sum of what all members of `outer` send of theirs and of what they owe.
+/// `shard` becomes the sum of what all members of `outer` send of theirs and of their residuals.
 ///
 /// A message is the places, int32, and then the values.
 fn exchange(

@@ -380,7 +380,7 @@ fn guard(every: u64) -> Guard {
     }
 }
 
-/// Past its limit a gradient goes whole, with all that is owed, on all ranks in the same step. Rank 0
+/// Past its limit a gradient goes whole, with its residual, on all ranks in the same step. Rank 0
 /// alone knows of an optimizer that is linear for the mark 2, all of them do so for the mark 4.
 #[test]
 fn the_guard_sends_what_is_owed() {
@@ -431,7 +431,7 @@ fn the_guard_sends_what_is_owed() {
 }
 
 /// What is not sent in one step is sent in the next ones: nothing is lost, and all ranks get the same.
-/// Rank 3 has joined after the first step: it brings no gradient, and still pays what it owes.
+/// Rank 3 has joined after the first step: it brings no gradient, and still sends its residual.
 #[test]
 fn entries_that_wait_arrive() {
     const COUNT: usize = 4096;

@@ -33,7 +33,7 @@ pub struct Run {
     pub cpu_seconds: f64,
     /// Longest time without a message, seconds.
     pub stall: f64,
-    /// Of a steady run: how evenly the comms shared the network, see [`fairness`].
+    /// In a steady run, how evenly the comms shared the network, see [`fairness`].
     pub fairness: Option<f64>,
 }
 

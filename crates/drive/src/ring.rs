@@ -64,7 +64,7 @@ struct Channel {
     /// When the GPU has done the present turn.
     until: Option<Instant>,
     lengths: [Vec<usize>; 2],
-    /// Of receives and sends: how many the GPU has done with, were posted, were finished.
+    /// Counts of receives and sends: how many the GPU has done with, were posted, were finished.
     through: [usize; 2],
     posted: [usize; 2],
     finished: [usize; 2],

@@ -17,7 +17,7 @@ pub use remote::{Failed, Remote};
 use crate::error::Error;
 use std::ffi::c_void;
 
-/// Of the meaning of the entries of [`Table`].
+/// Version of the meaning of the entries of [`Table`].
 pub const VERSION: u32 = 2;
 
 /// How a call went.

@@ -36,9 +36,9 @@ pub enum Filter {
     },
     /// A draw.
     Probability {
-        /// Of a look-up.
+        /// Probability of a look-up.
         p: f64,
-        /// Of the draws.
+        /// Seed of the draws.
         seed: u64,
     },
 }

@@ -151,7 +151,7 @@ struct Segment {
     place: u32,
     /// Records that were put in.
     filled: u32,
-    /// Of those, how many are rows still.
+    /// How many of those are still rows.
     live: u32,
     /// The highest mark of its records, when they were put in.
     mark: u8,

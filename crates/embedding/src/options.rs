@@ -343,7 +343,7 @@ pub enum Admission {
     },
     /// With this probability each time, drawn from (seed, key, step).
     Probability {
-        /// Of one look-up.
+        /// Probability of one look-up.
         p: f64,
     },
 }
@@ -432,7 +432,7 @@ pub struct Options {
     /// Eviction runs by itself after this many steps; 0: only when asked.
     #[serde(default)]
     pub evict_every: u32,
-    /// Of the initial values and of admission by probability.
+    /// Seed of the initial values and of admission by probability.
     #[serde(default)]
     pub seed: u64,
     /// What keys are.

@@ -10,14 +10,14 @@ use evener_kernels::formats::{from_bf16, from_f16, to_bf16, to_f16};
 pub struct Layout {
     /// Values per row.
     pub dim: usize,
-    /// Of the values.
+    /// Data type of the values.
     pub dtype: Dtype,
     /// Slots of the optimizer.
     pub slots: usize,
 }
 
 impl Layout {
-    /// Of a store with these options.
+    /// The layout of a store with these options.
     pub fn of(options: &Options) -> Layout {
         Layout {
             dim: options.dim as usize,

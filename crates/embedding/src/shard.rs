@@ -39,7 +39,7 @@ const AHEAD: usize = 24;
 pub struct Core {
     /// As the store was made.
     pub options: Options,
-    /// Of its rows.
+    /// Layout of its rows.
     pub layout: Layout,
     /// Their memory.
     pub arena: Arena,
@@ -93,7 +93,7 @@ pub struct Shard {
     pub went: u64,
     /// See `went`.
     pub came: u64,
-    /// Of keys without a row.
+    /// Filter of keys without a row.
     pub filter: Filter,
     /// Keys that were removed since the last file of the chain.
     pub removed: Vec<i64>,
@@ -138,7 +138,7 @@ impl Shard {
         self.map.len()
     }
 
-    /// Of those, cold ones.
+    /// The cold ones of those.
     pub fn cold(&self) -> &Cold {
         &self.cold
     }

@@ -59,7 +59,7 @@ pub enum Kind {
 struct Header {
     kind: Kind,
     id: String,
-    /// Of the file that a delta follows; empty: an empty store.
+    /// Id of the file that a delta follows; empty: an empty store.
     parent: String,
     step: Option<u32>,
     steps: u64,

@@ -289,7 +289,7 @@ impl Store {
     }
 
     /// Writes all rows to a new file in `folder`, of one instant, while training goes on. The file is
-    /// whole or not there. Of older full snapshots the last one stays, with what belongs to it.
+    /// whole or not there. The last of older full snapshots stays, with what belongs to it.
     ///
     /// # Errors
     /// [`crate::Error::Io`]: older files are as they were then, and the next delta has all that this

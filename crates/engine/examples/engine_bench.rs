@@ -110,7 +110,7 @@ fn until<T>(mut step: impl FnMut() -> Option<T>) -> T {
 #[derive(Default)]
 struct Report {
     bytes: u64,
-    /// Of them before half of the time was over.
+    /// Bytes before half of the time was over.
     early: Option<u64>,
     seconds: f64,
     took: Vec<f64>,

@@ -2,7 +2,7 @@
  *
  * The compiler's instrumentation for ThreadSanitizer calls a function of a runtime for each load and store
  * (`-Zsanitizer=thread`). This is another runtime behind the same names (LLVM's
- * lib/Transforms/Instrumentation/ThreadSanitizer.cpp has the list): in place of looking for races it counts
+ * lib/Transforms/Instrumentation/ThreadSanitizer.cpp has the list): instead of looking for races it counts
  * the loads and stores of each thread to each cache line. What `perf c2c` samples on a processor that has
  * such events is counted here, all of it, on any machine. What it cannot see is the C library, the kernel and
  * code that was not compiled with it.

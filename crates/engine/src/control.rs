@@ -8,7 +8,7 @@
 //! send their greeting at once, and dial again if they were the oldest in a storm.
 //!
 //! # Who dials
-//! Of two processes the one with the lower number keeps the flows between them. The other dials one
+//! The process with the lower number keeps the flows between the two. The other dials one
 //! to make itself known, more when what *it* sends needs them ([`evener_proto::dial`]), and as many
 //! as the first when there has been no path for [`UNSERVED`]: a firewall may let connections through
 //! in one direction only.

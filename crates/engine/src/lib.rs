@@ -424,7 +424,7 @@ fn congestion(socket: &socket2::Socket, asked: Option<&str>) -> (Option<String>,
             Ok(()) if asked.is_some() => (Some(name.into()), format!("{name} (asked for)")),
             Ok(()) => (
                 Some(name.into()),
-                format!("{name} (in place of the system's {default}: shallow queues)"),
+                format!("{name} (instead of the system's {default}: shallow queues)"),
             ),
             Err(error) => (None, format!("{default} ({name} is refused: {error})")),
         },

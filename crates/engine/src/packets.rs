@@ -51,7 +51,7 @@ fn values(stats: &Stats) -> [u64; NAMES.len()] {
     ]
 }
 
-/// Of a process. Beside it is what callers read for each request, so it has cache lines of its own.
+/// Packets of a process. Callers read its neighbours for each request: it has its own cache lines.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct Packets {
@@ -72,7 +72,7 @@ pub struct Counted {
     round_trips: [u64; ROUND_TRIPS],
     /// Copied since, sending and receiving.
     copied: [u64; 2],
-    /// Of bare packets: payload that was not copied, and that was; out and in.
+    /// Payload of bare packets that was not copied, and that was; out and in.
     bare: [[u64; 2]; 2],
 }
 

@@ -26,7 +26,7 @@ pub struct Ended {
     pub time: Duration,
 }
 
-/// Of one process, to all its peers.
+/// Paths of one process to all its peers.
 #[derive(Debug, Default)]
 pub struct Paths {
     /// By whether it is the accepting end of a connection to ourselves, and number.
@@ -42,7 +42,7 @@ impl Paths {
         self.live.insert((mirror, path), stats);
     }
 
-    /// Of a path that is there.
+    /// Statistics of a path that is there.
     pub fn get(&self, mirror: bool, path: PathId) -> Option<&Arc<PathStats>> {
         self.live.get(&(mirror, path))
     }

@@ -43,7 +43,7 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Of an end with this number of lanes, which no worker knows yet.
+    /// Requests of an end with this number of lanes, which no worker knows yet.
     pub fn new(id: u64, side: Side, lanes: usize) -> Arc<Requests> {
         Arc::new(Requests {
             id,

@@ -67,7 +67,7 @@ pub const FLOWS: Setting = Setting {
     allowed: "a whole number, 1 to 128",
 };
 
-/// Congestion control of the connections. Unset: the system's, but cubic in place of bbr.
+/// Congestion control of the connections. Unset: the system's, but cubic instead of bbr.
 pub const CONGESTION: Setting = Setting {
     name: "EVENER_NET_CONGESTION",
     default: "",

@@ -70,7 +70,7 @@ pub(crate) struct Mailbox {
 }
 
 impl Shared {
-    /// Of an engine without threads, interfaces and words. `waker`: of the control thread.
+    /// Shared state of an engine without threads, interfaces and words. `waker`: of the control thread.
     pub(crate) fn bare(waker: sys::Waker) -> Shared {
         Shared {
             config: Config::default(),

@@ -152,7 +152,7 @@ pub struct WorkerStats {
     pub working: AtomicU64,
     /// Looking for something to do.
     pub spinning: AtomicU64,
-    /// Of these two and of naps: while there was more to send than may be on its way.
+    /// The part of these two and of naps while there was more to send than may be on its way.
     pub full: AtomicU64,
     /// Naps, and their time.
     pub naps: [AtomicU64; 2],

@@ -94,7 +94,7 @@ impl Driver {
     /// Connects to a peer that listens there.
     ///
     /// # Errors
-    /// Of the sockets.
+    /// Errors of the sockets.
     pub fn connect(peer: SocketAddr, config: Config, key: JobKey) -> io::Result<Driver> {
         let any = if peer.is_ipv6() {
             "[::]:0"
@@ -113,7 +113,7 @@ impl Driver {
     /// Waits for the first peer that has the key, at this address.
     ///
     /// # Errors
-    /// Of the sockets.
+    /// Errors of the sockets.
     pub fn listen(at: SocketAddr, config: Config, key: JobKey) -> io::Result<Driver> {
         Driver::new(at, config, key)
     }
@@ -121,7 +121,7 @@ impl Driver {
     /// The address of the first socket.
     ///
     /// # Errors
-    /// Of the socket.
+    /// Errors of the socket.
     pub fn address(&self) -> io::Result<SocketAddr> {
         match self.ports.first() {
             Some(port) => port.address(),
@@ -259,7 +259,7 @@ impl Driver {
     /// Sleeps until a datagram is there or something is due, `longest` at most.
     ///
     /// # Errors
-    /// Of poll(2).
+    /// Errors of poll(2).
     pub fn wait(&mut self, longest: Duration) -> io::Result<()> {
         let now = self.now();
         let due = self

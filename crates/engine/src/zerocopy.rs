@@ -1,5 +1,5 @@
 //! Sending without the kernel's copy (MSG_ZEROCOPY, Documentation/networking/msg_zerocopy.rst of
-//! Linux), tried on each connection and dropped where it does not pay.
+//! Linux), tried on each connection and dropped where it is no faster.
 //!
 //! # Trying
 //! The first large piece of a message that a connection sends, once its path is known to be quick, goes

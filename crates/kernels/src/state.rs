@@ -124,7 +124,7 @@ pub struct Tensors<'a> {
 /// first element, so that a part of a tensor gets the bits that it gets in the whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Noise {
-    /// Of this tensor in this step.
+    /// Key of this tensor in this step.
     pub key: u32,
     /// Index of the first element.
     pub offset: u32,

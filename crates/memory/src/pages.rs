@@ -31,7 +31,7 @@ pub enum PagesError {
         wanted: usize,
         /// Free in all.
         free: usize,
-        /// Of the tier.
+        /// Total of the tier.
         total: usize,
     },
     /// There is enough, but not in one run.

@@ -312,7 +312,7 @@ impl Launcher {
     }
 }
 
-/// Of a rank that is not done: its number, what CUDA and what NCCL said; zeros when time ran out.
+/// A rank that is not done: its number, what CUDA and what NCCL said; zeros when time ran out.
 type Told = (usize, i32, i32);
 
 enum State {

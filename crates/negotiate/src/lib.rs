@@ -19,7 +19,7 @@
 //!
 //! # The cache
 //! An answer that can be repeated gets a number. A rank whose request is the same as last time
-//! announces the number in place of the request, and the answer is that number too.
+//! announces the number instead of the request, and the answer is that number too.
 //!
 //! # The frozen schedule
 //! When the same sequence of cached answers has come several times over, the coordinator declares it

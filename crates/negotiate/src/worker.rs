@@ -65,7 +65,7 @@ struct Schedule {
     said: bool,
     /// Since when the step at hand is launched.
     since: u64,
-    /// Of the step at hand: how many were submitted. Kept, so that a burst of submissions costs its
+    /// How many were submitted in the step at hand. Kept, so that a burst of submissions costs its
     /// length and not its square.
     here: usize,
 }
@@ -93,7 +93,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Of rank `rank`. `patience`: microseconds that a frozen schedule may keep a submitted tensor waiting for
+    /// The worker of `rank`. `patience`: microseconds that a frozen schedule may keep a submitted tensor waiting for
     /// others of its step.
     #[must_use]
     pub fn new(rank: u32, patience: u64) -> Self {

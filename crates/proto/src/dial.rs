@@ -99,7 +99,7 @@ struct Flow {
     since: Duration,
     /// What its present or last port was chosen from.
     entropy: u64,
-    /// Of one that tries a lost port again: the flow that took its place, and the path that it was.
+    /// Where it tries a lost port again: the flow that took its place, and the path that it was.
     comeback_of: Option<(u64, PathId)>,
 }
 
@@ -456,7 +456,7 @@ impl Dialer {
         self.trial = Some(Trial { why, opened, from });
     }
 
-    /// Tries others in place of our slowest flow, if it lags behind.
+    /// Tries others instead of our slowest flow, if it lags behind.
     fn replace(&mut self, delivered: &[Delivered], now: Duration) {
         let mut rates: Vec<f64> = delivered.iter().map(|one| one.rate).collect();
         rates.sort_by(f64::total_cmp);

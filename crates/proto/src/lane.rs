@@ -282,7 +282,7 @@ impl Lane {
         self.paths.get(&id).map(|path| path.state)
     }
 
-    /// Whether a path owes confirmations, so that [`Lane::report`] is worth a look at it.
+    /// Whether a path has something unconfirmed, so that [`Lane::report`] is worth a look at it.
     pub fn owes(&self, id: PathId) -> bool {
         self.paths.get(&id).is_some_and(Path::owes)
     }
@@ -315,7 +315,7 @@ impl Lane {
         })
     }
 
-    /// Of what the path was given, `outstanding` bytes have not reached the peer, queued ones
+    /// `outstanding` bytes of what the path was given have not reached the peer, queued ones
     /// included.
     pub fn delivered(&mut self, id: PathId, outstanding: u64, now: Duration) {
         if let Some(path) = self.paths.get_mut(&id) {

@@ -1,6 +1,6 @@
 //! Lines: what NCCL reads of a message before all of it is there.
 //!
-//! NCCL's LL and LL128 protocols look at a posted buffer while it fills. Of a line whose flag has come
+//! NCCL's LL and LL128 protocols look at a posted buffer while it fills. When a line's flag has come
 //! they use the rest at once: of LL that is 16 bytes, of LL128 it is [`LINE`]. So a message is cut
 //! between lines alone, in chunks, in packets and when some of it goes again, and whoever places a piece
 //! stores it in order, the last bytes of each line last. Buffers lie at multiples of a line, as NCCL's

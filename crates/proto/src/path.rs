@@ -1,6 +1,6 @@
 //! One path of a lane: alive, suspect or dead, and how large a chunk it should take.
 //!
-//! Silence means nothing on a path that owes nothing, so time counts only while something that was
+//! Silence means nothing on a path where all is confirmed, so time counts only while something that was
 //! sent is unconfirmed. Two things confirm: the answer to a ping, and the driver's own knowledge
 //! (for TCP the kernel's: [`Report`]). Data that comes the other way does not: a fabric may lose one
 //! direction only.
@@ -39,7 +39,7 @@ pub struct Report {
     pub rate: Option<f64>,
 }
 
-/// Between two pings of a path that owes a confirmation.
+/// Between two pings of a path with something unconfirmed.
 pub const HEARTBEAT: Duration = Duration::from_millis(10);
 /// An idle path is asked this often whether it still leads anywhere.
 const IDLE: Duration = Duration::from_secs(1);
@@ -59,7 +59,7 @@ const PROVEN: u64 = 512 << 10;
 const DEAD: Duration = Duration::from_millis(1000);
 /// How long chunks waited is told at least this often while they come.
 const TELL: Duration = Duration::from_micros(500);
-/// Of a chunk that came while the driver did not look for so long, nothing is known, but if it waited
+/// Nothing is known of a chunk that came while the driver did not look for so long, except if it waited
 /// too long in any case.
 const BLIND: Duration = Duration::from_micros(500);
 /// In a frame of its own when this many bytes have come: chunks that go the other way say it as well.

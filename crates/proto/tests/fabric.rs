@@ -38,9 +38,9 @@ struct Flow {
 #[derive(Clone, Copy)]
 struct Network {
     paths: usize,
-    /// Of each path.
+    /// Rate of each path.
     rate: f64,
-    /// Of each flow.
+    /// Cap of each flow.
     cap: f64,
     /// Whoever has room in the kernel's buffers pulls, in turn: no windows of the protocol's.
     in_turn: bool,

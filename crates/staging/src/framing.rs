@@ -70,7 +70,7 @@ pub struct Run {
 pub struct Framing {
     lease: Lease,
     unit: usize,
-    /// Of each receive slot: where its units lie. The engine writes into the table of a slot until its request is
+    /// Where each receive slot's units lie. The engine writes into the table of a slot until its request is
     /// finished.
     tables: Box<[AtomicUsize]>,
     /// Pieces that were taken out of frames, and the copies that it took.
@@ -78,7 +78,7 @@ pub struct Framing {
 }
 
 impl Framing {
-    /// Of frames that are leased ([`FRAMES`] of each kind), with units that all ranks can.
+    /// Framing in leased frames ([`FRAMES`] of each kind), with units that all ranks can.
     pub fn new(lease: Lease, unit: u16) -> Framing {
         Framing {
             lease,

@@ -72,7 +72,7 @@ pub enum Error {
     Connect {
         /// How many.
         missing: usize,
-        /// Of how many.
+        /// How many there are in all.
         peers: usize,
         /// The time given.
         seconds: u64,

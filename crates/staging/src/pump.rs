@@ -32,7 +32,7 @@ struct Taking {
     came: u32,
     /// Pieces whose copies were issued to a device.
     issued: u32,
-    /// Of the next piece whose frames go back.
+    /// Number of the next piece whose frames go back.
     emptied: u32,
 }
 

@@ -297,7 +297,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Of the context that TensorFlow gave to the kernel that is being called.
+    /// The run of the context that TensorFlow gave to the kernel that is being called.
     pub(crate) fn of(context: *mut capi::Context) -> Self {
         let status = Status::new();
         Self { context, status }

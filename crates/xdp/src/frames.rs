@@ -11,7 +11,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 
 /// Bytes before the payload.
 pub const HEADERS: usize = 42;
-/// Of Ethernet alone.
+/// Bytes of the Ethernet header alone.
 pub const ETHERNET: usize = 14;
 const IPV4: usize = 20;
 const UDP: usize = 8;
@@ -27,7 +27,7 @@ pub type Mac = [u8; 6];
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Template {
     bytes: [u8; HEADERS],
-    /// Of the IPv4 header with length zero.
+    /// Sum of the IPv4 header with length zero.
     sum: u32,
 }
 

@@ -38,10 +38,10 @@ pub struct Hops {
 }
 
 impl Hops {
-    /// Of the interface with this number.
+    /// Hops of the interface with this number.
     ///
     /// # Errors
-    /// Of netlink.
+    /// Errors of netlink.
     pub fn new(interface: u32) -> io::Result<Hops> {
         Ok(Hops {
             interface,

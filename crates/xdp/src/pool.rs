@@ -61,7 +61,7 @@ impl Pool {
     /// `lent` frames of `size` bytes, and for each of `sockets` these numbers for receiving and for sending.
     ///
     /// # Errors
-    /// Of mmap(2).
+    /// Errors of mmap(2).
     pub fn new(
         size: usize,
         lent: u32,

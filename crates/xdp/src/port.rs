@@ -448,7 +448,8 @@ impl Seen {
     }
 }
 
-/// Of a packet with this stamp. What is longer is none: the process has a clock of its own (a time namespace).
+/// How long a packet with this stamp waited. Longer than the limit counts as none: the process may have a clock of
+/// its own (a time namespace).
 fn waited(now: u64, stamp: u64) -> Duration {
     let waited = Duration::from_nanos(now.saturating_sub(stamp));
     if waited < LONGEST_WAIT {
@@ -668,7 +669,7 @@ impl Port {
     /// Waits until packets are there, `longest` at most; whether there are.
     ///
     /// # Errors
-    /// Of poll(2).
+    /// Errors of poll(2).
     pub fn wait(&self, longest: Duration) -> io::Result<bool> {
         sys::wait(self.socket.as_fd(), longest)
     }

@@ -54,7 +54,7 @@ const TO_BIG_ENDIAN: u8 = 0xdc;
 const IF_ABOVE: u8 = 0x2d;
 const IF_ABOVE_NUMBER: u8 = 0x25;
 const IF_BELOW_NUMBER: u8 = 0xa5;
-/// Of the low 32 bits: a 64-bit comparison would extend the number's sign.
+/// Compares the low 32 bits: a 64-bit comparison would extend the number's sign.
 const IF_NOT_NUMBER: u8 = 0x56;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;

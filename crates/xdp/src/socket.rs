@@ -18,7 +18,7 @@ use crate::umem::{Frame, Umem};
 const SEND_BUDGET: u32 = 256;
 /// As above, for polling by the process.
 const POLL_BUDGET: u32 = 64;
-/// Of SO_BUSY_POLL.
+/// Time for SO_BUSY_POLL.
 const POLL: Duration = Duration::from_micros(20);
 /// Frames that one packet may have, at most: the kernel's limit is 18.
 const MOST_FRAMES: usize = 18;
@@ -69,7 +69,7 @@ impl Mode {
 pub struct Shape {
     /// Bytes of a frame: 2048 or 4096.
     pub frame: usize,
-    /// Frames for each direction; a power of two. Of a pool: places of each ring.
+    /// Frames for each direction; a power of two. For a pool: places of each ring.
     pub frames: u32,
     /// Where they are; `None`: in memory of its own.
     pub part: Option<Part>,
@@ -119,7 +119,7 @@ impl Socket {
     /// On a queue of an interface (by its number), in this mode.
     ///
     /// # Errors
-    /// Of the kernel: the mode, the rights, or the memory.
+    /// The kernel's refusals: of the mode, the rights, or the memory.
     pub fn open(
         interface: u32,
         queue: u32,

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::{NonNull, null, null_mut};
 use std::time::Duration;
 
-/// Of linux/if_xdp.h; libc does not have it yet.
+/// From linux/if_xdp.h; libc does not have it yet.
 const XDP_MAX_TX_SKB_BUDGET: libc::c_int = 9;
 const BPF_MAP_CREATE: libc::c_int = 0;
 const BPF_MAP_UPDATE_ELEM: libc::c_int = 2;

@@ -51,7 +51,7 @@ pub struct Umem {
     receiving: u32,
     all: u32,
     free: Vec<Frame>,
-    /// Of a pool: lent frames that this socket has claimed.
+    /// Lent frames of a pool that this socket has claimed.
     claimed: Vec<bool>,
     /// Frames for receiving that a caller has.
     kept: Vec<bool>,
@@ -69,7 +69,7 @@ impl Umem {
     /// `receiving` and `sending` frames of `size` bytes, in huge pages where the kernel has them free.
     ///
     /// # Errors
-    /// Of mmap(2).
+    /// Errors of mmap(2).
     pub fn new(size: usize, receiving: u32, sending: u32) -> io::Result<Umem> {
         let (mapping, not_huge) = pool::map(size * (receiving + sending) as usize)?;
         let mut umem = Self::over(Memory::Own(mapping), size, (0, receiving, sending), 0);
@@ -77,7 +77,7 @@ impl Umem {
         Ok(umem)
     }
 
-    /// Of a part of a pool, whose memory is there. `filled` frames for receiving go into the fill ring at first.
+    /// A umem over a part of a pool, whose memory is there. `filled` frames for receiving go into the fill ring first.
     pub fn of(part: &Part, filled: u32) -> Umem {
         let pool = part.pool.clone();
         let (receiving, sending) = (pool.receiving(), pool.sending());

@@ -265,7 +265,7 @@ LIGHT_TOPK_THRESHOLD = _size(
     "with what a rank would send between nodes: after the reduce-scatter, its shard.",
 )
 LIGHT_TOPK_FP16 = _flag(
-    _COMM, "LIGHT_TOPK_FP16", False, "Send the values of top-k as FP16 in place of FP32."
+    _COMM, "LIGHT_TOPK_FP16", False, "Send the values of top-k as FP16 instead of FP32."
 )
 
 EVENER_TOPK_WARMUP = _number(
@@ -579,7 +579,7 @@ EVENER_NET_CONGESTION = _text(
     _NET,
     "EVENER_NET_CONGESTION",
     "",
-    "Congestion control of the connections. Unset: the system's, but cubic in place of bbr.",
+    "Congestion control of the connections. Unset: the system's, but cubic instead of bbr.",
     allowed="a name from net.ipv4.tcp_allowed_congestion_control",
 )
 EVENER_NET_ZEROCOPY = _choice(

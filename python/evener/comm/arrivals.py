@@ -51,7 +51,7 @@ class Owner(Protocol):
         """The first gradient of a step has come."""
 
     def special(self) -> Iterable[int] | None:
-        """Of which gradients `arrived` must be told, where others are only counted; None: of all.
+        """Gradients that `arrived` must be told of; others are only counted. None: all of them.
 
         Asked with the first gradient of each step.
         """
@@ -282,7 +282,7 @@ class Arrivals:
 
 
 class _Hook:
-    """Of a node that accumulates. It dies with the reducer."""
+    """The hook of a node that accumulates. It dies with the reducer."""
 
     def __init__(self, arrivals: Arrivals, index: int) -> None:
         self._arrivals, self.index = weakref.ref(arrivals), index

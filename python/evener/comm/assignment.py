@@ -26,7 +26,7 @@ from evener.comm.wires import Wire
 
 
 class Assignment:
-    """Of one reducer's buckets."""
+    """How one reducer's buckets are assigned."""
 
     def __init__(
         self, names: Sequence[str], options: Options, communicators: Communicators, parts: Parts

@@ -307,7 +307,7 @@ def place(buffer: torch.Tensor, slot: Slot, parameter: torch.Tensor) -> torch.Te
 def row_width(parameter: torch.Tensor) -> int:
     """Entries of a row in the memory of its view; 0 where it has fewer than two dimensions.
 
-    Of more than two dimensions, memory is cut into rows so that rows and columns together are
+    With more than two dimensions, memory is cut into rows so that rows and columns together are
     fewest: filters [64, 64, 3, 3] are 64 x 576, experts [8, 512, 256] are 4,096 x 256.
     """
     strides = parameter.stride()

@@ -1,8 +1,8 @@
 """Residuals and velocities in checkpoints: out of buckets into parameters, and back, in any world.
 
-A checkpoint holds for each parameter what all ranks together owe, in units of the gradient that an
-optimizer sees, without the loss scale. A world of another size, with other buckets, divides it
-among its own ranks: the sum is the same, so the model gets what it is owed.
+A checkpoint holds for each parameter the sum of all ranks' residuals, in units of the gradient that
+an optimizer sees, without the loss scale. A world of another size, with other buckets, divides it
+among its own ranks: the sum is the same, so nothing is lost for the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Owner(Protocol):
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """Of each bucket, by index."""
+        """The exchange of each bucket, by index."""
 
     @property
     def pending(self) -> bool:

@@ -54,7 +54,7 @@ class Owner(Protocol):
 
 
 class Departures:
-    """Of one reducer's buckets. `step`: what is said of the step that is under way."""
+    """How one reducer's buckets leave. `step`: what is known of the current step."""
 
     def __init__(self, reducer: Owner) -> None:
         self.step = Step()
@@ -134,7 +134,7 @@ class Departures:
         route, whole, step = exchange.route, exchange.bucket.buffer, self.step
         start, end = exchange.place()
         shard = whole[start:end]
-        # Of what nobody used nothing is sent: what it is owed waits for a step that uses it.
+        # What nobody used sends nothing: its residual waits for a step that uses it.
         aside = [
             (max(slot.offset, start) - start, min(slot.offset + slot.numel, end) - start)
             for slot in exchange.bucket.slots

@@ -60,7 +60,7 @@ class Exchange:
 
     @property
     def bytes(self) -> int:
-        """Of gradients that it stands for."""
+        """Bytes of the gradients that it stands for."""
         return self.bucket.bytes
 
     @property
@@ -180,7 +180,7 @@ class Exchange:
         return whole
 
     def take_over(self, whole: torch.Tensor, local: bool) -> torch.Tensor:
-        """This rank's share of what `owed` gave, maybe in another world."""
+        """This rank's share of what `owed` returned, maybe in another world."""
         start, end = self.place()
         scaling = self.route.scaling
         share = 1.0 / scaling.final

@@ -48,7 +48,7 @@ def listed() -> tuple[Described, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """Of all forms, from the mildest to the harshest."""
+    """Names of all forms, from the mildest to the harshest."""
     return tuple(form.name for form in listed())
 
 
@@ -69,7 +69,7 @@ def require(name: object, what: str, *, besides: Iterable[str] = ()) -> str:
 
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
-    """What to write in place of `name`."""
+    """What to write instead of `name`."""
     allowed = tuple(allowed)
     near = difflib.get_close_matches(name.lower(), allowed, 1)
     choose = f"choose one of {', '.join(allowed)}"

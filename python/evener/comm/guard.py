@@ -57,7 +57,7 @@ _EARLY = (8, 2)
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one bucket in one checked step, over all ranks.
+    """Figures of one bucket in one checked step, over all ranks.
 
     `gain`: of the squared norm, what the optimizer gets over the dense gradient's. `least_cosine`:
     of the parameters by themselves the least. `finite`: whether the gradients are.
@@ -116,7 +116,7 @@ def _cosine(product: float, result: float, dense: float) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one bucket in one checked step. `falls_to`: the milder form, "" where it stays."""
+    """The verdict on a bucket in a checked step. `falls_to`: the milder form, "" where it stays."""
 
     step: int
     bucket: int

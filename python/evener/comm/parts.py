@@ -1,6 +1,6 @@
 """Embeddings taken apart: what layers add to their gradient leaves early, lookups leave as rows.
 
-Of a parameter that is looked up (`lookups`) the gradient takes two ways, and the result is the sum:
+The gradient of a parameter that is looked up (`lookups`) takes two ways, and the result is the sum:
 
     its buckets       what layers that share the weight bring, as soon as it is there, in all the
                       forms and with all that goes with them
@@ -71,7 +71,7 @@ class Part:
     # What came too late, for the last step and for this one.
     kept: torch.Tensor | None = None
     missed: torch.Tensor | None = None
-    # Of this step, on this rank:
+    # This step, on this rank:
     dense: torch.Tensor | None = None
     rows: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     complete: bool = False
@@ -94,7 +94,7 @@ class Part:
 
 @dataclass
 class _Seen:
-    """Of a parameter in the first step: rows looked up, where in the order its layers' part came,
+    """What a parameter's first step shows: rows looked up, when its layers' part came,
     and what has come by the uses that are watched. `other`: there are others. `accumulates`:
     something was there before."""
 

@@ -268,7 +268,7 @@ class Recorder:
         return times
 
     def profile(self, buckets: Sequence[tuple[str, int, int, bool]]) -> StepProfile:
-        """Of a step whose buckets were held back. Waits for the device.
+        """The profile of a step whose buckets were held back. Waits for the device.
 
         `buckets[i]`: name, entries, bytes an entry of bucket i, by rows. In such a step nothing is
         computed while an exchange is under way, so what an exchange takes of a part of the step is

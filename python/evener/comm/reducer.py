@@ -162,7 +162,7 @@ class Reducer:
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """Of each bucket, by index."""
+        """The exchange of each bucket, by index."""
         return self.assignment.exchanges
 
     @property
@@ -272,7 +272,7 @@ class Reducer:
             self.on_first()
 
     def special(self) -> Iterable[int] | None:
-        """Of which gradients `arrived` must be told; others are only counted. None: of all."""
+        """Gradients that `arrived` must be told of; others are only counted. None: all of them."""
         return None if self._measuring else (*self.parts.of, *self.sparse)
 
     def arrived(self, index: int) -> None:
@@ -379,7 +379,7 @@ class Reducer:
         self.end_step()
 
     def defer(self) -> None:
-        """In place of `apply`: results stay on their way, `p.grad` is where they will land.
+        """Instead of `apply`: results stay on their way, `p.grad` is where they will land.
 
         Then `wait` for each bucket, and `end_step` once all have been waited for.
         """

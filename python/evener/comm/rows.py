@@ -36,7 +36,7 @@ class Rows:
 
 
 class RowsExchange(Exchange):
-    """Of a bucket by rows. `bring` takes the place of `run`."""
+    """The exchange of a bucket by rows. `bring` replaces `run`."""
 
     most = 0  # of the last step
 
@@ -129,7 +129,7 @@ class RowsExchange(Exchange):
 
 
 def merged(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of several lookups the rows, each once, and their sums.
+    """The rows of several lookups, each once, and their sums.
 
     As many as came in: what is left over is row 0 with zeros. So the host need not wait for the
     device to know how many rows there are, which at the end of backward is the whole backward.

@@ -7,8 +7,8 @@
   finite in a gradient reaches the optimizer, or the loss scaler, but not the velocity.
 
 Both belong to parameters, not to buckets: checkpoints hold one tensor of the parameter's shape for
-each, summed over all ranks, so they can be loaded in a world of another size. The sum of what all
-ranks owe is what matters to the model; which of them owes it is not kept.
+each, summed over all ranks, so they can be loaded in a world of another size. The sum over all
+ranks is what matters to the model; which rank had which part is not kept.
 
 Loss scaling. Residuals are in units of the scaled loss. When the scale changes from s to t they are
 multiplied by t / s. A step that the scaler skipped was reduced but not applied: what top-k sent in
@@ -50,7 +50,7 @@ class Sent(Protocol):
         """Add what is finite of it to `residual` where `skipped` is 1; nothing where it is 0."""
 
     def let_go(self) -> None:
-        """Of its tensors, as the function of that name."""
+        """Let go of its tensors, as the function of that name does."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class SentEntries:
 
 @dataclass
 class ShardState:
-    """Of one bucket's shard on this rank. `steps`: compressed exchanges that it went through.
+    """State of a bucket's shard on this rank. `steps`: compressed exchanges it went through.
 
     `matrices`: which of its entries are rows of matrices; None: nobody said. `memory`: what a form
     remembers besides, which is no gradient, can be made anew, and is equal on all peers.

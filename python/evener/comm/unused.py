@@ -20,7 +20,7 @@ logger = logging.getLogger("evener.comm")
 
 
 class Unused:
-    """Of one reducer's parameters, whose `names` are in order."""
+    """Finds which of one reducer's parameters are unused. `names` are in order."""
 
     def __init__(self, names: Sequence[str], communicators: Communicators) -> None:
         # Whether all are expected to bring one, and have: then it is worth a warning, once.
@@ -32,8 +32,8 @@ class Unused:
     def ask(self, used: Sequence[bool]) -> frozenset[int]:
         """Those that no rank used; `used`: by parameter, on this one. Collective.
 
-        A rank that used all has its answer: it takes part, and waits for nobody. So a model of
-        which all is used pays nothing for the question (transformers' Trainer always asks it).
+        A rank that used all has its answer: it takes part, and waits for nobody. So the
+        question costs a model of which all is used nothing (transformers' Trainer always asks it).
         """
         if self._asked is not None:
             self._asked.wait()

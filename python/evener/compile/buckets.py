@@ -1,8 +1,7 @@
 """Which sizes to compile for: a dynamic program over the sizes that were seen. No framework.
 
 A call of size n runs in the compiled form of the smallest *edge* >= n, on n rows and edge - n rows
-of padding. More edges mean less padding and more to compile. Of all sets of edges the one is taken
-that makes
+of padding. More edges mean less padding and more to compile. The set that is chosen makes
 
     padded rows of all recorded calls + k * number of new edges
 

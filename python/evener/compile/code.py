@@ -2,7 +2,7 @@
 
 Bytecode, constants, names, defaults, and values of closures and globals that are functions, classes
 or plain values, and theirs in turn. What belongs to Python or to torch is known by its version, and
-not looked into. Of a module: its tree of classes, their methods, their plain attributes, and the
+not looked into. For a module: its tree of classes, their methods, their plain attributes, and the
 shapes of its parameters.
 """
 
@@ -18,7 +18,7 @@ _KNOWN = {"builtins", "torch", "numpy", *sys.stdlib_module_names}
 
 
 def digest(function: Any, module: Any, versions: str) -> str:
-    """Of a function, or of a torch module's `forward`. versions: of what is not looked into."""
+    """Digest of a function, or a module's `forward`. versions: of what is not looked into."""
     walk = _Walk()
     walk.add("versions", versions, sys.version)
     if module is not None:
@@ -124,7 +124,7 @@ class _Walk:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Of globals, in nested functions too."""
+    """Names of globals, in nested functions too."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -135,7 +135,7 @@ class Function(Bucketed[_Call]):
         self._made = tf.function(function, jit_compile=True)
         self._exact = tf.function(function)
         self._reads_size = False  # it wants the number of rows while it is traced
-        # Of each signature and edge: which outputs are cut.
+        # For each signature and edge: which outputs are cut.
         self._cut: dict[tuple[Hashable, int], list[bool]] = {}
         self._kind = ""  # pure, assigns, random
 

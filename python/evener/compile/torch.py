@@ -109,7 +109,7 @@ class Function(Bucketed[_Call]):
         self._dim, self._mask = dim, mask
         self._settings = (dim, mask, name, options, record, compile_options)
         self._made = torch.compile(function, dynamic=False, **compile_options)
-        # Of each signature and edge: which outputs are cut.
+        # For each signature and edge: which outputs are cut.
         self._cut: dict[tuple[Hashable, int], list[bool]] = {}
         self._looked: set[str] = set()
         self._changes = ""  # a buffer or an input that a call changes
@@ -530,7 +530,7 @@ def _near(p: torch.Tensor, m: torch.Tensor, noise: float = 0.0) -> bool:
 
 
 def _gradients(outputs: list[Any], inputs: list[Any]) -> list[torch.Tensor | None]:
-    """Of a sum of the outputs with weights, for all parameters and inputs; .grad stays as it is."""
+    """Gradients of a weighted sum of the outputs, for all parameters and inputs. Keeps .grad."""
     total, leaves = None, []
     for x in outputs:
         if isinstance(x, torch.Tensor) and x.requires_grad and x.dtype.is_floating_point:

@@ -133,7 +133,7 @@ class AcceleratedDataParallel(DistributedDataParallel):
         self._evener_expects = self.evener.arrivals.active = True
 
     def backward_ended(self) -> None:
-        """Of a backward that brought gradients."""
+        """A backward that brought gradients has ended."""
         self._evener_expects = False
         self.evener_steps.backward_ended(at_once=self._evener_share != 1.0)
         if self._evener_share != 1.0:

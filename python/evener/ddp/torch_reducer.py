@@ -42,7 +42,7 @@ def make_reducer(model: DistributedDataParallel, parameters: Sequence[torch.Tens
 
 
 class OwnReducer:
-    """Of one accelerated model: `evener.comm.planner.live.Library`. `on`: its form, or empty."""
+    """A model's own reducer: `evener.comm.planner.live.Library`. `on`: its form, or empty."""
 
     def __init__(self, model: AcceleratedDataParallel) -> None:
         self._model = weakref.ref(model)
@@ -50,7 +50,7 @@ class OwnReducer:
         self._logger: Any = None  # the C++ reducer knows it, and does not keep it
         self._never = ""
         self.on = ""
-        # Of the parameter whose gradients say that a step is there: all come in each of them.
+        # From the parameter whose gradients say that a step is there: all come in each of them.
         self._node: Any = None
         self._hook: Any = None
         self.expects = False  # a forward was synchronised, and its backward is to come

@@ -4,8 +4,8 @@
 comes here only where EVENER_DDP is set. `site/sitecustomize.py` does the same for a Python that has
 Evener on its path without an installation, and is what `evener launch --ddp` uses.
 
-torch is not imported here: a process that never trains must not pay for it. A finder at the head of
-`sys.meta_path` waits for torch's module of DistributedDataParallel, and leaves when it came; one
+torch is not imported here: a process that never trains must not wait for it. A finder at the head
+of `sys.meta_path` waits for torch's module of DistributedDataParallel, and leaves when it came; one
 more waits for transformers' Trainer, whose checkpoints are to hold what compression has not sent.
 """
 

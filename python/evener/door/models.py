@@ -64,7 +64,7 @@ def follow(kind: type[DistributedDataParallel]) -> None:
 
 
 def _followed(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    """In place of DistributedDataParallel.forward."""
+    """Instead of DistributedDataParallel.forward."""
     waits = self.__dict__.get(_MARK) is not True and "evener_steps" not in self.__dict__
     if waits and torch.is_grad_enabled() and _now(self):
         from evener.ddp import AcceleratedDataParallel

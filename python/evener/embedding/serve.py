@@ -261,7 +261,7 @@ class Server(ThreadingHTTPServer):
             ) from None
 
     def stats(self) -> dict[str, Any]:
-        """Of the store and of the server."""
+        """Statistics of the store and the server."""
         return {
             "name": self.store.name,
             "dim": self.store.dim,

@@ -1,6 +1,6 @@
 """Makes `horovod.X` another name of the module `evener.horovod.X`, for every X.
 
-One finder in place of a tree of re-exporting files: a module has both names and is one object, so
+One finder instead of a tree of re-exporting files: a module has both names and is one object, so
 `horovod.torch.mpi_ops.synchronize is evener.horovod.torch.mpi_ops.synchronize`, and an exception
 caught by one name is raised by the other.
 """

@@ -444,7 +444,7 @@ def _reduced(work: torch.Tensor, op: int, group: Any) -> None:
 def _scaled(work: torch.Tensor, factor: float) -> torch.Tensor:
     """`work` times `factor`; whole numbers in float64, toward zero.
 
-    Of float16 on a GPU the factor is rounded to float16 first, as upstream's kernel does
+    For float16 on a GPU the factor is rounded to float16 first, as upstream's kernel does
     (horovod/common/ops/cuda/cuda_kernels.cu); on a CPU the product alone is rounded.
     """
     if factor == 1.0:

@@ -23,7 +23,7 @@ def balance(model: nn.Module, rate: float = 1e-3) -> None:
     """Balance experts without an auxiliary loss: call it after each optimizer step. Collective.
 
     Moves each router's bias by `rate` towards experts that had less than the mean load since the
-    last call (arXiv 2408.15664). Of routers with an `e_score_correction_bias`: `score="sigmoid"`
+    last call (arXiv 2408.15664). For routers with an `e_score_correction_bias`: `score="sigmoid"`
     here, DeepSeek-V3's in transformers. Raises UsageError where there are none.
     """
     found = []

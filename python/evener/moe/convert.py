@@ -42,7 +42,7 @@ def _refuse(name: str, module: nn.Module, why: str) -> UsageError:
 
 
 def _checked(name: str, module: Any) -> Experts:
-    """Ours in place of `module`, with its own parameters."""
+    """Our layer instead of `module`, with its own parameters."""
     for attribute, (needed, why) in _FORM.items():
         if getattr(module, attribute, needed) != needed:
             raise _refuse(name, module, f"{why} ({attribute}={not needed}), which ours cannot do")
@@ -106,7 +106,7 @@ def convert(
 def _shared_meanwhile(block: nn.Module) -> None:
     """Run a block's shared experts while its tokens travel.
 
-    Of blocks as DeepSeek's, which give them what the block was given, after the other experts.
+    For blocks like DeepSeek's, which give them what the block was given, after the other experts.
     Where a block gives them anything else, they run when they are called.
     """
     shared, experts = getattr(block, "shared_experts", None), getattr(block, "experts", None)

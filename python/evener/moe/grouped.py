@@ -59,7 +59,7 @@ def times_reference(x: torch.Tensor, turned: torch.Tensor, ends: torch.Tensor) -
 
 
 def outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Of each expert, the sum over its rows of a's row by b's row.
+    """For each expert, the sum over its rows of a's row by b's row.
 
     a [rows, n], b [rows, k] > [experts, n, k]: the gradient of matrices as nn.Linear has them.
     """

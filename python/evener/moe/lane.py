@@ -29,7 +29,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Ticket(Generic[Result]):
-    """Of something submitted. `wait` once, where its result is used."""
+    """A ticket for submitted work. `wait` once, where its result is used."""
 
     def __init__(
         self, value: Result | Future[Result], event: torch.cuda.Event | None,

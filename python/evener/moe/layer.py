@@ -113,7 +113,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts in place of a feed-forward network: [..., width] > [..., width].
+    """A mixture of experts instead of a feed-forward network: [..., width] > [..., width].
 
     shared: the inner width of an expert that all tokens take; 0: none. score, normalize, scale,
     groups, top_groups: see `Router`. capacity: see `Experts`. After a forward pass in training

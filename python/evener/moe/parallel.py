@@ -79,7 +79,7 @@ class Shared:
         return self.roads[0].lane
 
     def road(self) -> Road:
-        """Of the part that this thread runs."""
+        """The road of the part that this thread runs."""
         mine = part()
         return self.roads[0 if mine is None else mine.index]
 
@@ -93,7 +93,7 @@ class Trial:
     seconds: list[float] = field(default_factory=lambda: [math.inf] * len(CHUNKS))
 
     def chunks(self) -> int:
-        """Of the next pass."""
+        """Chunks of the next pass."""
         return CHUNKS[max(self.passes, 0) % len(CHUNKS)]
 
     def note(self, seconds: float) -> bool:
@@ -249,14 +249,14 @@ def _carried(trip: Trip, x: torch.Tensor, wire: Wire, lossy: bool) -> torch.Tens
 
 
 class Parallel:
-    """Of one layer: which rank has which expert, and the layer's passes.
+    """A layer's parallelism: which rank has which expert, and the layer's passes.
 
     held: int64 [experts], the experts in the order of ranks and of their places there.
     """
 
     def __init__(self, shared: Shared, experts: int, name: str = "") -> None:
         self.shared, self.name, self.experts = shared, name, experts
-        # Of each thread: parts of a batch are in one layer at a time.
+        # For each thread: parts of a batch are in one layer at a time.
         self._mine = threading.local()
         self.place(torch.arange(experts))
 

@@ -82,7 +82,7 @@ class Hop:
 
 
 def pack(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """Two tensors of as many rows > int32 [rows, words]: one collective in place of two."""
+    """Two tensors of as many rows > int32 [rows, words]: one collective instead of two."""
     parts = []
     for each in (x, more):
         whole = each.contiguous().view(torch.uint8)
@@ -202,7 +202,7 @@ def hits(to: torch.Tensor, ends: int) -> torch.Tensor:
 def count(to: torch.Tensor, ranks: Ranks, chunks: int) -> torch.Tensor:
     """What one rank tells all: int64 [chunks, nodes + 2 size], from the ranks `to` [tokens, k].
 
-    Of each chunk: tokens for each node, tokens for each rank, choices of each rank.
+    For each chunk: tokens for each node, tokens for each rank, choices of each rank.
     """
     hit = hits(to, ranks.size)
     by_node = hit.view(len(to), ranks.nodes, ranks.each).any(2)

@@ -239,7 +239,7 @@ def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def _of_parameters(model: nn.Module) -> dict[int, tuple[str, Experts | None]]:
-    """Of each parameter its name, and the layer whose experts it holds if they are spread."""
+    """Each parameter's name, and the layer whose experts it holds if they are spread."""
     owners = {
         id(getattr(layer, matrix)): layer
         for _, layer in layers(model) if layer.parallel is not None for matrix in _MATRICES

@@ -36,7 +36,7 @@ class Wire:
         self.fell_back = 0
 
     def bytes(self, width: int) -> int:
-        """Of a row of 8 bits."""
+        """Bytes of a row of 8 bits."""
         groups = -(-width // GROUP)
         return groups * GROUP + 4 * groups
 

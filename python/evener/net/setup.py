@@ -244,7 +244,7 @@ def apply(changes: list[Change], state: Path, said: Callable[[str], None]) -> No
     """
     done = recorded(state)
     for change in changes:
-        # Of a value that was changed before, the oldest is what undo wants.
+        # For a value that was changed before, undo wants the oldest.
         known = next((one for one in done if one.where == change.where), None)
         if known is None:
             _write(state, [*done, change])

@@ -93,7 +93,7 @@ def _trip(counts: list[int], share: float) -> str:
 def _peers(records: list[dict[str, Any]]) -> Table:
     table = _table("peer connections", "tried kept re-rolled late best")
     for peer in stats.peers(records):
-        # Of packets that are over: nothing was tried, as that is done with TCP's connections.
+        # Packets that are over: nothing was tried, as that is done with TCP's connections.
         if not any(peer.get(name, 0) for name in ("connections", "trials", "rerolls")):
             continue
         counts = ("trials", "gains", "rerolls", "late")

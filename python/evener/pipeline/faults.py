@@ -12,7 +12,7 @@ class PipelineError(watch.RankError):
 
 
 class Watch(watch.Watch):
-    """Of one pipeline."""
+    """The watch of one pipeline."""
 
     def __init__(self, name: str, rank: int, ranks: int, groups: list[dist.ProcessGroup]) -> None:
         super().__init__(

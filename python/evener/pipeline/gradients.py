@@ -28,7 +28,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Gradients:
-    """Of one rank's stages. `form`: what was asked for, a name of `evener.comm.wires`."""
+    """Gradients of one rank's stages. `form`: the one asked for, a name in `evener.comm.wires`."""
 
     def __init__(
         self, named: Named, group: dist.ProcessGroup, device: torch.device, form: str

@@ -327,7 +327,7 @@ def planned(
 
 
 def _dtype(captured: Captured) -> torch.dtype:
-    """Of the model, and so of its activations."""
+    """Data type of the model, and so of its activations."""
     floating = (p.dtype for p in captured.module.parameters() if p.dtype.is_floating_point)
     return next(floating, torch.float32)
 

@@ -216,7 +216,7 @@ def _timed(operation: Operation, device: torch.device, base: float) -> Times:
 
 
 def _overhead(device: torch.device) -> float:
-    """What a call of autograd costs by itself: a stage pays it once, not per operation."""
+    """What a call of autograd costs by itself: a stage has it once, not per operation."""
     x = torch.zeros(1, device=device, requires_grad=True)
     y = x.view(1)
     one = torch.ones(1, device=device)

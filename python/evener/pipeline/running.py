@@ -116,7 +116,7 @@ class Pipeline:
         groups = {self._group, self._control, self._all}
         self._gradients: Gradients | None = None
         if data is not None:
-            # Of a tied parameter one stage takes the mean, and gives it to the others: means that
+            # One stage takes the mean of a tied parameter, and gives it to the others: means that
             # each took alone would round apart.
             borrowed = {n for n, tied in self._tied if dist.get_rank(tied) != 0}
             trained = [(n, p) for n, p in self.named_parameters()

@@ -134,13 +134,13 @@ class Stage(PipelineStage):
         return wire.encode(tensor, self.step, microbatch)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Of a stage on this rank, which may have sent integers too."""
+        """Take inputs from a stage on this rank, which may have sent integers too."""
         given = prev_stage_outputs
         for info, tensor in zip(self.args_recv_info[mb_index], given, strict=True):
             info.buffer = tensor.detach()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Of a stage on this rank; what has no gradient has none."""
+        """Take gradients from a stage on this rank; what has none stays without."""
         for info, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs,
                                 strict=False):  # fmt: skip
             info.buffer = tensor

@@ -238,7 +238,7 @@ def _has_values(captured: Captured, node: fx.Node) -> bool:
 
 
 def _both(one: _Found, other: _Found) -> _Found:
-    """Of a sum of two terms. One that no input changes goes with every weighted mean."""
+    """How a sum of two terms is weighed. A term that no input changes goes with every mean."""
     if one[0] == "any":
         one, other = other, one
     if other[0] == "any":

@@ -18,7 +18,7 @@ from evener.comm.codecs import casts, int8
 from evener.errors import UsageError
 
 FORMS = ("exact", "bf16", "int8")
-# Of a tensor's length. bf16 loses 0.2%, and int8 1% of what is spread like a normal distribution.
+# Relative to the length. bf16 loses 0.2%, and int8 1% of what is spread like a normal distribution.
 LIMIT = 0.05
 
 

@@ -32,7 +32,7 @@ _backward: Callable[..., None] | None = None
 
 
 class Hooks:
-    """Of one policy; `remove` takes them off.
+    """The hooks of one policy; `remove` takes them off.
 
     method: of the model, that is run in half precision. steps: whether the optimizer's `step`
     decides; if not, the caller of `decide` does.
@@ -161,7 +161,7 @@ def _see_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _wide(out: Any) -> Any:
-    """With float32 in place of half, as losses want it."""
+    """With float32 instead of half, as losses want it."""
     halves = (torch.float16, torch.bfloat16)
     return pytree.tree_map(
         lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in halves else x, out

@@ -13,7 +13,7 @@ _SHOWN = 20  # events, in a report
 
 
 class Journal:
-    """Of one machine, which it asks. `events`: all so far."""
+    """The journal of one machine, which it asks. `events`: all so far."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

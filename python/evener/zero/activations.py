@@ -32,7 +32,7 @@ SMALL = 1 << 20
 
 @dataclass(eq=False)
 class _Saved:
-    """What autograd holds in place of a block's input."""
+    """What autograd holds instead of a block's input."""
 
     home: torch.Tensor
     shape: torch.Size

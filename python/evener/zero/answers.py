@@ -182,7 +182,7 @@ class Answers(TorchDispatchMode):
         return torch.clone(flat[:count])
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Of an index that is a mask the places that it chooses, as a real operation makes them."""
+        """The places that a mask as an index chooses, as a real operation makes them."""
         if index is None or index.dtype != torch.bool:
             return [index]
         found = self._shadow(index)
@@ -353,7 +353,7 @@ _CTC_BACKWARD = (
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """Of grouped products: torch 2.11 knows their shapes for bfloat16 alone."""
+    """Answers for grouped products: torch 2.11 knows their shapes for bfloat16 alone."""
     shape = [a.shape[-2], b.shape[-1]]
     if a.dim() == b.dim() == 3:
         shape.insert(0, a.shape[0])
@@ -364,7 +364,7 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None)
 
 
 def _ctc(scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of CTC, which looks at lengths: what it would take where every target is as long as all."""
+    """Answers for CTC, which looks at lengths: as if every target had the full length."""
     times, rows = scores.shape[:2]
     longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // rows)
     return scores.new_empty(rows), scores.new_empty(rows, times, 2 * longest + 1)

@@ -42,7 +42,7 @@ from evener.zero.vocabulary import find as find_head
 from evener.zero.weight import Weight
 
 Batch = tuple[int, int] | int
-"""Of a micro-batch: (sequences, tokens of each), or tokens."""
+"""Size of a micro-batch: (sequences, tokens of each), or tokens."""
 
 logger = logging.getLogger("evener.zero")
 
@@ -138,9 +138,9 @@ def _rehearsed(
     machine: Machine,
     head: Head | None,
 ) -> Profile | None:
-    """With what the units take on this GPU. Of several ranks all run them where that is asked for,
-    and the first one's times count, as all must plan the same. Of a machine that is not here, and
-    on a CPU, nothing is measured."""
+    """With what the units take on this GPU. Among several ranks all run them where that is asked
+    for, and the first one's times count, as all must plan the same. For a machine that is not here,
+    and on a CPU, nothing is measured."""
     wanted = world_size() == 1 if config.rehearse == "auto" else config.rehearse
     if profile is None or not wanted or device.type != "cuda" or machine.cores:
         return profile
@@ -154,8 +154,8 @@ def _rehearsed(
 
 
 PASSES = 32
-"""Of Python's collector, at most: it ends with the first that finds nothing. A closed engine takes
-one or two; a graph that hooks hold together takes one per layer."""
+"""Most passes of Python's collector: it ends with the first that finds nothing. A closed engine
+takes one or two; a graph that hooks hold together takes one per layer."""
 
 
 def _beside(machine: Machine, device: devices.Device, model: nn.Module, call: Call) -> Machine:
@@ -360,7 +360,7 @@ def initialize(
     (name, parameter) -> value: `model` may
     then be on the meta device, and its weights are read chunk by chunk. `resident` (names of the
     chunks on the accelerator), `away` (of those with states on the SSD, in the budget's folder) and
-    `streaming` (of states through the accelerator): in place of what is planned. A GPU budget in
+    `streaming` (of states through the accelerator): instead of what is planned. A GPU budget in
     bytes limits torch's allocator from here until the engine is closed.
     Raises NoFitError before anything is moved, ConfigError for what the configuration cannot be.
     """

@@ -2,15 +2,16 @@
 
 A rank's share of a chunk becomes the mean of all copies' shares, the same bits on each. Exact and
 cast sums are a reduce-scatter and an all-gather (`Ranks.cross`). Forms that quantise in blocks are
-comm's own classes, given the share piece by piece. What rounding takes away (`Chunk.owed`) lies on
-the host where the chunk's gradient does: a piece of it comes by the stream "back" while the piece
-before crosses, and goes home by the stream "d2h". So the network has nothing to wait for.
+comm's own classes, given the share piece by piece. What rounding takes away, the residual
+(`Chunk.owed`), lies on the host where the chunk's gradient does: a piece of it comes by the stream
+"back" while the piece before crosses, and goes home by the stream "d2h". So the network has nothing
+to wait for.
 
 # The guard
 As in comm (`evener.comm.guard`): the sixth step and every EVENER_GUARD_STEPS-th one sum up each
-chunk a second time, exactly. Where the result does not point where the exact one does, or too much
-is owed, the chunk falls back to the form's milder one on all ranks. What it owed then goes with its
-next gradient.
+chunk a second time, exactly. Where the result does not point where the exact one does, or the
+residual is too large, the chunk falls back to the form's milder one on all ranks. Its residual then
+goes with its next gradient.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ class Between:
         self._step = 1
         self._strict = False
         self._form: dict[int, Form] = {}
-        """Of chunks that have fallen back."""
+        """Forms of chunks that have fallen back."""
         self._wires: dict[str, BlockWire] = {}
         self._owing: set[int] = set()
         self._measured: dict[int, torch.Tensor] = {}
-        """By chunk: the squares of what is owed and of the gradient, then for each parameter sent .
+        """By chunk: the squares of the residual and of the gradient, then for each parameter sent .
         exact, and the squares of both. float64, this rank's part."""
         self._rooms: list[tuple[torch.Tensor, Event | None]] = []
         self._wide: torch.Tensor | None = None
@@ -143,11 +144,11 @@ class Between:
             self._wires[kind.name] = kind(route, self._options)
         return self._wires[kind.name]
 
-    # --- what is owed ---
+    # --- residuals ---
 
     def _owed(self, chunk: Chunk, begin: int, end: int) -> tuple[int, torch.Tensor]:
-        """A piece of what the chunk owes, float32 in units of these gradients: valid until the next
-        call; and the room that it came through (-1: it is on the accelerator)."""
+        """A piece of the chunk's residual, float32 in units of these gradients: valid until the
+        next call; and the room that it came through (-1: it is on the accelerator)."""
         assert chunk.owed is not None
         owed, size, device = chunk.owed[begin:end], end - begin, self._device
         if self._wide is None or self._wide.numel() < size:
@@ -203,7 +204,7 @@ class Between:
         self._rooms[room] = self._rooms[room][0], chunk.owed_event
 
     def _away(self, chunk: Chunk) -> bool:
-        """Whether what is owed is on the host. (The simulated accelerator is host memory too.)"""
+        """Whether the residual is on the host. (The simulated accelerator is host memory too.)"""
         return not chunk.resident or (
             chunk.owed is not None and chunk.owed.device != self._device.device
         )
@@ -226,7 +227,7 @@ class Between:
         sent: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> None:
-        """Of one piece, `before` as it was; that becomes the exact mean."""
+        """Measure one piece, `before` as it was; that becomes the exact mean."""
         owed = before.new_zeros((), dtype=torch.float64)
         owed = owed if residual is None else _dot(residual, residual)
         squares = [owed, _dot(before, before)]
@@ -279,7 +280,7 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _spans(chunk: Chunk, ranks: Ranks) -> Iterator[tuple[int, int]]:
-    """Of each parameter of the chunk: its elements in this rank's share, low >= high for none."""
+    """Each parameter's elements in this rank's share of the chunk, low >= high for none."""
     share = chunk.states.weights.numel()
     start = ranks.rank * share
     for piece in chunk.group.pieces:

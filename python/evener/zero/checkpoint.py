@@ -92,7 +92,7 @@ class Piece(torch.Tensor):
         return piece
 
     def size(self, *_: Any) -> Any:
-        """Of the whole tensor."""
+        """Size of the whole tensor."""
         return self.whole
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
@@ -397,7 +397,7 @@ def _root(error: BaseException) -> str:
 
 
 def _group(engine: Engine) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Of all ranks, and of those that write, so that theirs do not mix with training's
+    """Groups of all ranks, and of those that write, so that theirs do not mix with training's
     collectives."""
     if engine.ranks.size == 1:
         return None, None

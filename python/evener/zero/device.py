@@ -8,7 +8,7 @@ torch's own error, so that want of memory can be tried without a GPU.
 
 Streams by name: "compute" (the one that is current where the model runs), "h2d" (weights and
 activations in), "d2h" (gradients and activations out), "reduce" (gradients between ranks), "back"
-(beside it: sums so far, and what is owed between nodes, in), and the three of the optimizer's
+(beside it: sums so far, and residuals between nodes, in), and the three of the optimizer's
 streaming lane: "states in", "optimizer", "states out".
 """
 
@@ -249,7 +249,7 @@ class CudaDevice:
         return int(torch.cuda.memory_allocated(self.device))
 
     def limit(self, size: int) -> None:
-        """Of this process, so of all that torch allocates on this GPU. What was cached is given
+        """Limit what torch allocates on this GPU in this process. What was cached is given
         back first; from now on segments grow in place, so that what one size left is of use to the
         next."""
         torch.cuda.empty_cache()

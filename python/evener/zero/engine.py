@@ -537,7 +537,7 @@ class Engine:
 
     @property
     def expected_seconds(self) -> float:
-        """Of a step: what was planned, or, after the first steps, what they took."""
+        """Expected time of a step: as planned, or, after the first steps, what they took."""
         return self._learned.seconds
 
     def _write_stats(self, file: StatsFile) -> None:

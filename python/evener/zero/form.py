@@ -2,7 +2,7 @@
 them. Here is arithmetic only; `between` sends them.
 
 Forms that send all of a gradient at once can be chosen: exact, fp16, bf16 and those that quantise
-in blocks (int8, int4). Of the last kind what rounding takes away is kept, and added to the next
+in blocks (int8, int4). For these, what rounding takes away is kept, and added to the next
 step's gradient. It is kept where the chunk's gradient is, in the gradient's dtype where that is
 bfloat16 or float32 (of float16 a small rest is nothing: float32), in units of the loss without
 its scale.
@@ -26,11 +26,11 @@ PIECE = 32 << 20
 take about 10 ms of a network of 25 Gb/s, which has nothing to do between two pieces."""
 
 ROOMS = 2
-"""Pieces of what is owed on their way: one comes or leaves while one is in use."""
+"""Pieces of a residual on their way: one comes or leaves while one is in use."""
 
 
 def names() -> tuple[str, ...]:
-    """Of the forms that can be chosen, from the mildest to the harshest."""
+    """Names of the forms that can be chosen, from the mildest to the harshest."""
     return tuple(name for name in wires.names() if not wires.get(name).late)
 
 
@@ -101,5 +101,5 @@ class Form:
         if (wire := self.blocks) is None or owed is None:
             return check
         codes = wire.size(wire.room(size, copies))
-        # Codes of both, or of one's own and all parts; what is owed, as it is kept and in float32.
+        # Codes of both, or of one's own and all parts; the residual, as it is kept and in float32.
         return check + (2 if copies == 2 else 3) * codes + size * (ROOMS * owed.itemsize + 4)

@@ -73,7 +73,7 @@ class Gradients:
         self._sums: dict[int, tuple[Chunk, torch.Tensor]] = {}
         """What is reduced before the step."""
         self._chunks: list[Chunk] = []
-        """Of several ranks: in the order in which they are reduced."""
+        """Chunks of several ranks, in the order in which they are reduced."""
         self._came: list[int] | None = []
         """The order in which chunks were complete first, until it is agreed."""
         self._ready: dict[int, torch.Tensor] = {}
@@ -234,7 +234,7 @@ class Gradients:
             whole = torch.zeros(numel, dtype=dtype, device=where)
         # From here on until it is delivered, nothing but a norm is allocated.
         arrived, chunk.arrived = chunk.arrived, {}
-        # One operation in place of one for each parameter: blocks of many small ones are as slow
+        # One operation instead of one for each parameter: blocks of many small ones are as slow
         # as what is launched for them. What is not contiguous would be copied once more, all at
         # the same time: these go one by one.
         views: list[torch.Tensor] = []

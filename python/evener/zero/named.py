@@ -36,7 +36,7 @@ _FALLBACK = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForImage
 
 
 def configuration(given: str) -> dict[str, Any]:
-    """Of a name (7b, 8b, 13b, 70b), a config.json, or a folder with one."""
+    """The configuration of a name (7b, 8b, 13b, 70b), a config.json, or a folder with one."""
     if given.lower() in NAMES and not Path(given).exists():
         return NAMES[given.lower()]
     path = Path(given)

@@ -11,7 +11,7 @@ updates the others. It is a prefix, so a larger budget never takes a chunk off t
 
 Where a step was traced (`Work.profile`), the weights on the move, the activations and the gradients
 on their way are played through moment by moment for what lives where; else their largest sizes are
-added up. Of a kept chunk (a tied weight, used at both ends of the model) the weights are always on
+added up. The weights of a kept chunk (a tied weight, used at both ends of the model) are always on
 the accelerator, and the states go to the host where there is no room.
 
 What the host has no room for goes to the SSD, from the end of the model and as little as will do:
@@ -78,7 +78,7 @@ class Machine:
     balanced: float = 0.0
     """Parameters/s of the host's cores and the streaming lane together (0: not measured)."""
     streamed: float = 0.0
-    """Of those, the streaming lane's."""
+    """The streaming lane's part of `balanced`."""
     slack: float = 0.0
     """Share of the moving memory that the allocator loses between blocks."""
     host_reserve: int = 0
@@ -135,9 +135,9 @@ class Work:
     offloaded: int = 0
     """Bytes of activations that wait for the backward pass on the host."""
     profile: Profile | None = None
-    """Of a traced step; `activations` counts where there is none."""
+    """Profile of a traced step; `activations` counts where there is none."""
     recompute: frozenset[int] = frozenset()
-    """Of a profile's units, those that are recomputed."""
+    """The units of the profile that are recomputed."""
     pools: bool = True
     """Whether holes in the allocator's pools count. Without them an allocator that is at its limit
     has to search: slower, and it fits all the same."""
@@ -174,20 +174,20 @@ class Plan:
     (all, and their inputs wait on the host)."""
     streaming: bool = False
     gpu_reserve: int = 0
-    """Of `gpu_bytes`, what is not the allocator's: the CUDA context."""
+    """The part of `gpu_bytes` that is not the allocator's: the CUDA context."""
     gpu_held: int = 0
-    """Of `gpu_bytes`, what the process has there for something else."""
+    """The part of `gpu_bytes` that the process has there for something else."""
     host_reserve: int = 0
-    """Of `host_bytes`, what the process takes without the model."""
+    """The part of `host_bytes` that the process takes without the model."""
     offloaded: int = 0
     recomputed: list[int] = field(default_factory=list)
     """Numbers of the units that are recomputed, where the step was traced."""
     traced: bool = False
     """Whether activations were traced, and not estimated from shapes."""
     ssd_bytes: int = 0
-    """Of the file; each step reads and writes at most so many."""
+    """Bytes of the file; each step reads and writes at most so many."""
     crossing_bytes: int = 0
-    """That a rank hands to the network between nodes per step, where nodes have copies."""
+    """Bytes that a rank hands to the network between nodes per step, where nodes have copies."""
 
     @property
     def resident(self) -> set[str]:

@@ -176,7 +176,7 @@ def nearest(
         rows = profile.rows
         for part in (2, 4, 8, 16):
             if rows // part and fits(config, budget, profile.scaled(rows // part)):
-                said.append(f"a batch of {rows // part} rows in place of {rows}")
+                said.append(f"a batch of {rows // part} rows instead of {rows}")
                 break
     return said
 

@@ -30,7 +30,7 @@ from evener.comm.world.topology import host_identity
 from evener.zero.form import Form
 
 CHANNELS = 8
-"""Of each NCCL communicator, and so the multiprocessors that it takes from the model: well above
+"""Channels of each NCCL communicator, so multiprocessors that it takes from the model: well above
 100 GB/s over NVLink, where a block's weights are needed at some tens of GB/s."""
 
 WARM = 16 << 20
@@ -175,7 +175,7 @@ class Layout:
 
 
 def layout() -> Layout:
-    """Of the default process group; collective."""
+    """Layout of the default process group; collective."""
     if world_size() == 1:
         return Layout(((0,),))
     names: list[Any] = [None] * world_size()
@@ -299,7 +299,7 @@ def join(
 
 
 def _group(device: torch.device, name: str, members: list[int]) -> dist.ProcessGroup:
-    """Of these ranks; all ranks call it."""
+    """The process group of these ranks; all ranks call it."""
     options = None
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()

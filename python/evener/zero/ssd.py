@@ -1,7 +1,7 @@
 """The third tier: optimizer states in a file on an SSD.
 
 # What is there
-Of a chunk that the plan sends there, the states that only the optimizer reads: moments, and what a
+For a chunk that the plan sends there, the states that only the optimizer reads: moments, and what a
 float32 master copy has beside the weights. Weights and gradients stay in host memory, as every pass
 needs them. All of a rank's chunks are in one file, in the order of the plan, its room taken at the
 start. The file has no name: its room is given back when the process ends, however it ends.
@@ -188,7 +188,7 @@ class Ssd:
             self.store = _store(folder, size, BUFFERS, block * widest)
             self._beside = self.store.beside(BESIDE, block * widest, BESIDE)
         self.lock = threading.RLock()
-        """Of the buffer for everybody else."""
+        """Lock of the buffer for everybody else."""
         self.way: str = self.store.describe()
         logger.info("SSD tier: %.2f GB in %s by %s", size / 1e9, folder, self.way)
 
@@ -225,15 +225,15 @@ class Away:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the states that are there."""
+        """Names of the states that are there."""
         return tuple(name for name, _ in self.layout.fields)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one of them."""
+        """Data type of one of them."""
         return dict(self.layout.fields)[name]
 
     def _parts(self, name: str, begin: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Of elements [begin, end), block by block: the first and one past the last of them, the
+        """Parts of elements [begin, end), block by block: the first and one past the last, the
         place and length of the aligned range of the file, and the elements before them there."""
         layout = self.layout
         for block in range(begin // layout.block, -(-end // layout.block)):

@@ -83,7 +83,7 @@ def host_need(
     away: set[str],
     owed: torch.dtype | None = None,
 ) -> int:
-    """Bytes of the host arena. `owed`: of what a form between nodes keeps."""
+    """Bytes of the host arena. `owed`: the dtype of residuals between nodes."""
     total = 0
     for group in groups:
         if group.name in resident:

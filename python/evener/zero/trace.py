@@ -173,8 +173,8 @@ def _work(meter: Meter) -> Work:
 
 
 _Run = tuple[tuple[Moment, ...], Work, Work, frozenset[str], int, str]
-"""Of a step: its moments, the work of both passes, strays, what holes take, and which values were
-asked for."""
+"""A step's run: its moments, the work of both passes, strays, what holes take, and which values
+were asked for."""
 
 
 def trace(

@@ -489,7 +489,7 @@ def _flatten(x: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> LazyLogits
 
 
 def _item(x: LazyLogits, index: Any) -> LazyLogits | None:
-    """Of an index that takes whole rows."""
+    """The item at an index that takes whole rows."""
     given = index if isinstance(index, tuple) else (index,)
     every = slice(None)
     for each in given:

@@ -124,7 +124,7 @@ def test_clipping_is_over_embeddings_and_dense_parameters(ours: bool) -> None:
 
 
 def test_a_scaler_unscales_and_skips() -> None:
-    """Of a step that overflows nothing is left: not the rows, not the slots, not the count."""
+    """A step that overflows leaves nothing: not the rows, not the slots, not the count."""
     scaled, plain = Click(), Click()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     first, second = made(scaled), made(plain)

@@ -61,7 +61,7 @@ def sent() -> int:
 def test_what_is_owed_arrives(topk: None, graph: bool, options: dict[str, Any]) -> None:
     """A gradient, and then zeros: a quarter of the entries arrives per step, and all in the end.
 
-    Two variables of one shape: what one owes does not arrive at the other.
+    Two variables of one shape: what is kept back of one does not arrive at the other.
     """
     variables = [tf.Variable(tf.zeros(SHAPE)), tf.Variable(tf.zeros(SHAPE)), tf.Variable([0.0])]
 

@@ -1,7 +1,7 @@
 """What INT8 or top-k has not sent yet, through the checkpoints of Trainer and of Lightning: saved
 in the middle, and there again after a resume. The framework saves and loads, not the script.
 
-Under a door the model is accelerated with a forced form, so that something is owed in each step.
+Under a door the model is accelerated with a forced form, so each step keeps something back.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Data(torch.utils.data.Dataset):
 
 
 def accelerate(ddp: nn.Module) -> None:
-    """In place of what the door would choose on this network, which is no compression at all."""
+    """Instead of what the door would choose on this network, which is no compression at all."""
     if DOOR:
         import evener.ddp
 
@@ -52,7 +52,7 @@ def accelerate(ddp: nn.Module) -> None:
 
 
 def look(ddp: nn.Module) -> None:
-    """Keep what is owed: collective."""
+    """Keep the residuals: collective."""
     if DOOR:
         owed.append(ddp.evener.state_dict()["residual"])
 
@@ -150,13 +150,13 @@ def main() -> None:
     train(resume=False)
     wild._watched[:] = [train(resume=True)]
     if DOOR:
-        # A new reducer's first step is exact, and takes over behind it what was owed.
+        # A new reducer's first step is exact, and takes over behind it what was kept back.
         before, after = owed
         if not any(part.abs().sum() > 0 for part in before.values()):
-            sys.exit("nothing is owed: this proves nothing")
+            sys.exit("nothing is kept back: this proves nothing")
         for name, part in before.items():
             if not torch.equal(part, after[name]):
-                sys.exit(f"{name}: what was owed has not come through the checkpoint")
+                sys.exit(f"{name}: what was kept back has not come through the checkpoint")
     wild.end()
 
 

@@ -176,7 +176,7 @@ pub struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Of the bytes of a record.
+    /// Parses the bytes of a record.
     pub fn parse(bytes: &'a [u8]) -> Option<Record<'a>> {
         let (key, rest) = bytes.split_first_chunk()?;
         let (version, rest) = rest.split_first_chunk()?;

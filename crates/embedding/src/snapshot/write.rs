@@ -22,12 +22,12 @@ pub struct Instant {
 }
 
 impl Instant {
-    /// Of the next file of the chain; a delta becomes a full snapshot where what went is not known.
+    /// The instant of the chain's next file. A delta becomes a full snapshot where what went is unknown.
     pub fn of_chain(table: &Table, kind: Kind, saver: &mut Saver) -> Instant {
         Instant::new(table, kind, true, saver)
     }
 
-    /// Of a file of all rows that is no part of the chain.
+    /// The instant of a file of all rows that is no part of the chain.
     pub fn aside(table: &Table, saver: &mut Saver) -> Instant {
         Instant::new(table, Kind::Full, false, saver)
     }

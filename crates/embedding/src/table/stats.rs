@@ -29,13 +29,13 @@ pub struct Stats {
     pub strings: u64,
     /// All memory.
     pub bytes: u64,
-    /// Of that, rows with slots and metadata.
+    /// The part for rows with slots and metadata.
     pub row_bytes: u64,
-    /// Of that, the indexes.
+    /// The part for the indexes.
     pub index_bytes: u64,
-    /// Of that, admission.
+    /// The part for admission.
     pub admission_bytes: u64,
-    /// Of that, strings.
+    /// The part for strings.
     pub string_bytes: u64,
     /// Rows that were given back and wait for a key; they are in `row_bytes`.
     pub free_rows: u64,
@@ -43,7 +43,7 @@ pub struct Stats {
     pub cold_rows: u64,
     /// Bytes of the file of cold rows; `bytes` is memory alone.
     pub cold_bytes: u64,
-    /// Of `bytes`, cold rows that are not in the file yet.
+    /// The part of `bytes` for cold rows that are not in the file yet.
     pub cold_buffer_bytes: u64,
     /// Rows that went to the file.
     pub cooled: u64,
@@ -53,7 +53,7 @@ pub struct Stats {
     pub growing: u64,
     /// Keys that were looked up.
     pub lookups: u64,
-    /// Of those, keys without a row.
+    /// How many of those had no row.
     pub missing: u64,
     /// The share of looked up keys that had a row; 0 before the first.
     pub hit_rate: f64,

@@ -200,7 +200,7 @@ pub fn set_unsent_low_water(fd: RawFd, bytes: u32) -> io::Result<()> {
     )
 }
 
-/// Spreads what the congestion control allows over the round trip, in place of a burst: the kernel
+/// Spreads what the congestion control allows over the round trip, instead of a burst: the kernel
 /// does it for every socket that has any limit of its rate, here one that is never reached.
 pub fn set_paced(fd: RawFd) -> io::Result<()> {
     let limit = 1u64 << 40;

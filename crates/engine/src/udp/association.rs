@@ -315,7 +315,7 @@ impl Association {
         });
     }
 
-    /// Adds a lane of the receiving end of a comm that the peer has offered. Of one that is gone it fails.
+    /// Adds a lane of the receiving end of a comm that the peer has offered. It fails for one that is gone.
     pub fn take(&mut self, requests: &Arc<Requests>, lane: usize) {
         match self.channels.get(&requests.id).copied() {
             Some(channel) => self.begin(channel, requests, lane),

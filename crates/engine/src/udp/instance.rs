@@ -60,7 +60,7 @@ impl Door {
     /// At this port of all addresses.
     ///
     /// # Errors
-    /// Of the socket.
+    /// Errors of the socket.
     pub fn open(v6: bool, number: u16) -> std::io::Result<Door> {
         let any = if v6 {
             IpAddr::from([0u16; 8])
@@ -123,7 +123,7 @@ impl Instance {
     /// With a `ring` it is traced.
     ///
     /// # Errors
-    /// Of epoll.
+    /// Errors of epoll.
     pub fn new(
         index: usize,
         shared: Arc<Shared>,
@@ -429,7 +429,7 @@ impl Instance {
                     door.port.send(from, &reply, reply.len());
                 }
             }
-            // The tag was right: something else is not, and nothing is owed.
+            // The tag was right: something else is not, and no answer is needed.
             Err(_) => {}
         }
     }

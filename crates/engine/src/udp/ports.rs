@@ -37,7 +37,7 @@ impl Port {
     /// Bound to this address, and to this interface where one is named.
     ///
     /// # Errors
-    /// Of the socket.
+    /// Errors of the socket.
     pub fn bind(address: SocketAddr, device: Option<&str>) -> io::Result<Port> {
         let domain = Domain::for_address(address);
         let socket = Socket::new(domain, Type::DGRAM.nonblocking(), Some(Protocol::UDP))?;
@@ -68,7 +68,7 @@ impl Port {
     /// Over a socket that stays bound without this port.
     ///
     /// # Errors
-    /// Of the socket.
+    /// Errors of the socket.
     pub(super) fn held(socket: Arc<UdpSocket>) -> io::Result<Port> {
         let state = UdpSocketState::new((&*socket).into())?;
         let _ = state.set_recv_buffer_size((&*socket).into(), BUFFER);
@@ -97,7 +97,7 @@ impl Port {
     /// Where it is.
     ///
     /// # Errors
-    /// Of the socket.
+    /// Errors of the socket.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.socket.local_addr()
     }

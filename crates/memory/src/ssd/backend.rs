@@ -7,7 +7,7 @@ use std::time::Duration;
 /// What became of an operation.
 #[derive(Debug)]
 pub struct Done {
-    /// Of the operation.
+    /// Ticket of the operation.
     pub ticket: u64,
     /// Bytes that were moved, or why none were.
     pub result: io::Result<usize>,

@@ -93,7 +93,7 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Of a file of `size` bytes, buffers of `room` bytes, and at most `depth` running at a time.
+    /// For a file of `size` bytes, buffers of `room` bytes, and at most `depth` running at a time.
     pub fn new(size: u64, room: usize, depth: usize) -> Requests {
         Requests {
             list: VecDeque::new(),

@@ -133,7 +133,7 @@ impl Store {
         Store::on(made, count, room, depth, self.patience, self.way)
     }
 
-    /// Another backend in place of its own: faults, in tests.
+    /// A backend to use instead of its own: tests inject faults with it.
     #[doc(hidden)]
     pub fn with_backend(mut self, backend: Box<dyn Backend>) -> Store {
         self.backend = backend;

@@ -18,7 +18,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long whoever ends a ring waits for what the disk still owes.
+/// How long whoever ends a ring waits for what the disk has not answered yet.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 pub(crate) struct Uring {

@@ -101,7 +101,7 @@ pub enum Event {
         /// Why.
         why: Why,
     },
-    /// The path owes confirmations for too long; its chunks were offered to others.
+    /// The path has had something unconfirmed for too long; its chunks were offered to others.
     Suspected(PathId),
     /// It has confirmed something after all.
     Recovered(PathId),

@@ -93,7 +93,7 @@ fn words(seed: SipHasher24) -> Arc<[u64]> {
 #[derive(Clone)]
 pub struct Key {
     last: SipHasher24,
-    /// Of the sum; a greeting goes without.
+    /// Words of the sum's key; a greeting goes without.
     words: Option<Arc<[u64]>>,
 }
 
@@ -104,7 +104,7 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// The tag of a packet with this full number, whatever tag is in it. Of bytes that are too short or too many for
+    /// The tag of a packet with this full number, whatever tag is in it. For bytes that are too short or too many for
     /// a packet: `None`.
     pub fn tag(&self, packet: &[u8], number: u64) -> Option<u64> {
         let head = packet.first_chunk::<HEADER>()?;

@@ -128,7 +128,7 @@ pub struct Congestion {
     packet: f64,
     /// All paths: what a new one is compared with.
     shortest: Shortest,
-    /// Of the present round trip: packets that arrived and that were lost.
+    /// Packets of the present round trip that arrived and that were lost.
     arrived: u32,
     lost: u32,
     round: Duration,
@@ -487,7 +487,7 @@ impl Congestion {
         self.sum(used);
     }
 
-    /// A path comes into use in place of another, whose window it takes, if that is not much.
+    /// A path comes into use instead of another, whose window it takes, if that is not much.
     pub fn replaced(&mut self, old: u8, new: u8, used: &[u8]) {
         let fair = self.total / used.len().max(1) as f64;
         let old = self.windows.get(usize::from(old));

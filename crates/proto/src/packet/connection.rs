@@ -109,7 +109,7 @@ pub enum Dropped {
     /// It breaks the rule of credits.
     #[error("for a buffer that was not posted")]
     NotPosted,
-    /// Of another connection, or before there is one.
+    /// It belongs to another connection, or came before there is one.
     #[error("not of this connection")]
     Stray,
     /// A credit or an acknowledgement that makes no sense.
@@ -184,7 +184,7 @@ pub struct Transmit {
     pub path: u8,
     /// Its bytes, from the start of `out`.
     pub length: usize,
-    /// Of a bare packet: `out` has its headers, and these bytes of a message have to follow them.
+    /// Set for a bare packet: `out` has its headers, and these bytes of a message have to follow them.
     pub bare: Option<Span>,
 }
 

@@ -41,7 +41,7 @@ impl<T> Numbered<T> {
         self.slots.get_mut(place)?.as_deref_mut()
     }
 
-    /// Puts a value there, in place of what was.
+    /// Puts a value there and drops what was there before.
     pub fn insert(&mut self, number: u64, value: T) {
         if self.slots.is_empty() {
             self.first = number;

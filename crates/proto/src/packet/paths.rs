@@ -273,7 +273,7 @@ impl Paths {
         self.doubts = self.used.len();
     }
 
-    /// Takes another in place of this one. The new one's place, or none if there is no spare.
+    /// Takes another path instead of this one. The new one's place, or none if there is no spare.
     pub fn replace(&mut self, at: u8) -> Option<u8> {
         let place = self.used.iter().position(|used| *used == at)?;
         let fresh = self.spare.pop_front()?;

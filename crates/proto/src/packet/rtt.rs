@@ -11,7 +11,7 @@ const UNKNOWN: Duration = Duration::from_millis(5);
 /// again within two of these.
 pub const LONGEST: Duration = Duration::from_millis(20);
 
-/// Of one connection.
+/// The round trip of one connection.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RoundTrip {
     /// Nanoseconds, here and below: Duration's own arithmetic takes several times as long, and this is done for each

@@ -45,7 +45,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Of this many bit/s and a queue of 2 ms of them.
+    /// A link of this many bit/s and a queue of 2 ms of them.
     pub fn new(bits: f64, delay: Duration) -> Link {
         Link {
             rate: bits / 8.0,

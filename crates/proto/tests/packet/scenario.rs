@@ -400,7 +400,7 @@ impl Comm {
 /// Rounds as NCCL's all-reduce has them: two nodes of four threads, four connections each way; connection
 /// `n` is thread `n`'s where it sends and the next one's where it receives. Comm `n` each way goes over
 /// the connections `lanes[n]`; all comms move as much, and the next round begins when all have. A message
-/// goes over the connection whose turn it is, or over the one that owes its receiver least (`chosen`).
+/// goes over the connection whose turn it is, or over the one with the least left to deliver (`chosen`).
 /// Each packet takes a thread so long, and threads nap as in [`threads`]. Between the nodes are `paths` equal ones of
 /// these bits in all; which one a packet takes depends on its source port and `hash`. The share of all links.
 pub fn rounds(

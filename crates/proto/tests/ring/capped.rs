@@ -1,6 +1,6 @@
 //! A link on which each flow is capped, as the lab builds it: hierarchical token buckets (Linux's HTB).
 //!
-//! Of 64 classes each flow has one by chance. What a class sends it takes from its own tokens (a 64th
+//! Each flow has one of 64 classes by chance. What a class sends it takes from its own tokens (a 64th
 //! of the link's), from those of its cap and from the link's. One that has tokens of its own comes
 //! first; the others borrow the link's, and send 32 KiB each in turn, in whole packets. So flows do not
 //! stand in one queue, and a packet waits for all flows that have something, not for all bytes.
@@ -38,7 +38,7 @@ pub struct Capped {
     network: Network,
     tokens: f64,
     classes: Vec<Class>,
-    /// Of each flow.
+    /// Class of each flow.
     class: Vec<usize>,
     /// Whose turn it is.
     turn: usize,

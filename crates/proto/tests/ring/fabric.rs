@@ -30,7 +30,7 @@ pub fn random(seed: &mut u64) -> u64 {
 pub struct Network {
     pub paths: usize,
     pub rate: f64,
-    /// Of each flow.
+    /// Cap of each flow.
     pub cap: f64,
     pub flows: usize,
     pub workers: usize,
@@ -107,7 +107,7 @@ impl Flow {
 
 pub struct Fabric {
     network: Network,
-    /// Of each rank's outgoing paths.
+    /// Queues of each rank's outgoing paths.
     queues: [Vec<VecDeque<Segment>>; 2],
     /// In their place, where flows are capped.
     capped: [Capped; 2],

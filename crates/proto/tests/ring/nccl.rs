@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Of a ring; a slice is half of it.
+/// Chunk of a ring; a slice is half of it.
 const CHUNK: u64 = 2 << 20;
 
 /// How NCCL reduces between two nodes.

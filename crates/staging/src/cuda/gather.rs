@@ -20,7 +20,7 @@ use crate::framing::Run;
 const PORTABLE: c_uint = 1;
 /// It is registered already, by another library.
 const REGISTERED: c_int = 712;
-/// Of a stream: it does not wait for the legacy default stream.
+/// Flag of a stream: it does not wait for the legacy default stream.
 const NON_BLOCKING: c_uint = 1;
 const HOST: c_uint = 1;
 const DEVICE: c_uint = 2;

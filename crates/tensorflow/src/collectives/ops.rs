@@ -37,7 +37,7 @@ trait Collective: 'static {
 
 const TYPE: &CStr =
     c"T: {uint8, int8, uint16, int16, int32, int64, half, bfloat16, float, double, bool}";
-/// Of all collectives. `urgent`: whoever runs it waits for it.
+/// Attributes of all collectives. `urgent`: whoever runs it waits for it.
 const COMMON: [&CStr; 3] = [
     c"ignore_name_scope: bool = false",
     c"process_set_id: int = 0",

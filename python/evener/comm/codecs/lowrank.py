@@ -1,21 +1,21 @@
 """Low rank: a matrix as a product of two thin ones, found by one step of a power iteration.
 
-PowerSGD (Vogels et al., arXiv 1905.13727). Of the matrices M_i that the ranks hold (gradient plus
-residual) and a basis Q, [cols, r], from the step before:
+PowerSGD (Vogels et al., arXiv 1905.13727). From the matrices M_i that the ranks hold (gradient
+plus residual) and a basis Q, [cols, r], of the step before:
 
     P   = sum of M_i Q        all-reduced; its columns are then made orthonormal
     Q_i = M_i^T P             and all-reduced to Q
     result P Q^T,   residual M_i - P Q_i^T
 
-so r (rows + cols) numbers cross in place of rows * cols, and the sum of results and residuals is
+so r (rows + cols) numbers cross instead of rows * cols, and the sum of results and residuals is
 the sum of the M_i. (The paper subtracts P Q^T from each; the sum is the same, and this leaves
 smaller residuals where ranks differ.) Q is the next step's basis (warm start), brought to length 1.
 
-Which matrices: a bucket's shard holds slices of several parameters. Of each with two dimensions or
-more the whole rows that lie in the shard are a matrix, in the order of the parameter's memory (how
-long rows are where there are more than two: `buckets.row_width`). So it works on the shards of two
-levels as on whole buckets: a slice of rows has no higher rank than the whole. What is left (parts
-of rows at the ends, small matrices) is sent exactly, beside P.
+Which matrices: a bucket's shard holds slices of several parameters. For each with two dimensions
+or more the whole rows that lie in the shard are a matrix, in the order of the parameter's memory
+(how long rows are where there are more than two: `buckets.row_width`). So it works on the shards of
+two levels as on whole buckets: a slice of rows has no higher rank than the whole. What is left
+(parts of rows at the ends, small matrices) is sent exactly, beside P.
 
 Columns that mean nothing (a gradient of zeros, or of a rank below r) are dropped: their part of the
 result is 0, and their place in the basis is taken by what it began with.
@@ -99,7 +99,7 @@ class Layout:
 
     @classmethod
     def of(cls, numel: int, found: Sequence[Matrix], rank: int) -> Layout:
-        """Of a shard of `numel` entries; `found`: ascending."""
+        """The layout of a shard of `numel` entries; `found`: ascending."""
         stacks: list[Stack] = []
         rest, at = [], 0
         for one in found:
@@ -130,12 +130,12 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of the tallest."""
+        """Rows of the tallest matrix."""
         return max((stack.rows for stack in self.stacks), default=0)
 
     @property
     def columns(self) -> int:
-        """Of the widest."""
+        """Columns of the widest matrix."""
         return max((stack.columns for stack in self.stacks), default=0)
 
     @property

@@ -12,7 +12,7 @@
    are few. Where they are many, it counts them by stretch, and `_take_ties` writes them.
 
 Where fewer than k were noted, or more than there is room for (equal values: most of an embedding's
-gradient is 0), steps 3 and 4 read the whole residual in place of the notes, and `_settle` takes
+gradient is 0), steps 3 and 4 read the whole residual instead of the notes, and `_settle` takes
 what was sent out of it at the end. All of that is decided on the device, by kernels that return at
 once where they have nothing to do: nothing returns to the host, and the result is always exact.
 
@@ -36,10 +36,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Of the pass: entries and warps a program, and entries that a thread loads at once (1 or 4).
+# The pass: entries and warps a program, and entries that a thread loads at once (1 or 4).
 # benchmarks/compress_kernels.py --variants compares.
 STREAM = (2048, 8, 1)
-# Of everything after it; and of `_take` alone.
+# Everything after it; and `_take` alone.
 BLOCK, WARPS = 4096, 8
 TAKE = (1024, 4)
 # (shift of this digit, shift of the prefix above it); `tl.histogram`'s time grows with its bins.

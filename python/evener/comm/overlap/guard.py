@@ -5,7 +5,7 @@ For that time the parameter's class is `Pending`, a subclass of `torch.nn.Parame
 functional use (MultiheadAttention hands `out_proj.weight` to a function, `out_proj` is not called),
 `.grad` (clipping), `.data`, `.detach()` (state_dict), `_foreach_*` (averages of weights). It tells
 the owner, which waits for the parameter's bucket and makes all of the bucket ordinary parameters
-again, and then the operation runs. So a step pays one Python call a bucket, not one an operation,
+again, and then the operation runs. So a step costs one Python call a bucket, not one an operation,
 and nothing has to be known about the model.
 
 What does not go through torch's Python operations is a C++ extension that takes tensors by pybind:

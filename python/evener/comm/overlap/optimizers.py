@@ -79,7 +79,7 @@ def observe(optimizer: optim.Optimizer) -> None:
 
 
 def innermost(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Of one that frameworks have wrapped (Accelerate's, Lightning's) the one that steps."""
+    """The optimizer that steps, inside wrappers of frameworks (Accelerate's, Lightning's)."""
     inner = getattr(optimizer, "optimizer", None)
     return innermost(inner) if isinstance(inner, optim.Optimizer) else optimizer
 

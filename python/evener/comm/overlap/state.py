@@ -68,7 +68,7 @@ for _name in (
 
 
 class StateWatch:
-    """Of one optimizer. `used` is called before anybody but its own steps uses its state."""
+    """Watches one optimizer: calls `used` before anybody but its own steps uses its state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, used: Callable[[], None]) -> None:
         self._optimizer = optimizer

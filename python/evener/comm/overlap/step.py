@@ -6,7 +6,7 @@
     deferred   `step()` was called: buckets are updated as they land
     watched    everything has landed; whether something looks at it before `step()` is noticed
 
-Where a planner found that deferring does not pay (`wanted` is False), `step()` waits for all. Until
+Where a planner found that deferring is no faster (`wanted` is False), `step()` waits for all. Until
 then, or until something looks, nothing does: a script that reads its loss after backward
 (transformers' Trainer, in every step) waits for backward alone, and prepares what follows while the
 network still works.
@@ -66,7 +66,7 @@ class StepOverlap:
     """Defers `optimizer`'s updates of what `reducer` reduces.
 
     Its owner (a front door) calls `trace` and `forward_ended` around a forward and
-    `backward_ended` in place of the reducer's `flush` and `apply`. `finish` may be called at any
+    `backward_ended` instead of the reducer's `flush` and `apply`. `finish` may be called at any
     time, by anybody.
     """
 

@@ -55,7 +55,7 @@ DRIFT = 1.5
 _STRIKES = 2
 # Steps in a row whose times are looked at, every `WATCH_EVERY`.
 _WATCHED = 8
-# Of the profiled steps, in this many something must look between backward and step.
+# In this many of the profiled steps something must look between backward and step.
 _LOOKED = 2
 # The library's form that the guard has to look at now and then.
 _OF_LITTLE_RANGE = "fp16"
@@ -66,7 +66,7 @@ Measure = Callable[[StepProfile], Costs]
 
 
 class Library(Protocol):
-    """The model's own reducer, that of torch, which can take the gradients in place of Evener's."""
+    """The model's own reducer, that of torch, which can take the gradients instead of Evener's."""
 
     on: str  # the form in which it does so now, or empty
 
@@ -95,7 +95,7 @@ class Planner:
         watch_every: int = WATCH_EVERY,
         trial_steps: int | None = None,
     ) -> None:
-        """`measure`: in place of the probe, for tests; collective as the probe is.
+        """`measure` replaces the probe in tests, and is collective as the probe is.
 
         `trial_steps`: in each window of a trial, 0: nothing is tried; None: EVENER_TRIAL_STEPS.
         """
@@ -379,7 +379,7 @@ class Planner:
         return [self._clock.ms(a, b) for a, b in itertools.pairwise(marks)]
 
     def _agreed(self, times: list[float]) -> list[float]:
-        """Of each the slowest rank's, in units that all ranks read alike."""
+        """The slowest rank's time for each, in units that all ranks read alike."""
         slowest = torch.tensor(times, dtype=torch.float64)
         control = self.reducer.communicators.control.handle
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control)

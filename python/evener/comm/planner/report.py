@@ -60,7 +60,7 @@ def decision(
 
 
 def trial(kept: Way, measured: Decision, others: Sequence[tuple[Way, float]]) -> None:
-    """What a trial kept; `measured`: its decision, with what was measured in place of expected."""
+    """What a trial kept; `measured`: its decision, with what was measured instead of expected."""
     shown = measured.step_ms - measured.compute_ms
     hidden = shown <= choose.TOLERANCE * measured.compute_ms
     tried = ", ".join(f"{way.name} {ms:.1f} ms" for way, ms in sorted(others, key=lambda o: o[1]))

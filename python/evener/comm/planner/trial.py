@@ -202,7 +202,7 @@ class Watch:
     """Says when a way that was kept has become slower than it was: then all are tried again.
 
     `look(ms)` now and then. After each new trial twice as many looks pass before the next, so a job
-    whose steps change by themselves pays less and less for it.
+    whose steps change by themselves spends less and less time on it.
     """
 
     STRIKES = 2

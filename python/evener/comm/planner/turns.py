@@ -3,7 +3,7 @@
 A host that other programs use is slow for seconds and fast for seconds, by far more than the ways
 differ. So they take turns of a few steps, and a turn's time is read as the way's own times that of
 the round, in which each way has had its turn: a two-way fit as Tukey's "median polish" (Exploratory
-Data Analysis, 1977), with the mean of the middle half in place of the median, which is as deaf to
+Data Analysis, 1977), with the mean of the middle half instead of the median, which is as deaf to
 a step that something delayed and takes about three quarters of the steps. What is left over is
 noise, and says how well a difference is known; steps that follow each other are no independent
 witnesses, so turns are counted, not steps.

@@ -234,9 +234,9 @@ def papers(ratio: float = 0.01) -> tuple[Paper, ...]:
 def candidates(floor: str) -> tuple[str, ...]:
     """What a planner may choose from, down to `floor`, in the order in which it tries them.
 
-    All that stand before it and send a gradient at once, and its like. Of those that send as much
-    as each other only the last, which has the wider range; none that overflows, but what it falls
-    back to: BF16 for FP16.
+    All that stand before it and send a gradient at once, and its like. Among those that send as
+    much as each other only the last, which has the wider range; none that overflows, but what it
+    falls back to: BF16 for FP16.
     """
     last = get(floor)
     while last.overflows:

@@ -86,7 +86,7 @@ class CastWire(Wire):
         """See `Wire`."""
         del state
         if self.outer.gathers_sums(shard):
-            # In two passes in place of four: what came is added where it lies, and not rounded.
+            # In two passes instead of four: what came is added where it lies, and not rounded.
             received = self._scratch.get(2 * shard.numel(), self.cast, shard.device)
             if (room := self.outer.room(received)) is not None:
                 casts.narrow(shard, self.scaling.outer, room)

@@ -146,7 +146,7 @@ class SparseWire(Wire):
         left = self._left.get(own.numel(), torch.float32, total.device).zero_()
         second = self._second.get(size, torch.uint8, total.device)
         self._select(own, left, second, ratio)
-        # Sums are of what all ranks sent: this rank now owes what it does not pass on.
+        # Sums are of what all ranks sent: what this rank does not pass on stays in its residual.
         residual[mine].add_(left, alpha=1.0 / self.scaling.outer)
         if state.keep_sent:
             values, places = self._entries(second, own.numel(), ratio)

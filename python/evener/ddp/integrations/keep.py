@@ -30,7 +30,7 @@ def accelerated(module: torch.nn.Module) -> AcceleratedDataParallel | None:
 
 
 def collect(module: torch.nn.Module) -> dict[str, Any] | None:
-    """What a checkpoint of `module` needs, tensors on the CPU; None where nothing is owed.
+    """What a checkpoint of `module` needs, tensors on the CPU; None where nothing is left to send.
 
     Collective, between steps: every rank calls it, and one saves what it gives.
     """

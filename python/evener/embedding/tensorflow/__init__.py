@@ -1,4 +1,4 @@
-"""Dynamic embeddings for TensorFlow: tables that grow and shrink, in place of dense variables.
+"""Dynamic embeddings for TensorFlow: tables that grow and shrink, instead of dense variables.
 
     import evener.embedding.tensorflow as de        # also makes tf.dynamic_embedding
 

@@ -42,7 +42,7 @@ def get_variable(
     initializer object (see `EmbeddingVariableOption` for more); rows start with values that depend
     on `seed`, key and column alone. `devices`: one store per device, for clusters of parameter
     servers. `partitioner`: of TensorFlow 1; as many stores as it makes parts. `init_size`: rows
-    to make room for. `optimizer`: the store's own (`{"kind": "lazy_adam"}`), in place of what
+    to make room for. `optimizer`: the store's own (`{"kind": "lazy_adam"}`), instead of what
     `DynamicEmbeddingOptimizer` brings. Inside a `tf.compat.v1.variable_scope` the name is the
     scope's, then `name`. `checkpoint`: whether a Saver of TensorFlow 1 holds it. Arguments that say
     how TFRA's tables work inside (`kv_creator`, `restrict_policy`, `bp_v2`) are taken, not used.

@@ -243,7 +243,7 @@ def _attach(optimizer: Any, variables: list[Any]) -> None:
 
 
 class _Keras:
-    """Of Keras 3. `_backend_update_step` is where gradients arrive as they will be applied."""
+    """For Keras 3. `_backend_update_step` is where gradients arrive as they will be applied."""
 
     def build(self, variables: Any) -> None:
         tables = [t for v in variables if (t := table_of(v)) is not None]
@@ -355,7 +355,7 @@ def _check_finite(self: Any, grads: Any) -> Any:
 
 
 class _V1:
-    """Of tf.compat.v1.train."""
+    """For tf.compat.v1.train."""
 
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None

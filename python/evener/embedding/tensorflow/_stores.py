@@ -59,7 +59,7 @@ def use_optimizer(store: Store, optimizer: Mapping[str, Any]) -> None:
         return
     try:
         if store.stats()["steps"] == 0:
-            # Of the same kind, other numbers would leave the slots of rows as they started.
+            # Other numbers of the same kind would leave the slots of rows as they started.
             store.set_optimizer(Sgd())
         store.set_optimizer(wanted)
     except ValueError as error:

@@ -4,7 +4,7 @@ The rows are in the store of Evener, under the variable's name. What TensorFlow 
 *anchor*: a trainable variable of shape [dim] that stays zero. Each lookup takes it as an input, and
 the gradient of a lookup goes to it as `tf.IndexedSlices` of (keys, gradients). So everything that
 works on gradients works here too: tapes, `tf.gradients`, clipping, accumulation, loss scales that
-skip a step. `DynamicEmbeddingOptimizer` gives the slices of an anchor to the store in place of the
+skip a step. `DynamicEmbeddingOptimizer` gives the slices of an anchor to the store instead of the
 anchor. Nothing is remembered between lookup and update.
 """
 

@@ -238,8 +238,8 @@ class DynamicEmbeddingBag(_Dynamic):
         """float32 [bags, dim].
 
         input: integer ids, 2-D (a bag per row), or 1-D with `offsets` (where bags begin) or
-        `lengths`; or jagged ids that bring their own, such as torchrec's JaggedTensor. Of a
-        KeyedJaggedTensor of f features the result is [batch, f * dim], features in its order.
+        `lengths`; or jagged ids that bring their own, such as torchrec's JaggedTensor. For
+        a KeyedJaggedTensor of f features the result is [batch, f * dim], features in its order.
         per_sample_weights: a factor per id, with mode "sum".
 
         An empty bag is 0. Raises UsageError for what does not fit.

@@ -204,7 +204,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
                     logger.info("hosts have changed: entering the new world")
                 except (RuntimeError, EvenerError) as error:
                     # NCCL's own error, or comm's in backward, means the same in a broken world.
-                    # Of which the launcher may know later than we.
+                    # The launcher may know of it later than we do.
                     if not isinstance(error, HorovodInternalError) and not elastic.await_broken(
                         _PATIENCE
                     ):

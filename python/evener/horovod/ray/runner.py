@@ -212,7 +212,7 @@ class RayExecutor:
     """Horovod ranks as Ray actors.
 
     num_workers: ranks in all; or num_hosts with num_workers_per_host each. min_workers,
-    max_workers: an elastic job, in place of both. cpus_per_worker, gpus_per_worker: what Ray keeps
+    max_workers: an elastic job, instead of both. cpus_per_worker, gpus_per_worker: what Ray keeps
     for a rank. Raises ValueError for arguments that contradict each other.
     """
 

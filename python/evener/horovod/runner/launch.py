@@ -194,7 +194,7 @@ def _knob_options(command: Any) -> Any:
 @click.option("--blacklist-cooldown-range", type=float, nargs=2, help="Elastic: two times in s.")
 @click.option("-p", "--ssh-port", type=click.IntRange(1, 65535))
 @click.option("-i", "--ssh-identity-file")
-@click.option("--rsh", help="Evener's own: reaches a host in place of ssh.")
+@click.option("--rsh", help="Evener's own: reaches a host instead of ssh.")
 @click.option("--network-interfaces", "--network-interface", "nics", multiple=True)
 @click.option("--start-timeout", type=click.FloatRange(1), help="Default: HOROVOD_START_TIMEOUT.")
 @click.option("--output-filename", help="Also write rank.N/stdout and rank.N/stderr there.")

@@ -300,7 +300,7 @@ def allgather(
 
 
 def _own_part(grad: Any, tensor: Any, ignore_name_scope: bool, process_set: ProcessSet) -> Any:
-    """Of an average over the ranks, the rows that came from this one."""
+    """The rows of an average over the ranks that came from this one."""
     options: dict[str, Any] = {"ignore_name_scope": ignore_name_scope, "process_set": process_set}
     grad = _allreduce(grad, op=Average, **options)
     rows = allgather(tf.reshape(tf.shape(tensor)[0], [1]), **options)

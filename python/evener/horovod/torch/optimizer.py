@@ -456,7 +456,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         done = self._evener_base.step(self, **arguments)
         if self._steps is not None:
             try:
-                # Of forward nothing is seen here: the next one begins where this step ends.
+                # Nothing of forward is seen here: the next one begins where this step ends.
                 self._steps.forward_began(compiled=False)
             except CommError as error:
                 raise HorovodInternalError(error.problem, error.fix) from error

@@ -56,7 +56,7 @@ class Connection:
     """When they ended (ns since 1970), and milliseconds: those of `LONG` and more."""
     longest: float = 0.0
     events: list[Event] = field(default_factory=list)
-    """Of this connection, in order of time."""
+    """The connection's events, in order of time."""
     begin: int = 0
     end: int = 0
 
@@ -72,7 +72,7 @@ class Connection:
 
 @dataclass
 class Summary:
-    """Of all files."""
+    """The summary of all files."""
 
     connections: list[Connection]
     left_out: int

@@ -216,7 +216,7 @@ class Table:
     heads: int = 0
     averages: int = 0
     hosts: set[str] = field(default_factory=set)
-    """Of all devices, of ranks that stand twice too."""
+    """Hosts of all devices, and of ranks that appear twice."""
     twice: dict[int, int] = field(default_factory=dict)
     """Ranks that two processes claim, and where the second does."""
     broken: int = 0

@@ -96,16 +96,16 @@ class Picture:
     tree_pairs: list[Pair] = field(default_factory=list)
     tree_routes: list[Route] = field(default_factory=list)
     traffic: Traffic | None = None
-    """Of the rings."""
+    """Traffic of the rings."""
     tree_traffic: Traffic | None = None
-    """Of the trees, in shares of the bus bandwidth of an all-reduce."""
+    """Traffic of the trees, in shares of the bus bandwidth of an all-reduce."""
     line_rate: float | None = None
     """Bus bandwidth, GB/s, at which the cards of a host are full; None where not known."""
     line_rate_from: str = ""
 
     @property
     def tree_load(self) -> Load | None:
-        """Of the trees on the map's fabric as it is."""
+        """Load of the trees on the map's fabric as it is."""
         return self.tree_traffic.today if self.tree_traffic else None
 
     @property

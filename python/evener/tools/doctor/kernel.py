@@ -60,7 +60,7 @@ def congestion(root: Path) -> Iterator[Line]:
             f"bbr with queue discipline {queue or '?'}",
             "sysctl -w net.core.default_qdisc=fq, or net.ipv4.tcp_congestion_control=cubic",
             "the network card's queue paces flows, and not a timer for each socket; Evener's net "
-            "takes cubic in place of bbr anyway (EVENER_NET_CONGESTION)",
+            "takes cubic instead of bbr anyway (EVENER_NET_CONGESTION)",
         )
     else:
         yield Line("kernel", "congestion control", "good", f"{control}, {queue or '?'}")

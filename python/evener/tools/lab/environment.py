@@ -25,7 +25,7 @@ _LEAKS = re.compile(
     r"|UCX_NET_DEVICES|HOSTNAME|XDG_RUNTIME_DIR|SSH_(CONNECTION|CLIENT|TTY|AUTH_SOCK)"
 )
 
-# How OpenMPI 4 and 5 are told what to use in place of ssh.
+# How OpenMPI 4 and 5 are told what to use instead of ssh.
 AGENT_VARIABLES = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent")
 
 

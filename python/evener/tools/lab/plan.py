@@ -61,12 +61,12 @@ class Uplink:
 
     @property
     def leaf_address(self) -> str:
-        """Of a network of four addresses, the leaf's."""
+        """The leaf's address in a network of four."""
         return _dotted((172 << 24) + (16 << 16) + 4 * self.index + 1)
 
     @property
     def spine_address(self) -> str:
-        """Of a network of four addresses, the spine's."""
+        """The spine's address in a network of four."""
         return _dotted((172 << 24) + (16 << 16) + 4 * self.index + 2)
 
 
@@ -123,7 +123,7 @@ class NodePlan:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of its NICs, eth0 first."""
+        """Addresses of its NICs, eth0 first."""
         return tuple(nic.address for nic in self.nics)
 
 
@@ -157,7 +157,7 @@ class Plan:
 
     @cached_property
     def nics(self) -> tuple[Nic, ...]:
-        """Of all nodes."""
+        """NICs of all nodes."""
         return tuple(nic for node in self.nodes for nic in node.nics)
 
     @cached_property
@@ -167,7 +167,7 @@ class Plan:
 
     @cached_property
     def shape(self) -> Shape | None:
-        """Of every path's ends; None where unshaped."""
+        """The shape of every path's ends; None where unshaped."""
         rate = self.spec.path_rate
         return None if rate is None else Shape.of(rate, self.spec.queue_ns)
 

@@ -113,7 +113,7 @@ class Spec:
         return self.uneven or (self.slots,) * self.nodes
 
     def ranks(self, node: int) -> range:
-        """Of this node."""
+        """Ranks of this node."""
         first = sum(self.sizes[:node])
         return range(first, first + self.sizes[node])
 

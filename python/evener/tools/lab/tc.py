@@ -60,7 +60,7 @@ class TrafficControl:
         self._socket.close()
 
     def shape(self, device: int, shape: Shape) -> None:
-        """Let out `shape` through `device`: tbf at the root, in place of what was there."""
+        """Let out `shape` through `device`: tbf at the root replaces what was there."""
         self._send([self._tbf(device, shape)])
 
     def cap_flows(self, device: int, shape: Shape | None, cap: int, queue_ns: int) -> None:

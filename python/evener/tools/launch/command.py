@@ -81,7 +81,7 @@ from evener.tools.launch.plan import (
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Default: a free one.")
 @click.option("-p", "--ssh-port", type=click.IntRange(1, 65535), help="The hosts' sshd port.")
 @click.option("-i", "--ssh-identity-file", type=click.Path(), help="The key for ssh.")
-@click.option("--rsh", metavar="COMMAND", help="Reaches a host in place of ssh.")
+@click.option("--rsh", metavar="COMMAND", help="Reaches a host instead of ssh.")
 @click.option(
     "--horovod", is_flag=True, help="`import horovod` gives Evener's, even if none is installed."
 )
@@ -122,7 +122,7 @@ from evener.tools.launch.plan import (
     help="Elastic: seconds to wait for slots. Default: HOROVOD_ELASTIC_TIMEOUT, 600.",
 )
 @click.option("--mpi-args", metavar="ARGUMENTS", help="More arguments for mpirun.")
-@click.option("--binding-args", metavar="ARGUMENTS", help="For mpirun, in place of --bind-to none.")
+@click.option("--binding-args", metavar="ARGUMENTS", help="For mpirun, instead of --bind-to none.")
 @click.option("--timestamps", is_flag=True, help="The time before each line.")
 @click.option("--tag/--no-tag", default=True, help="[rank@host] before each line.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")

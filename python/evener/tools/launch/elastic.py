@@ -198,7 +198,7 @@ class ElasticJob:
         return [(host.name, slot) for host in hosts for slot in range(host.slots)]
 
     def _is_member(self, worker: Worker) -> bool:
-        """Of the current generation. Before the first, every worker is to become one."""
+        """Whether it is of the current generation. Before the first, every worker counts."""
         return not self._generation or worker.generation == self._generation
 
     def _reap(self) -> None:

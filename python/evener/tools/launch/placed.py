@@ -1,8 +1,8 @@
 """`--map`: the hosts, the order of ranks, and each host's cards and GPUs, from a map of the fabric.
 
 Cards are given to NCCL a host, not a rank: its ranks of one host must see the same cards, else they
-disagree about rings (NVIDIA/nccl#1478). Of the cards that it sees NCCL takes for each GPU the
-nearest. So what is named are the cards nearest to the GPUs that this job has there, and no other:
+disagree about rings (NVIDIA/nccl#1478). NCCL takes the nearest of the cards that it sees for
+each GPU. So what is named are the cards nearest to the GPUs that this job has there, and no other:
 none of a management network, none that belongs to GPUs of another job. A rank that is alone on its
 host gets the nearest card of its own GPU.
 """

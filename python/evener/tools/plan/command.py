@@ -41,7 +41,7 @@ def _complete_models(ctx: click.Context, param: click.Parameter, incomplete: str
     "--profile",
     "profile_path",
     type=click.Path(dir_okay=False),
-    help="In place of --model: a file that EVENER_PROFILE=FILE wrote while training.",
+    help="Instead of --model: a file that EVENER_PROFILE=FILE wrote while training.",
 )
 @click.option(
     "--compute-ms",

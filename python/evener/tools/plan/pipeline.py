@@ -63,7 +63,7 @@ def pipeline_group() -> None:
     help="Of parameters.",
 )
 @click.option("--device", help="Where operations are timed; default: a GPU if there is one.")
-@click.option("--flops", help="Estimate in place of timing: operations per second, as 400T.")
+@click.option("--flops", help="Estimate instead of timing: operations per second, as 400T.")
 @click.option("--bandwidth", help="Of the device's memory, as 3TB/s; with --flops.")
 @click.option("--inside", default="20GB/s", show_default=True, help="Links inside a node.")
 @click.option("--network", default="25gbit", show_default=True, help="Links between nodes.")

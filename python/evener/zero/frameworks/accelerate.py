@@ -4,7 +4,7 @@
     zero.accelerate(accelerator, config="ds_config.json")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-`prepare` then hands the model and its optimizer to the engine, in place of moving them to a GPU.
+`prepare` then hands the model and its optimizer to the engine, instead of moving them to a GPU.
 The rest of the script stays: `backward`, `clip_grad_norm_`, `accumulate`, `save_state`,
 `load_state`, `get_state_dict`. Nothing of Accelerate is imported here.
 """

@@ -40,8 +40,8 @@ def named(name: str, **given: Any) -> Rule:
 
 
 def of(optimizer: torch.optim.Optimizer) -> Rule:
-    """The same optimizer as this one, by its class. Of other libraries those that are known to do
-    the same are taken, by their module and name.
+    """The same optimizer as this one, by its class. Those of other libraries that are known to
+    do the same are taken, by their module and name.
 
     Raises UsageError where there is none, and where it does something that ours does not.
     """

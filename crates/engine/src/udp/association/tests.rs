@@ -33,7 +33,7 @@ enum Fault {
     Close(usize),
 }
 
-/// A request: its memory, and how it ended. Of a receiving one the bytes at that time are kept.
+/// A request: its memory, and how it ended. A receiving one keeps the bytes at that time.
 struct Request {
     bytes: Vec<u8>,
     ended: Option<(Status, Vec<u8>)>,

@@ -1,6 +1,6 @@
 //! The sum of a packet's bytes that its tag is made of: CLNH.
 //!
-//! It is NH (see [`auth`](super)) with products without carries, and exclusive or in place of additions (Lemire and
+//! It is NH (see [`auth`](super)) with products without carries, and with exclusive or instead of additions (Lemire and
 //! Kaser, "Faster 64-bit universal hashing using carry-less multiplications", Journal of Cryptographic Engineering
 //! 2016): for words `m` and a key's words `k` it is the sum of all `(m0 ^ k0) * (m1 ^ k1)`. Two texts of one length
 //! have the same sum for one key in 2^64, as with NH. Processors have an instruction for such a product, and the newer

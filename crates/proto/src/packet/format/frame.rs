@@ -134,7 +134,7 @@ const PING_FRAME: u8 = 6;
 /// What follows means nothing; probes of the path's MTU are filled with it.
 const PADDING_FRAME: u8 = 7;
 const CLOSE_FRAME: u8 = 8;
-/// Of a buffer for bare packets. Builds that do not know it never hear it: both ends ask for it by other
+/// The credit of a buffer for bare packets. Builds that do not know it never hear it: both ends ask for it by other
 /// means before.
 const BARE_CREDIT_FRAME: u8 = 9;
 
@@ -143,7 +143,7 @@ const BARE_CREDIT_FRAME: u8 = 9;
 pub struct Frames<'a>(Reader<'a>);
 
 impl<'a> Frames<'a> {
-    /// Of what follows the header.
+    /// The frames in what follows the header.
     pub fn new(body: &'a [u8]) -> Self {
         Frames(Reader(body))
     }

@@ -35,11 +35,11 @@ pub enum Kind {
 /// The first 24 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// Of the protocol.
+    /// Version of the protocol.
     pub version: u8,
     /// What follows.
     pub kind: Kind,
-    /// Of its acknowledgement.
+    /// Haste of its acknowledgement.
     pub haste: Haste,
     /// Place of the source port in the sender's list.
     pub path: u8,

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Pipe:
-    """Of str or bytes. It holds one write at a time: the next one waits until that is read."""
+    """A pipe of str or bytes. It holds one write at a time: the next waits until it is read."""
 
     def __init__(self) -> None:
         self._held: Any = None

@@ -51,7 +51,7 @@ class StateHandler:
 
 
 class _DictHandler(StateHandler):
-    """Of a value with state_dict and load_state_dict."""
+    """Handles a value with state_dict and load_state_dict."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -66,7 +66,7 @@ class _DictHandler(StateHandler):
 
 
 class ModelStateHandler(_DictHandler):
-    """Of a torch.nn.Module."""
+    """Handles a torch.nn.Module."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -74,7 +74,7 @@ class ModelStateHandler(_DictHandler):
 
 
 class OptimizerStateHandler(_DictHandler):
-    """Of a torch.optim.Optimizer, wrapped or not."""
+    """Handles a torch.optim.Optimizer, wrapped or not."""
 
     def restore(self) -> None:
         # Not load_state_dict: a scheduler would go on to set the learning rate of groups that the
@@ -87,7 +87,7 @@ class OptimizerStateHandler(_DictHandler):
 
 
 class SamplerStateHandler(_DictHandler):
-    """Of an ElasticSampler."""
+    """Handles an ElasticSampler."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))

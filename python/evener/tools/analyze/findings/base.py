@@ -100,7 +100,7 @@ def markdown() -> str:
 def run_checks(picture: Picture) -> list[Finding]:
     """All findings, worst first, otherwise in the order of subjects.
 
-    Of a run that hung or failed, what can be the reason comes first, from the root on. What costs
+    What can be the reason of a run that hung or failed comes first, from the root on. What costs
     speed cannot be one, and comes after it.
     """
     _load()

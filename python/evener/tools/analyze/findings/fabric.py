@@ -178,7 +178,7 @@ def rewire(picture: Picture) -> Iterator[Finding]:
         f"put the cards of one rail on one switch: about {payload:.3g} GB/s",
         f"{count(len(traffic.moves), 'cable')} of {count(hosts, 'host')} move: "
         + ", ".join(f"{m.host}/{m.card} from {m.before} to {m.after}" for m in traffic.moves[:8])
-        + f". Then {traffic.after.crossing_share:.0%} in place of "
+        + f". Then {traffic.after.crossing_share:.0%} instead of "
         f"{traffic.today.crossing_share:.0%} of the traffic between hosts along the {what} leaves "
         "its switch.",
         "inferred",

@@ -88,7 +88,7 @@ def slow_local(picture: Picture) -> Iterator[Finding]:
         (world.where,),
         "Check the access, turn ACS off on bare metal.",
         "nvidia-smi topo -p2p r",
-        "`via P2P` in place of `via SHM`.",
+        "`via P2P` instead of `via SHM`.",
     )
 
 

@@ -47,7 +47,7 @@ def distinct(picture: Picture) -> Iterator[Finding]:
 
 @check({"rings.leaves-often": "a ring that leaves a host more than once"})
 def leaves_host_often(picture: Picture) -> Iterator[Finding]:
-    """A ring that leaves a host more than once pays the network more than once."""
+    """A ring that leaves a host more than once loads the network more than once."""
     world = picture.world
     if world is None:
         return

@@ -65,7 +65,7 @@ class Device:
 class Side:
     """One measurement; `wrong` is None where the values were not checked.
 
-    `error` is the largest relative difference, of versions that print it in place of a count.
+    `error` is the largest relative difference, of versions that print it instead of a count.
     """
 
     time_us: float

@@ -75,7 +75,7 @@ class CudaCarrier:
         self.nccl.check(status, what)
 
     def _stream(self, device: int) -> ctypes.c_void_p:
-        """Of its own: torch makes streams by the dozen."""
+        """A stream of its own: torch makes streams by the dozen."""
         stream = ctypes.c_void_p()
         if not self.options.stream_null:
             torch.cuda.set_device(device)

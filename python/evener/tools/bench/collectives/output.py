@@ -197,7 +197,7 @@ class Report:
 
     @property
     def mean(self) -> float:
-        """Of all bus bandwidths, GB/s."""
+        """Mean of all bus bandwidths, GB/s."""
         return sum(self.bandwidths) / len(self.bandwidths) if self.bandwidths else 0.0
 
     def foot(self, least: float | None) -> bool:

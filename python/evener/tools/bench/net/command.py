@@ -61,8 +61,8 @@ def _streams_name(count: int) -> str:
     default="1",
     show_default=True,
     help="TCP streams per communicator and direction, to compare with; several numbers: one row "
-    "each. One is moved by the progress thread, as NCCL does by default. Of several, each has a "
-    "thread at both ends and no protocol: what the host can carry.",
+    "each. One is moved by the progress thread, as NCCL does by default. Several have a thread "
+    "each at both ends and no protocol: what the host can carry.",
 )
 @click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True)
 @click.option(

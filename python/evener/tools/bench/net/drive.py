@@ -78,7 +78,7 @@ def merge(lines: list[str]) -> Rows:
 
 
 def medians(samples: list[Rows]) -> Rows:
-    """Of each size the run of median bandwidth, with the `least` and `most` of all runs."""
+    """For each size, the run of median bandwidth, with the `least` and `most` of all runs."""
     rows = []
     for same in zip(*samples, strict=True):
         ordered = sorted(same, key=lambda row: row["bandwidth"])

@@ -33,7 +33,7 @@ class Cluster(Protocol):
 
     nodes: int
     slots: int
-    # Of each node, where they differ; `slots` is then the first one's.
+    # For each node, where they differ; `slots` is then the first one's.
     sizes: tuple[int, ...]
 
     def describe(self) -> dict[str, Any]:

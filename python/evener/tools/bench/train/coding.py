@@ -3,7 +3,7 @@
 After a run has been measured, a few more steps are taken under torch's profiler, on rank 0. Counted
 are the kernels of `evener.comm.triton_*`, by name, and what clears memory on the streams on which
 they ran. Where they run beside backward or a collective they share the GPU and take longer than
-alone: the sum is an upper bound of what the step pays.
+alone: the sum is an upper bound of what it costs the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def kernels() -> frozenset[str]:
 
 
 def milliseconds(events: Iterable[tuple[str, int, float]], names: frozenset[str]) -> float:
-    """Of (kernel's name, stream, microseconds): what belongs to encoding and decoding."""
+    """Time of encoding and decoding, from events (kernel's name, stream, microseconds)."""
     ran = list(events)
     streams = {stream for name, stream, _ in ran if name in names}
     return 1e-3 * sum(

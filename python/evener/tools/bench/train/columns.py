@@ -36,7 +36,7 @@ class Column:
     gpu_only: str = ""
 
 
-# Of a hook of torch's nobody knows what it has not sent: what it sends must point DDP's way.
+# Nobody knows what a hook of torch's has not sent: what it sends must point DDP's way.
 _UNKNOWN = 0.98
 
 

@@ -99,7 +99,7 @@ TORCHVISION_SIZE = 224
 TORCHVISION_CLASSES = 1000
 
 
-# Of torchvision's; for completion, and known without importing it.
+# Names of torchvision's models; for completion, and known without importing it.
 USUAL = ("resnet50", "vgg16", "vgg16_bn", "vit_b_16", "efficientnet_b0", "convnext_base")
 
 

@@ -11,7 +11,7 @@ from evener.tools.bench.train.table import number
 def verdict(results: Results) -> str:
     """How the best of Evener's columns compares with plain DDP on the whole cluster.
 
-    Of those that send every gradient too, where the best is not one of them. A difference that is
+    Also the best that sends every gradient, where the best of all does not. A difference that is
     smaller than the spread of the runs is called none.
     """
     row = results.rows[-1]

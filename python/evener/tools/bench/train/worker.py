@@ -132,7 +132,7 @@ def _log_nccl() -> Path | None:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of what runs in this process, and the device's name."""
+    """Versions of what runs in this process, and the device's name."""
     found = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

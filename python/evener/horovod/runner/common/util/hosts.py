@@ -19,7 +19,7 @@ class HostInfo:
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """Of `gpu1:2`."""
+        """Parse `gpu1:2`."""
         hostname, _, slots = host_string.strip().rpartition(":")
         return HostInfo(hostname, int(slots))
 

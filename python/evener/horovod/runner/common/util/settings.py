@@ -33,7 +33,7 @@ class BaseSettings:
 
 
 class Settings(BaseSettings):
-    """Of a job whose hosts stay: `hosts` is `gpu1:2,gpu2:2`."""
+    """Settings of a job whose hosts stay: `hosts` is `gpu1:2,gpu2:2`."""
 
     def __init__(self, hosts: str | None = None, **given: Any) -> None:
         super().__init__(**given)
