@@ -42,6 +42,8 @@ pub const MOST_GREETINGS: usize = 256;
 const GREETING_TIME: Duration = Duration::from_secs(2);
 /// A dial of a port that was used before is given up after this long, another after twice as long.
 const DIAL_TIME: Duration = Duration::from_millis(500);
+/// Out of descriptors, peers are not accepted for this long.
+const DEAF: Duration = Duration::from_millis(200);
 const UNSERVED: Duration = Duration::from_secs(2);
 /// A process has ended when its host has refused every dial for this long, and this many of them, while
 /// no path was left: it listens from its start to its end. A network that is cut refuses nothing.
@@ -108,6 +110,10 @@ pub struct Control {
     peers: HashMap<PeerKey, PeerState>,
     handshakes: Vec<Option<Handshake>>,
     recorded: Duration,
+    /// Since when the listener is not watched, because the process is out of descriptors.
+    deaf: Option<Duration>,
+    /// Whether that was said.
+    short: bool,
 }
 
 impl Drop for Control {
@@ -141,6 +147,8 @@ impl Control {
             peers: HashMap::new(),
             handshakes: Vec::new(),
             recorded: Duration::ZERO,
+            deaf: None,
+            short: false,
         })
     }
 
@@ -207,6 +215,9 @@ impl Control {
         }
         for shake in self.handshakes.iter().flatten() {
             next = next.min(shake.until);
+        }
+        if let Some(since) = self.deaf {
+            next = next.min(since + DEAF);
         }
         for state in self.peers.values() {
             if let Some(at) = state.dialer.deadline()
@@ -289,6 +300,9 @@ impl Control {
 
     fn housekeeping(&mut self) {
         let now = self.now();
+        if self.deaf.is_some_and(|since| since + DEAF <= now) {
+            self.listen_again();
+        }
         for index in 0..self.handshakes.len() {
             if let Some(shake) = &self.handshakes[index]
                 && shake.until <= now

@@ -10,6 +10,7 @@ use evener_proto::PathId;
 use evener_proto::dial::Route;
 use socket2::{Domain, Protocol, Socket, Type};
 
+use super::LISTENER;
 use super::{
     Control, DIAL_TIME, FRUITLESS, GREETING_TIME, Handshake, Kind, LOW_WATER, MOST_GREETINGS,
     PORTS, SMALL,
@@ -138,8 +139,9 @@ impl Control {
 
     pub(super) fn accept(&mut self) {
         loop {
-            let Ok((socket, _)) = self.listener.accept() else {
-                return;
+            let socket = match self.listener.accept() {
+                Ok((socket, _)) => socket,
+                Err(error) => return self.not_accepted(&error),
             };
             let incoming = |shake: &Option<Handshake>| {
                 shake
@@ -158,6 +160,38 @@ impl Control {
             if socket.set_nonblocking(true).is_ok() {
                 let _ = self.watch(socket, Kind::Incoming, GREETING_TIME);
             }
+        }
+    }
+
+    /// Without descriptors the listener stays readable: it is left alone for a while, or the loop would
+    /// turn without an end.
+    fn not_accepted(&mut self, error: &std::io::Error) {
+        let code = error.raw_os_error().unwrap_or(0);
+        let short = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
+        if !short.contains(&code) || self.epoll.remove(self.listener.as_raw_fd()).is_err() {
+            return;
+        }
+        if !self.short {
+            self.short = true;
+            self.shared.log(
+                Level::Warn,
+                &format!(
+                    "a peer cannot be accepted ({error}): raise the limit of open files (ulimit -n)"
+                ),
+            );
+        }
+        self.deaf = Some(self.now());
+    }
+
+    /// The time to try again has come.
+    pub(super) fn listen_again(&mut self) {
+        self.deaf = None;
+        if self
+            .epoll
+            .add_readable(self.listener.as_raw_fd(), LISTENER)
+            .is_err()
+        {
+            self.deaf = Some(self.now());
         }
     }
 
