@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -365,7 +366,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 _fault = ""
-_worlds: dict[int, Ranks] = {}
+_world = functools.cache(Ranks)
 
 
 @contextlib.contextmanager
@@ -383,7 +384,7 @@ def check(program: Program) -> None:
         torch.set_num_threads(1)
         run(0, 1, program, _fault)
         return
-    world = _worlds.setdefault(program["ranks"], Ranks(program["ranks"]))
+    world = _world(program["ranks"])
     world.run("tests.twins.moe:run", program, _fault)
 
 
