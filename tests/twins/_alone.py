@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests.twins import harness
@@ -113,7 +114,7 @@ class Alone:
 
 def _serve(pipe: Connection, make: Callable[[], Twin], printed: str) -> None:
     os.setsid()
-    with open(printed, "ab", buffering=0) as file:
+    with Path(printed).open("ab", buffering=0) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     # As after an end of the pipe: what a twin has open is closed at exit.

@@ -179,7 +179,9 @@ def _run(rank: int, size: int, program: Program) -> str:
             continue
         if op == "save":
             ours = _elsewhere(program, ours, size)
-            plain.load, plain.seen = torch.zeros(2, program["experts"])  # counts are not saved
+            # Counts are not saved, nor are gradients.
+            plain.load, plain.seen = torch.zeros(2, program["experts"])
+            other.zero_grad()
             fresh = _optimizer(program, ours)
             fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer = fresh

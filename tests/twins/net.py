@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 READER = ROOT / "target/release/examples/lines"
 SPEC = "2x1@200mbit,paths=4"
 PORT = 7130
-# Seconds of a job: a busy machine may take long, and the reader itself says after 90 s what it misses.
+# Seconds of a job: a busy machine may take long; after 90 s the reader says what it misses.
 LIMIT = 200.0
 ENGINES = tuple(os.environ.get("EVENER_TWIN_ENGINES", "tcp,udp,xdp").split(","))
 
