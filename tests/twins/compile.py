@@ -265,4 +265,4 @@ FAULTS: dict[str, Any] = {
     ),
     "outputs are cut by size alone": _cut_by_edge,
 }
-TWIN = Twin("compile", PROGRAMS, check, FAULTS)
+TWIN = Twin("compile", PROGRAMS, check, FAULTS, programs_per_round=300)

@@ -471,4 +471,4 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "Adagrad cannot be reloaded": no_reload,
 }
 
-TWIN = Twin("keras", programs(), check, FAULTS)
+TWIN = Twin("keras", programs(), check, FAULTS, programs_per_round=150)

@@ -168,6 +168,6 @@ TWIN = Twin(
         # Not "by-kernel", where the kernel copies into posted buffers: it tears one line of LL128
         # in 2 million, so only the long reader finds it (benchmarks/net_lines.py).
     },
-    programs_per_round=10,
+    programs_per_round=200,
     limit=900,  # of several jobs, and of building the reader before the first one
 )

@@ -567,4 +567,5 @@ TWIN = Twin(
     programs=st.composite(_program)(),
     check=check,
     faults={name: (lambda name=name: _put(name)) for name in FAULTS},
+    programs_per_round=50,
 )
