@@ -117,7 +117,7 @@ wild: $(STAMPS)/native ## programs of others, plain and under Evener: make wild 
 	@test -n "$(ARGS)" || $(BIN)/python -m tests.wild.embedding_models
 
 twins: $(STAMPS)/native ## random programs by Evener and by the plain reference: make twins SEEDS=1000 HOURS=8
-	$(BIN)/python -m tests.twins $(PILLAR) --seeds $(or $(SEEDS),100) --hours $(or $(HOURS),0)
+	$(BIN)/python -m tests.twins $(PILLAR) $(if $(SEEDS),--seeds $(SEEDS)) --hours $(or $(HOURS),0)
 
 # What some of upstream's tests import. Those of Ray want an older one, and say so.
 $(STAMPS)/upstream: $(STAMPS)/native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import time
@@ -21,11 +22,12 @@ class Ranks:
     `run(name, ...)` calls `name`, as "package.module:function", with (rank, size, ...) on each.
     """
 
-    def __init__(self, size: int, timeout: float = 300) -> None:
+    def __init__(self, size: int, timeout: float = 120) -> None:
         self.size, self.timeout = size, timeout
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._store: Any = None
+        atexit.register(self.stop)
 
     def run(self, name: str, *args: Any) -> list[Any]:
         """What the ranks returned; raises AssertionError with the first one's traceback."""

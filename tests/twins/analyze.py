@@ -425,4 +425,4 @@ FAULTS: dict[str, Fault] = {
     "killed ranks are not read": lambda: _patched(deaths, "killed", lambda _: ([], [])),
 }
 
-TWIN = Twin("analyze", programs(), check, FAULTS)
+TWIN = Twin("analyze", programs(), check, FAULTS, programs_per_round=300)

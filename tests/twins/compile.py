@@ -38,6 +38,12 @@ def _changed(x: torch.Tensor, k: float) -> torch.Tensor:
         return x.mul_(k)
 
 
+def _averaged(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """The same rows; a buffer follows their mean."""
+    model.average.lerp_(x.detach().mean(0), 0.1)
+    return x
+
+
 def _scaled_back(x: torch.Tensor) -> torch.Tensor:
     """As quantization does: by the largest of the batch."""
     scale = x.detach().abs().max() / 127 + 1e-9
@@ -87,8 +93,9 @@ STEPS: dict[str, Step] = {
     "noise": lambda _m, x, _: x + torch.rand_like(x),
     "gradient over rows": lambda _m, x, _: _Centred.apply(x),
     "gradient counted": lambda _m, x, _: _Shared.apply(x),
-    # Changes what it is given.
+    # Changes what it is given, or keeps something of it.
     "in place": lambda _m, x, k: _changed(x, k),
+    "average kept": lambda m, x, _: _averaged(m, x),
 }
 ENDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "rows": lambda x: x,
@@ -140,6 +147,8 @@ class Model(nn.Module):
         self.bias = nn.Parameter(torch.randn(DIM, generator=draw))
         self.table = nn.Parameter(torch.randn(7, DIM, generator=draw))
         self.norm = nn.BatchNorm1d(DIM)
+        self.average: torch.Tensor
+        self.register_buffer("average", torch.zeros(DIM))
         self.steps, self.ends = program["steps"], program["ends"]
 
     def forward(self, x: torch.Tensor, turn: int) -> Any:
@@ -265,4 +274,4 @@ FAULTS: dict[str, Any] = {
     ),
     "outputs are cut by size alone": _cut_by_edge,
 }
-TWIN = Twin("compile", PROGRAMS, check, FAULTS)
+TWIN = Twin("compile", PROGRAMS, check, FAULTS, programs_per_round=300)

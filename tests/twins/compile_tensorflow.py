@@ -144,4 +144,4 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "random numbers not compared": random_trusted,
 }
 
-TWIN = Twin("compile_tensorflow", programs(), check, FAULTS)
+TWIN = Twin("compile_tensorflow", programs(), check, FAULTS, programs_per_round=40)

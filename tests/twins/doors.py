@@ -757,4 +757,10 @@ def _fault(name: str) -> Iterator[None]:
         WORLD.stop()
 
 
-TWIN = Twin("doors", PROGRAMS, WORLD.check, {name: partial(_fault, name) for name in FAULTS})
+TWIN = Twin(
+    "doors",
+    PROGRAMS,
+    WORLD.check,
+    {name: partial(_fault, name) for name in FAULTS},
+    programs_per_round=100,
+)

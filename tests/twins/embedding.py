@@ -730,4 +730,4 @@ FAULTS: dict[str, Any] = {
         Store, "set_counts", lambda *_: None
     ),
 }
-TWIN = Twin("embedding", PROGRAMS, check, FAULTS)
+TWIN = Twin("embedding", PROGRAMS, check, FAULTS, programs_per_round=300)

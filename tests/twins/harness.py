@@ -33,13 +33,16 @@ class Twin:
     `check` runs a program by Evener and by the plain reference and raises AssertionError (or lets
     an error out that the reference does not raise) where they differ. Each of `faults` is a
     context manager factory that breaks Evener in one way while it is open, for processes that
-    `check` starts too.
+    `check` starts too. A round has `programs_per_round` where nobody says how many; a program that
+    takes longer than `limit` seconds is ended and named (see `_alone.py`).
     """
 
     name: str
     programs: SearchStrategy[Program]
     check: Callable[[Program], None]
     faults: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
+    programs_per_round: int = 100
+    limit: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,20 @@ def names() -> list[str]:
     )
 
 
-def search(tested: Twin, seed: int, count: int) -> Result:
-    """Run `count` programs from `seed`; stop at the first that fails, and shrink it."""
+def search(
+    tested: Twin, seed: int, count: int, begins: Callable[[Program], None] = lambda _: None
+) -> Result:
+    """Run `count` programs from `seed`; stop at the first that fails, and shrink it.
+
+    `begins` is called with each program before it runs.
+    """
     began, ran = time.monotonic(), 0
     failing: tuple[Program, str] = (None, "")
 
     def body(program: Program) -> None:
         nonlocal ran, failing
         ran += 1
+        begins(program)
         try:
             tested.check(program)
         except Exception as error:

@@ -56,6 +56,11 @@ def programs(draw: Any) -> Program:
     if kind in ("Adam", "AdamW") and not count:
         options["weight_decay"] = draw(st.sampled_from([0.0, 0.1]))
     whole = kind in WHOLE or bool(options.get("weight_decay"))
+    others = ["keep", "set", "save", "load", "reload", "clone"]
+    # Keras' Adam leaves moments alone in a step in which the variable has no gradient, and a
+    # table's moments decay then: docs/reference/limits.md, "Keras' Adam leaves the moments".
+    if kind not in ("Adam", "AdamW"):
+        others.append("left out")
     act = st.one_of(
         *[
             st.fixed_dictionaries(
@@ -70,9 +75,7 @@ def programs(draw: Any) -> Program:
             )
         ]
         * 3,
-        st.fixed_dictionaries(
-            {"act": st.sampled_from(["keep", "set", "save", "load", "reload", "clone", "left out"])}
-        ),
+        st.fixed_dictionaries({"act": st.sampled_from(others)}),
         st.fixed_dictionaries({"act": st.just("refused"), "seed": st.integers(0, 9999)}),
     )
     return {
@@ -468,4 +471,4 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "Adagrad cannot be reloaded": no_reload,
 }
 
-TWIN = Twin("keras", programs(), check, FAULTS)
+TWIN = Twin("keras", programs(), check, FAULTS, programs_per_round=150)

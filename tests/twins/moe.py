@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -178,7 +179,9 @@ def _run(rank: int, size: int, program: Program) -> str:
             continue
         if op == "save":
             ours = _elsewhere(program, ours, size)
-            plain.load, plain.seen = torch.zeros(2, program["experts"])  # counts are not saved
+            # Counts are not saved, nor are gradients.
+            plain.load, plain.seen = torch.zeros(2, program["experts"])
+            other.zero_grad()
             fresh = _optimizer(program, ours)
             fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer = fresh
@@ -365,7 +368,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 _fault = ""
-_worlds: dict[int, Ranks] = {}
+_world = functools.cache(Ranks)
 
 
 @contextlib.contextmanager
@@ -383,7 +386,7 @@ def check(program: Program) -> None:
         torch.set_num_threads(1)
         run(0, 1, program, _fault)
         return
-    world = _worlds.setdefault(program["ranks"], Ranks(program["ranks"]))
+    world = _world(program["ranks"])
     world.run("tests.twins.moe:run", program, _fault)
 
 
@@ -423,4 +426,5 @@ TWIN = Twin(
     programs=st.composite(_program)(),
     check=check,
     faults={name: (lambda name=name: _put(name)) for name in FAULTS},
+    programs_per_round=300,
 )

@@ -8,6 +8,7 @@ that are not finite, save, and go on elsewhere. Stages share one process, or hav
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -505,7 +506,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 _fault = ""
-_worlds: dict[int, Ranks] = {}
+_world = functools.cache(Ranks)
 counts: dict[str, int] = {}
 
 
@@ -521,7 +522,7 @@ def _put(name: str) -> Iterator[None]:
 
 def check(program: Program) -> None:
     """Equal, or refused where the program has what a pipeline may refuse."""
-    world = _worlds.setdefault(program["ranks"], Ranks(program["ranks"]))
+    world = _world(program["ranks"])
     with tempfile.TemporaryDirectory() as folder:
         found = world.run("tests.twins.pipeline:run", program, _fault, folder)
     for verdict, said in found:
@@ -566,4 +567,5 @@ TWIN = Twin(
     programs=st.composite(_program)(),
     check=check,
     faults={name: (lambda name=name: _put(name)) for name in FAULTS},
+    programs_per_round=50,
 )

@@ -493,4 +493,4 @@ FAULTS = {
     "milestones become strings": _strings,
     "labels outside of the vocabulary pass": _put(vocabulary, "in_vocabulary", lambda *_: None),
 }
-TWIN = Twin("zero", PROGRAMS, check, FAULTS)
+TWIN = Twin("zero", PROGRAMS, check, FAULTS, programs_per_round=150)
