@@ -468,6 +468,7 @@ class Run:
     def persist(self, name: str, rest: list[Any]) -> None:
         if name in ("load", "back", "unstate", "ranks") and self.optimizer is not None:
             self.optimizer.zero_grad()
+            self.right.forget()
         if name == "branch":
             self.branch(*rest)
         elif name == "save":
