@@ -21,7 +21,7 @@ from tests.twins import harness
 from tests.twins._alone import Alone
 from tests.twins.harness import Result
 
-# Where no terminal shows a bar, a line says every so many seconds how far a search is.
+# Where no terminal shows a bar, a line says every this many seconds how far a search is.
 EVERY = 30.0
 # A fault may take more programs to be found than a round has.
 ROUNDS_PER_FAULT = 10
