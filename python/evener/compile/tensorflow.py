@@ -17,6 +17,7 @@ the call, because a second run in a thread would count; the check then puts all 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import itertools
@@ -39,6 +40,8 @@ from evener.compile.independence import Filling
 from evener.compile.policy import Options
 from evener.errors import UsageError
 
+# How many functions of a name this process has made.
+_made_before: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 _PLAIN = (bool, int, float, str, type(None))
 _TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2}
 # Ops with a state that is a variable's, or that is none: by the beginning of their names.
@@ -131,6 +134,8 @@ class Function(Bucketed[_Call]):
         if record:
             keep()
         self._dim, self._mask = dim, mask
+        # XLA's cache takes functions of one name for the same, also after one is gone.
+        self._number = next(_made_before[name])
         self._whole = tf.function(function, reduce_retracing=True)
         self._made = tf.function(function, jit_compile=True)
         self._exact = tf.function(function)
@@ -253,7 +258,7 @@ class Function(Bucketed[_Call]):
     def _traced(self, call: _Call, size: int, edge: int) -> Any:
         """The compiled form for `edge`, traced: the same trace that a call takes."""
         leaves, weights = self._fill(call, size, edge)
-        with _same_names(f"{self.name} {self._signature(call)} {edge}"):
+        with _same_names(f"{self.name} {self._number} {self._signature(call)} {edge}"):
             return self._call(self._made.get_concrete_function, leaves, call.structure, weights)
 
     def _quiet(self, call: _Call, size: int, edge: int) -> bool:
@@ -287,7 +292,7 @@ class Function(Bucketed[_Call]):
         watched = list(concrete.trainable_variables)
         before = [tf.identity(v) for v in variables] if self._kind != "pure" else []
         try:
-            with _same_names(f"{self.name} {self._signature(call)} {edge} run"):
+            with _same_names(f"{self.name} {self._number} {self._signature(call)} {edge} run"):
                 if (
                     known is not None
                     and known["code"] == code
