@@ -150,7 +150,7 @@ format: $(STAMPS)/deps ## rustfmt and ruff
 docs: $(STAMPS)/native ## write the pages that are made from the code
 	$(BIN)/python scripts/docs.py
 
-# What builds a wheel, in an environment of its own: 0.2 GB, where development takes 5 GB.
+# What builds a wheel, in an environment of its own: a small part of what development needs.
 WHEEL := $(CURDIR)/$(STAMPS)/wheel
 $(STAMPS)/wheel-deps: constraints.txt pyproject.toml | preflight
 	@mkdir -p $(STAMPS)

@@ -41,7 +41,7 @@ def test_a_fault_is_found_and_shrunk(tmp_path: Path) -> None:
 
 
 def _twin(way: str) -> harness.Twin:
-    """Of programs that hang, with a process of their own, or that die."""
+    """Programs of a twin that hang, with a process of their own, or that die."""
     from hypothesis import strategies as st
 
     def check(_: list[str]) -> None:
